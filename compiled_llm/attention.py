@@ -1,0 +1,152 @@
+"""The attention function that HuggingFace's layers reach while our graphs are traced.
+
+Every attention layer calls the function registered under its config's implementation name, with its own keys and
+values of the new tokens and with whatever keyword arguments ``forward`` was given. Ours writes them into the layer's
+pages and attends over the row's pages.
+
+Shapes: T packed tokens (decode: one a row), H query heads, K kv heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from compiled_llm.layers import LayerProbe
+from compiled_llm_ops import append_paged_kv, paged_attention, paged_attention_lse
+
+NAME = "compiled_llm"
+BATCH_ARGUMENT = "paged_batch"
+
+
+class PagedBatch(NamedTuple):
+    """What the layers need to know of a batch: where its tokens go, and where its rows lie.
+
+    Attributes:
+        pages: one ``[P, 2, K, S, D]`` a layer.
+        token_rows: ``[T]`` int32, the row of each token.
+        token_positions: ``[T]`` int32, each token's index in its row's cache.
+        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
+    """
+
+    pages: list[Tensor]
+    token_rows: Tensor
+    token_positions: Tensor
+    qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    paged_batch: PagedBatch | LayerProbe | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend over pages; HuggingFace's attention-function protocol.
+
+    Args:
+        module: the attention layer; its ``layer_idx`` picks the pages.
+        query: ``[1, H, T, D]`` packed, or ``[B, H, 1, D]`` in decode.
+        key: ``[1, K, T, D]`` or ``[B, K, 1, D]``, the new tokens' only.
+        value: like ``key``.
+        attention_mask: must be None: masked tokens are never stored.
+        scaling: factor on the logits; ``D ** -0.5`` where None.
+        sliding_window: tokens a query sees, itself included; all where None.
+        softcap: cap on the logits; none where None.
+        s_aux: ``[H]`` attention sinks, one more logit a head that takes weight and has no value.
+        paged_batch: handed through ``forward`` by our own calls.
+        kwargs: what else the model passes along; checked once, by the probe.
+
+    Returns:
+        ``[1, T, H, D]`` or ``[B, 1, H, D]``, and None in place of attention weights.
+
+    Raises:
+        RuntimeError: called by anything but our own compiled calls.
+    """
+    if paged_batch is None:
+        raise RuntimeError(
+            "the attention of a wrapped model was called while a compiled call was running on it; call the wrapped "
+            "model itself, not its inner modules, from other threads, or compiled_llm.unwrap(model) first"
+        )
+    if isinstance(paged_batch, LayerProbe):
+        return paged_batch.visit(module, query, key, value, attention_mask, scaling, sliding_window, softcap, kwargs)
+    pages = paged_batch.pages[module.layer_idx]  # type: ignore[index]
+    packed_query, packed_key, packed_value = _pack(query), _pack(key), _pack(value)
+    batch = paged_batch
+    append_paged_kv(
+        packed_key,
+        packed_value,
+        pages,
+        batch.token_rows,
+        batch.token_positions,
+        batch.indptr,
+        batch.indices,
+        batch.last_page_len,
+    )
+    arguments = (
+        packed_query,
+        pages,
+        batch.qo_indptr,
+        batch.indptr,
+        batch.indices,
+        batch.last_page_len,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        -1 if sliding_window is None else sliding_window - 1,
+        softcap or 0.0,
+    )
+    if s_aux is None:
+        out = paged_attention(*arguments)
+    else:
+        out, lse = paged_attention_lse(*arguments)
+        out = out * torch.sigmoid(lse * math.log(2) - s_aux.float())[..., None].to(out.dtype)
+    return out.view(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
+
+
+def _pack(states: Tensor) -> Tensor:
+    """``[1, H, T, D]`` or ``[B, H, 1, D]`` to ``[T, H, D]``."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def attention_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Return the configs, each once, whose attention implementation the model's modules read."""
+    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
+    return list(configs.values())
+
+
+@contextmanager
+def paged_attention_in(configs: list[PretrainedConfig]) -> Iterator[None]:
+    """Point the configs' attention at ours for the duration.
+
+    At rest a wrapped model keeps the user's own attention implementation, so that whatever does not pass through us
+    (its inner modules, training, saving) is untouched. ``_attn_implementation_internal`` is written directly because
+    ``set_attn_implementation`` walks all modules, which is too much for each step.
+    """
+    own = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, own, strict=True):
+            config._attn_implementation_internal = implementation
+
+
+AttentionInterface.register(NAME, attention_forward)

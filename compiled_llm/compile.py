@@ -1,0 +1,138 @@
+"""The compiled programs of one model: a symbolic prefill, a decode step for batch 1 and one for all larger batches.
+
+Shapes: B rows, T packed tokens, L tokens whose logits are wanted, V vocabulary, N entries of the page table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compiled_llm.attention import BATCH_ARGUMENT, PagedBatch
+from compiled_llm.compat import graph_count, own_copy
+from compiled_llm.config import WrapConfig
+from compiled_llm.kv_cache import DecodeInputs
+
+Forward = Callable[..., Any]
+
+
+def _prefill(
+    model: PreTrainedModel, forward: Forward, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
+) -> tuple[Tensor, Tensor]:
+    """Run packed tokens through the model.
+
+    Args:
+        model: the model.
+        forward: its class's own ``forward``.
+        ids: ``[1, T]`` int64.
+        positions: ``[1, T]`` int64, rotary positions.
+        keep: ``[L]`` int64, the tokens whose logits are wanted.
+        batch: the page table; ``[T]`` and ``[B]`` columns.
+
+    Returns:
+        ``[L, V]`` logits in the model's dtype and ``[L]`` int64, the most likely next tokens.
+    """
+    out = forward(
+        model,
+        input_ids=ids,
+        position_ids=positions,
+        use_cache=False,
+        logits_to_keep=keep,
+        **{BATCH_ARGUMENT: batch},
+    )
+    logits = out.logits[0]
+    return logits, logits.argmax(dim=-1)
+
+
+def _decode(model: PreTrainedModel, forward: Forward, inputs: DecodeInputs, pages: list[Tensor]) -> Tensor:
+    """Run one token of each row through the model and advance the buffers in place.
+
+    Args:
+        model: the model.
+        forward: its class's own ``forward``.
+        inputs: the bucket's buffers; ``tokens``, ``positions`` and ``last_page_len`` advance.
+        pages: one ``[P, 2, K, S, D]`` a layer.
+
+    Returns:
+        ``[B, V]`` logits in the model's dtype.
+    """
+    page_size = pages[0].shape[3]
+    inputs.last_page_len.add_(1)
+    full_pages = inputs.indptr[1:] - inputs.indptr[:-1] - 1
+    batch = PagedBatch(
+        pages=pages,
+        token_rows=inputs.token_rows,
+        token_positions=full_pages * page_size + inputs.last_page_len - 1,
+        qo_indptr=inputs.qo_indptr,
+        indptr=inputs.indptr,
+        indices=inputs.indices,
+        last_page_len=inputs.last_page_len,
+    )
+    out = forward(
+        model,
+        input_ids=inputs.tokens[:, None],
+        position_ids=inputs.positions[:, None],
+        use_cache=False,
+        **{BATCH_ARGUMENT: batch},
+    )
+    logits: Tensor = out.logits[:, -1]
+    inputs.tokens.copy_(logits.argmax(dim=-1))
+    inputs.positions.add_(1)
+    return logits
+
+
+class Programs:
+    """A model's compiled functions; each is called on the model's device thread only."""
+
+    def __init__(self, config: WrapConfig, forward: Forward, device: torch.device) -> None:
+        """Prepare; compiling happens at the first call of each program.
+
+        Args:
+            config: the options of ``wrap``.
+            forward: the model class's own ``forward``.
+            device: where the model lives.
+        """
+        self._forward = forward
+        graphs = config.mode == "reduce-overhead" and device.type == "cuda"
+        self.prefill_function = own_copy(_prefill)
+        self.decode_one_function = own_copy(_decode)
+        self.decode_many_function = own_copy(_decode)
+        self._prefill = _compiled(self.prefill_function, config, cudagraphs=False)
+        self._decode_one = _compiled(self.decode_one_function, config, cudagraphs=graphs)
+        self._decode_many = _compiled(self.decode_many_function, config, cudagraphs=graphs)
+
+    def prefill(
+        self, model: PreTrainedModel, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Run ``_prefill``; T, B and L are symbolic and must be at least 2."""
+        for tensor in (keep, *batch[1:5], batch.last_page_len):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        for tensor in (ids, positions):
+            torch._dynamo.mark_dynamic(tensor, 1)
+        logits, tokens = self._prefill(model, self._forward, ids, positions, keep, batch)
+        return logits, tokens
+
+    def decode(self, model: PreTrainedModel, inputs: DecodeInputs, pages: list[Tensor]) -> Tensor:
+        """Run ``_decode``; its logits are overwritten by the next call where CUDA graphs replay."""
+        program = self._decode_one if inputs.tokens.shape[0] == 1 else self._decode_many
+        torch.compiler.cudagraph_mark_step_begin()
+        logits: Tensor = program(model, self._forward, inputs, pages)
+        return logits
+
+    def graph_counts(self) -> dict[str, int]:
+        """Return how many graphs each program has been compiled into; more than one is a recompile."""
+        return {
+            "prefill": graph_count(self.prefill_function),
+            "decode, batch 1": graph_count(self.decode_one_function),
+            "decode, larger batches": graph_count(self.decode_many_function),
+        }
+
+
+def _compiled(function: Callable[..., Any], config: WrapConfig, *, cudagraphs: bool) -> Callable[..., Any]:
+    if config.mode == "eager":
+        return function
+    return torch.compile(function, fullgraph=True, dynamic=False, options={"triton.cudagraphs": cudagraphs})

@@ -1,0 +1,104 @@
+"""The options of ``wrap``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Mode = Literal["eager", "compile", "reduce-overhead"]
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class KVMemory:
+    """How much memory the pages may take; exactly one of the three is set.
+
+    Attributes:
+        fraction: of what is free on the device when the pages are allocated.
+        nbytes: bytes.
+        tokens: tokens, over all rows.
+    """
+
+    fraction: float | None = None
+    nbytes: int | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class WrapConfig:
+    """Options of ``compiled_llm.wrap``.
+
+    Attributes:
+        mode: ``"eager"`` runs the ops without compiling, ``"compile"`` compiles with Inductor, ``"reduce-overhead"``
+            also records CUDA graphs (on a CPU it is the same as ``"compile"``).
+        page_size: tokens in one page of the KV cache.
+        max_batch_size: most rows that run at once; a call with more raises.
+        kv_memory: what the pages may take. A float up to 1.0 is a fraction of the free memory, an int is bytes, a
+            string is bytes with a unit (``"8GiB"``) or tokens (``"20000 tokens"``). By default 0.8 of what is free on
+            a CUDA device and 0.25 of what is free on a CPU, but never more than ``max_batch_size`` rows of the model's
+            full length can use.
+        workspace_bytes: FlashInfer's scratch memory, in bytes, on CUDA.
+        progress: show on stderr what is being compiled or recorded.
+    """
+
+    mode: Mode = "reduce-overhead"
+    page_size: int = 16
+    max_batch_size: int = 64
+    kv_memory: float | int | str | None = None
+    workspace_bytes: int = 256 * 2**20
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every value.
+
+        Raises:
+            ValueError: a value is impossible; the message names it and what is possible.
+        """
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(map(repr, get_args(Mode)))}")
+        for name in ("page_size", "max_batch_size", "workspace_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: must be a positive integer")
+        parse_kv_memory(self.kv_memory)
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> WrapConfig:
+        """Build from the keyword arguments of ``wrap``.
+
+        Raises:
+            TypeError: an option does not exist.
+            ValueError: a value is impossible.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise TypeError(f"wrap() has no option {name!r}; its options are {', '.join(known)}")
+        return cls(**options)
+
+
+def parse_kv_memory(value: float | int | str | None) -> KVMemory | None:
+    """Read the ``kv_memory`` option; None stands for the default.
+
+    Raises:
+        ValueError: the value is none of the forms that ``WrapConfig`` documents.
+    """
+    if value is None:
+        return None
+    if isinstance(value, float) and 0.0 < value <= 1.0:
+        return KVMemory(fraction=value)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return KVMemory(nbytes=value)
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", value)):
+        number, unit = match.groups()
+        if unit.lower() in ("token", "tokens") and number.isdigit() and int(number) > 0:
+            return KVMemory(tokens=int(number))
+        if unit.upper() in _UNITS and number.count(".") <= 1 and float(number) > 0:
+            return KVMemory(nbytes=int(float(number) * _UNITS[unit.upper()]))
+    raise ValueError(
+        f"kv_memory={value!r}: give a fraction of the free memory as a float in (0, 1], bytes as an int, "
+        "or a string such as '8GiB' or '20000 tokens'"
+    )

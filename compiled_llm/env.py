@@ -1,0 +1,27 @@
+"""Every environment variable that the project reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Env:
+    """The environment, read once and typed.
+
+    Attributes:
+        cache: ``COMPILED_LLM_CACHE``, where downloaded files are kept. Default: ``compiled_llm`` in
+            ``XDG_CACHE_HOME``, or in ``~/.cache``.
+    """
+
+    cache: Path
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Env:
+        """Read the variables; an empty one counts as unset."""
+        base = Path(environ.get("XDG_CACHE_HOME") or "~/.cache")
+        cache = Path(environ.get("COMPILED_LLM_CACHE") or base / "compiled_llm")
+        return cls(cache=cache.expanduser().absolute())

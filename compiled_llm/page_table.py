@@ -1,0 +1,207 @@
+"""Which pages belong to which row: host facts only, plain numbers, no device.
+
+Shapes: B rows, N entries of the page table, S page size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+NULL_PAGE = 0
+"""Page 0 belongs to nobody: padding rows and padding tokens read and write it."""
+
+
+class OutOfPagesError(RuntimeError):
+    """There are not enough free pages; nothing was taken."""
+
+
+class PageAccount(NamedTuple):
+    """The pool at one moment; ``used + free + cached`` is always ``total``. The null page is in none of them."""
+
+    total: int
+    used: int
+    free: int
+    cached: int
+
+
+class PagePool:
+    """Hands out pages, and promises them ahead of time so that a row that was let in never runs out."""
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        """Start with all of ``pages`` free, except the null page."""
+        self.page_size = page_size
+        self.total = pages - 1
+        self._free = list(range(pages - 1, NULL_PAGE, -1))
+        self._reserved = 0
+        # Re-entrant: the garbage collector may give back a dropped row's pages in the middle of any call.
+        self._lock = threading.RLock()
+
+    @property
+    def available(self) -> int:
+        """Pages neither used nor promised."""
+        return len(self._free) - self._reserved
+
+    def account(self) -> PageAccount:
+        """Return how many pages are used, free and cached."""
+        with self._lock:
+            return PageAccount(self.total, self.total - len(self._free), len(self._free), 0)
+
+    def pages_for(self, tokens: int) -> int:
+        """Return how many pages ``tokens`` of one row take."""
+        return -(-tokens // self.page_size)
+
+    def reserve(self, pages: int) -> None:
+        """Promise ``pages`` to a caller.
+
+        Raises:
+            OutOfPagesError: fewer are available.
+        """
+        with self._lock:
+            if pages > self.available:
+                raise OutOfPagesError(f"{pages} pages are needed and {self.available} of {self.total} are available")
+            self._reserved += pages
+
+    def take_reserved(self) -> int:
+        """Turn one promised page into a taken one."""
+        with self._lock:
+            self._reserved -= 1
+            return self._free.pop()
+
+    def untake(self, pages: Sequence[int]) -> int:
+        """Turn taken pages back into promised ones; returns how many."""
+        with self._lock:
+            self._free.extend(pages)
+            self._reserved += len(pages)
+            return len(pages)
+
+    def give_back(self, pages: Iterable[int], reserved: int = 0) -> None:
+        """Return taken pages, and promised ones that were never taken."""
+        with self._lock:
+            self._free.extend(pages)
+            self._reserved -= reserved
+
+
+class Row:
+    """One sequence: its pages, how many tokens they hold, and the position of the next token.
+
+    Attributes:
+        pages: page numbers, in order.
+        length: tokens stored.
+        position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
+    """
+
+    def __init__(self, pool: PagePool, tokens: int) -> None:
+        """Promise pages for ``tokens``.
+
+        Raises:
+            OutOfPagesError: the pool cannot promise that many; nothing changed.
+        """
+        self._pool = pool
+        self._reserved = pool.pages_for(tokens)
+        pool.reserve(self._reserved)
+        self.pages: list[int] = []
+        self.length = 0
+        self.position = 0
+
+    @property
+    def limit(self) -> int:
+        """Tokens that the row's pages, taken and promised, can hold."""
+        return (len(self.pages) + self._reserved) * self._pool.page_size
+
+    def reserve(self, tokens: int) -> None:
+        """Have room for ``tokens`` in all.
+
+        Raises:
+            OutOfPagesError: the pool cannot promise the pages that are missing; nothing changed.
+        """
+        missing = self._pool.pages_for(tokens) - len(self.pages) - self._reserved
+        if missing > 0:
+            self._pool.reserve(missing)
+            self._reserved += missing
+
+    def grow(self, tokens: int) -> None:
+        """Count ``tokens`` more as stored, taking promised pages as they are entered."""
+        self.reserve(self.length + tokens)
+        self.length += tokens
+        while len(self.pages) * self._pool.page_size < self.length:
+            self.pages.append(self._pool.take_reserved())
+            self._reserved -= 1
+
+    def shrink(self, tokens: int) -> None:
+        """Forget the last ``tokens``; pages left empty become promised ones again."""
+        self.length -= tokens
+        keep = self._pool.pages_for(self.length)
+        self._reserved += self._pool.untake(self.pages[keep:])
+        del self.pages[keep:]
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens after the first ``length``."""
+        extra = self.length - length
+        self.shrink(extra)
+        self.position -= extra
+
+    def free(self) -> None:
+        """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
+        pages, reserved = self.pages, self._reserved
+        self.pages, self._reserved, self.length, self.position = [], 0, 0, 0
+        self._pool.give_back(pages, reserved)
+
+
+class Stored(Protocol):
+    """What a page table needs to know of a row."""
+
+    pages: list[int]
+    length: int
+
+
+class NullRow:
+    """A row of padding: all its tokens go to the null page."""
+
+    def __init__(self, length: int, page_size: int) -> None:
+        """Pretend to hold ``length`` tokens."""
+        self.length = length
+        self.pages = [NULL_PAGE] * -(-length // page_size)
+
+
+class HostTable(NamedTuple):
+    """A page table on the host, int32; the columns are those of ``compiled_llm_ops.PageTable``."""
+
+    qo_indptr: NDArray[np.int32]
+    indptr: NDArray[np.int32]
+    indices: NDArray[np.int32]
+    last_page_len: NDArray[np.int32]
+
+
+def build_table(rows: Sequence[Stored], queries: Sequence[int], page_size: int, padded: int) -> HostTable:
+    """Lay out ``rows`` whose last ``queries[b]`` tokens are being computed, padded with null rows.
+
+    A null row has one query and one token, in the null page.
+
+    Args:
+        rows: already grown by their new tokens.
+        queries: new tokens of each row.
+        page_size: S.
+        padded: B, at least ``len(rows)``.
+    """
+    null = padded - len(rows)
+    counts = [len(row.pages) for row in rows] + [1] * null
+    last = [row.length - (len(row.pages) - 1) * page_size for row in rows] + [1] * null
+    indices = list(chain.from_iterable(row.pages for row in rows)) + [NULL_PAGE] * null
+    return HostTable(
+        qo_indptr=_starts([*queries, *[1] * null]),
+        indptr=_starts(counts),
+        indices=np.array(indices, dtype=np.int32),
+        last_page_len=np.array(last, dtype=np.int32),
+    )
+
+
+def _starts(counts: Sequence[int]) -> NDArray[np.int32]:
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts

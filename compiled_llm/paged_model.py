@@ -1,0 +1,230 @@
+"""A model's device side: pages, buffers, plans and programs, and who is in the decode buffers at the moment.
+
+Everything here runs on the model's device thread.
+
+Shapes: B rows, T packed tokens, L tokens whose logits are wanted, V vocabulary, S page size.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compiled_llm.attention import PagedBatch, attention_configs, paged_attention_in
+from compiled_llm.compat import cudagraph_skips
+from compiled_llm.compile import Forward, Programs
+from compiled_llm.config import WrapConfig
+from compiled_llm.kv_cache import DecodeBuffers, allocate_pages, bucket_for, buckets_up_to, pages_to_allocate
+from compiled_llm.layers import Layer
+from compiled_llm.page_table import NullRow, PagePool, Row, Stored, build_table
+from compiled_llm.plan import Planner, attention_groups
+from compiled_llm.progress import ProgressDisplay
+from compiled_llm.staging import Staging
+from compiled_llm_ops import PageTable
+
+if TYPE_CHECKING:
+    from compiled_llm.runner import Runner
+
+# Cudagraph trees run a new shape once as it is, record it on the second call and replay it from the third.
+_CALLS_TO_RECORD = 3
+
+
+class Extension(NamedTuple):
+    """New tokens of one row.
+
+    Attributes:
+        row: already grown by them.
+        ids: ``[Q]`` int64.
+        positions: ``[Q]`` int64, rotary positions.
+    """
+
+    row: Stored
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+
+class PagedModel:
+    """What a ``Runner`` drives: packed prefill, and decode steps over fixed buffers."""
+
+    def __init__(self, model: PreTrainedModel, forward: Forward, layers: Sequence[Layer], config: WrapConfig) -> None:
+        """Allocate pages and buffers; nothing is compiled yet.
+
+        Raises:
+            ValueError: not even one page fits into the memory allowed.
+        """
+        self.config = config
+        self.device = model.device
+        self._model = weakref.ref(model)
+        self._configs = attention_configs(model)
+        max_positions = max_positions_of(model)
+        count = pages_to_allocate(config, layers, model.dtype, self.device, max_positions)
+        with torch.inference_mode(False):
+            self.pages = allocate_pages(count, layers, config.page_size, model.dtype, self.device)
+            self.buffers = DecodeBuffers(config.max_batch_size, count, self.device)
+            self._prefill_indices = torch.zeros(count + config.max_batch_size, dtype=torch.int32, device=self.device)
+        self.pool = PagePool(count, config.page_size)
+        self.staging = Staging(self.device)
+        self.planner = Planner(
+            attention_groups(layers, config.page_size, model.dtype, self.device), config, self.device
+        )
+        self.programs = Programs(config, forward, self.device)
+        self.skips_before = cudagraph_skips()
+        self._progress = ProgressDisplay(config.progress)
+        self._ready: set[int | str] = set()
+        self._owner: weakref.ref[Runner] | None = None
+
+    # ---- readiness: compile and record on null rows, never on somebody's tokens
+
+    @property
+    def ready_buckets(self) -> list[int]:
+        """The decode buckets that are compiled, and on CUDA recorded."""
+        return sorted(bucket for bucket in self._ready if isinstance(bucket, int))
+
+    def make_prefill_ready(self) -> None:
+        """Compile prefill, if it is not compiled yet."""
+        if "prefill" in self._ready:
+            return
+        with self._progress.task(self._what("prefill")):
+            # Sizes that differ from each other, or Dynamo would take them for one and the same symbol.
+            lengths = [2, 3, 2]
+            null = [_null_extension(length, self.config.page_size) for length in lengths]
+            self._run_prefill(null, np.zeros(5, dtype=np.int64))
+        self._ready.add("prefill")
+
+    def make_decode_ready(self, bucket: int) -> None:
+        """Compile decode for the bucket and record its graph, if that has not happened yet."""
+        if bucket in self._ready:
+            return
+        self.claim(None)
+        buckets = buckets_up_to(self.config.max_batch_size)
+        with self._progress.task(self._what(f"decode bucket {bucket} ({buckets.index(bucket) + 1} of {len(buckets)})")):
+            for _ in range(_CALLS_TO_RECORD if self.device.type == "cuda" else 1):
+                self.upload([], bucket, None)
+                self.run_decode(bucket)
+        self.planner.freeze(bucket)
+        self._ready.add(bucket)
+
+    def _what(self, program: str) -> str:
+        if self.config.mode == "eager":
+            return f"preparing {program}"
+        if self.device.type == "cuda":
+            return f"building kernels, compiling and recording {program}"
+        return f"compiling {program}"
+
+    # ---- prefill and extend
+
+    def prefill(self, batch: list[Extension], keep: NDArray[np.int64] | None) -> tuple[Tensor, Tensor]:
+        """Run new tokens of some rows, packed.
+
+        Args:
+            batch: at most ``max_batch_size`` rows, each already grown by its tokens.
+            keep: ``[L]``, which packed tokens' logits are wanted; each row's last where None.
+
+        Returns:
+            ``[L, V]`` logits, and ``[L]`` int64, the most likely next tokens.
+        """
+        self.make_prefill_ready()
+        if keep is None:
+            keep = np.cumsum([len(extension.ids) for extension in batch]) - 1
+        wanted = len(keep)
+        if len(batch) == 1:  # a symbolic size is at least 2
+            batch = [*batch, _null_extension(1, self.config.page_size)]
+        if wanted == 1:
+            keep = np.repeat(keep, 2)
+        logits, tokens = self._run_prefill(batch, keep)
+        return logits[:wanted], tokens[:wanted]
+
+    def _run_prefill(self, batch: list[Extension], keep: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        queries = [len(extension.ids) for extension in batch]
+        table = build_table([extension.row for extension in batch], queries, self.config.page_size, len(batch))
+        starts = [extension.row.length - len(extension.ids) for extension in batch]
+        token_rows = np.repeat(np.arange(len(batch), dtype=np.int32), queries)
+        token_positions = np.concatenate(
+            [np.arange(start, start + count, dtype=np.int32) for start, count in zip(starts, queries, strict=True)]
+        )
+        ids, positions, keeps, rows, cache_positions, qo_indptr, indptr, last_page_len = self.staging.to_device(
+            [
+                np.concatenate([extension.ids for extension in batch]),
+                np.concatenate([extension.positions for extension in batch]),
+                keep.astype(np.int64),
+                token_rows,
+                token_positions,
+                table.qo_indptr,
+                table.indptr,
+                table.last_page_len,
+            ]
+        )
+        self.staging.upload([(table.indices, self._prefill_indices)])
+        columns = PageTable(qo_indptr, indptr, self._prefill_indices, last_page_len)
+        self.planner.plan_prefill(columns, table)
+        packed = PagedBatch(self.pages, rows, cache_positions, *columns)
+        with paged_attention_in(self._configs):
+            return self.programs.prefill(self._require_model(), ids[None], positions[None], keeps, packed)
+
+    # ---- decode
+
+    def claim(self, runner: Runner | None) -> None:
+        """Hand the decode buffers to ``runner``; whoever had them takes its tokens out first."""
+        owner = self._owner() if self._owner is not None else None
+        if owner is not None and owner is not runner:
+            owner.unseat()
+        self._owner = None if runner is None else weakref.ref(runner)
+
+    def owned_by(self, runner: Runner) -> bool:
+        """Whether the decode buffers hold this runner's rows."""
+        return self._owner is not None and self._owner() is runner
+
+    def upload(self, rows: Sequence[Row], bucket: int, tokens: Tensor | None) -> None:
+        """Put rows, already grown by the token they are about to feed, into the decode buffers, and plan.
+
+        Args:
+            rows: the rows; the rest of the bucket becomes null rows.
+            bucket: B.
+            tokens: ``[len(rows)]`` int64 on the device, what the rows feed in; None leaves it as it is.
+        """
+        inputs = self.buffers.bucket(bucket)
+        table = build_table(rows, [1] * len(rows), self.config.page_size, bucket)
+        positions = np.zeros(bucket, dtype=np.int64)
+        positions[: len(rows)] = [row.position for row in rows]
+        self.staging.upload(
+            [
+                (positions, inputs.positions),
+                (table.last_page_len - 1, inputs.last_page_len),
+                (table.indptr, inputs.indptr),
+                (table.indices, inputs.indices),
+            ]
+        )
+        if tokens is not None:
+            inputs.tokens[: len(rows)].copy_(tokens)
+        self.planner.plan_decode(inputs, table)
+
+    def run_decode(self, bucket: int) -> Tensor:
+        """Run one decode step over what lies in the buffers; returns ``[B, V]`` logits, overwritten by the next."""
+        with paged_attention_in(self._configs):
+            return self.programs.decode(self._require_model(), self.buffers.bucket(bucket), self.pages)
+
+    def bucket_for(self, rows: int) -> int:
+        """Return the smallest bucket that holds ``rows``."""
+        return bucket_for(rows, self.config.max_batch_size)
+
+    def _require_model(self) -> PreTrainedModel:
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model of this cache or runner no longer exists")
+        return model
+
+
+def max_positions_of(model: PreTrainedModel) -> int:
+    """Return how many positions the model was made for."""
+    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**31 - 1))
+
+
+def _null_extension(length: int, page_size: int) -> Extension:
+    return Extension(NullRow(length, page_size), np.zeros(length, np.int64), np.arange(length, dtype=np.int64))

@@ -1,0 +1,95 @@
+"""FlashInfer's plans for one model: made on the host, before the graph, for every attention group.
+
+On a CPU the ops read the page table themselves and there is nothing to plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from compiled_llm.config import WrapConfig
+from compiled_llm.kv_cache import DecodeInputs, stored_head_dim
+from compiled_llm.layers import Layer
+from compiled_llm.page_table import HostTable
+from compiled_llm_ops import Geometry, PageTable
+
+if TYPE_CHECKING:
+    from compiled_llm_ops.flashinfer_backend import FlashInferPlan, Workspace
+
+
+def attention_groups(
+    layers: Sequence[Layer], page_size: int, dtype: torch.dtype, device: torch.device
+) -> list[Geometry]:
+    """Return the geometries of the layers, each once: a window or other head sizes need a plan of their own."""
+    groups = {
+        Geometry(
+            layer.query_heads,
+            layer.kv_heads,
+            stored_head_dim(layer, device),
+            page_size,
+            layer.scale,
+            layer.window_left,
+            layer.logits_soft_cap,
+            dtype,
+            dtype,
+        ): None
+        for layer in layers
+    }
+    return list(groups)
+
+
+class Planner:
+    """Plans for the decode buckets, which graphs capture, and for prefill, which they do not."""
+
+    def __init__(self, groups: Sequence[Geometry], config: WrapConfig, device: torch.device) -> None:
+        """Allocate FlashInfer's workspace on CUDA; nothing on a CPU."""
+        self._groups = list(groups) if device.type == "cuda" else []
+        self._decode: dict[int, list[FlashInferPlan]] = {}
+        self._prefill: list[FlashInferPlan] = []
+        self.replans = 0
+        self._workspace: Workspace | None = None
+        if self._groups:
+            from compiled_llm_ops.flashinfer_backend import Workspace
+
+            self._workspace = Workspace(device, config.workspace_bytes)
+
+    def plan_decode(self, inputs: DecodeInputs, table: HostTable) -> None:
+        """Plan a decode step over ``inputs``, whose buffers hold, or are about to hold, ``table``."""
+        self.replans += 1
+        rows = inputs.tokens.shape[0]
+        if rows not in self._decode:
+            columns = PageTable(inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
+            self._decode[rows] = [self._make(group, columns, rows) for group in self._groups]
+        for plan in self._decode[rows]:
+            plan.plan(_host(table))
+
+    def plan_prefill(self, columns: PageTable, table: HostTable) -> None:
+        """Plan a prefill or extend whose page table lies in ``columns``."""
+        self._prefill = [self._make(group, columns, None) for group in self._groups]
+        for plan in self._prefill:
+            plan.plan(_host(table))
+
+    def freeze(self, rows: int) -> None:
+        """Note that a graph has captured the plans of a bucket: what it baked in must not change any more."""
+        for plan in self._decode.get(rows, ()):
+            plan.freeze()
+
+    def _make(self, group: Geometry, columns: PageTable, rows: int | None) -> FlashInferPlan:
+        from compiled_llm_ops.flashinfer_backend import FlashInferPlan
+
+        assert self._workspace is not None
+        return FlashInferPlan(
+            group,
+            columns,
+            rows=columns.last_page_len.shape[0] if rows is None else rows,
+            decode=rows is not None,
+            workspace=self._workspace,
+            static=rows is not None,
+        )
+
+
+def _host(table: HostTable) -> PageTable:
+    return PageTable(*(torch.from_numpy(column) for column in table))

@@ -1,0 +1,279 @@
+"""The way of a token as an object: ``admit`` a prompt, ``step``, ``release`` the row.
+
+A step is launched before the tokens of the step before are read, so the host stays one step behind the device and
+never holds it up.
+
+Shapes: B rows, L tokens whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from compiled_llm.executor import DeviceThread
+from compiled_llm.page_table import Row
+from compiled_llm.paged_model import Extension, PagedModel
+from compiled_llm.staging import Readback
+
+
+class Runner:
+    """Runs a changing set of rows; several runners of one model take turns in its decode buffers.
+
+    Attributes:
+        rows: the rows whose prompts have been admitted, in the order of ``step``'s forced tokens and ``logits``.
+        steps: how many steps have been launched.
+    """
+
+    def __init__(self, paged: PagedModel, thread: DeviceThread) -> None:
+        """Start without rows."""
+        self._paged = paged
+        self._thread = thread
+        self.rows: list[Row] = []
+        self.steps = 0
+        self._pending: list[tuple[Row, NDArray[np.int64]]] = []
+        # The rows in the order in which the device holds their next tokens: in the decode buffers while seated
+        # there, in _tokens otherwise.
+        self._order: list[Row] = []
+        self._tokens: Tensor | None = None
+        self._logits: Tensor | None = None
+        self._launched: deque[tuple[list[Row], Readback]] = deque()
+        self._finalizer = weakref.finalize(self, _free, self.rows)
+
+    # ---- the three verbs
+
+    def admit(self, prompt: ArrayLike, max_new_tokens: int) -> Row:
+        """Let a prompt in; the next ``step`` prefills it together with all others that are waiting.
+
+        Args:
+            prompt: token ids, at least one.
+            max_new_tokens: how many tokens the row may grow by; its pages are promised now.
+
+        Raises:
+            ValueError: the prompt is empty, or ``max_batch_size`` rows are in already.
+            OutOfPagesError: the pages it may need are not free; nothing was taken.
+        """
+        ids = np.asarray(prompt, dtype=np.int64).reshape(-1)
+        if len(ids) == 0:
+            raise ValueError("prompt is empty: give at least one token")
+        row = self.add_row(len(ids) + max_new_tokens)
+        self._pending.append((row, ids))
+        return row
+
+    def step(self, forced: Tensor | None = None) -> dict[Row, int]:
+        """Launch one step and return the tokens of the step before.
+
+        The step is a prefill where prompts are waiting, else one decode step of all rows.
+
+        Args:
+            forced: ``[B]`` int64, tokens for the rows to feed in, in the order of ``rows``, instead of their own.
+
+        Returns:
+            The next token of each row that took part in the step before.
+
+        Raises:
+            RuntimeError: there is nothing to run.
+        """
+        self._thread.call(self._launch, forced)
+        return self._read() if len(self._launched) > 1 else {}
+
+    def release(self, row: Row) -> None:
+        """Take a row out and give its pages back."""
+        self.rows.remove(row)
+        self._pending = [(waiting, ids) for waiting, ids in self._pending if waiting is not row]
+        row.free()
+
+    # ---- around them
+
+    def drain(self) -> dict[Row, int]:
+        """Return the tokens of the oldest step not yet read, waiting for it; empty where there is none."""
+        return self._read() if self._launched else {}
+
+    def logits(self) -> Tensor:
+        """Return ``[B, V]``, the last step's logits of the rows that took part, in the model's dtype."""
+        assert self._logits is not None, "no step has run"
+        return self._thread.call(self._logits.clone)
+
+    def close(self) -> None:
+        """Release all rows; the runner can be used again."""
+        self._finalizer()
+        self._finalizer = weakref.finalize(self, _free, self.rows)
+        self.rows.clear()
+        self._pending.clear()
+        self._launched.clear()
+        self._order, self._tokens, self._logits = [], None, None
+
+    def add_row(self, tokens: int) -> Row:
+        """Add an empty row with pages promised for ``tokens``, for ``extend``.
+
+        Raises:
+            ValueError: ``max_batch_size`` rows are in already.
+            OutOfPagesError: the pages are not free; nothing was taken.
+        """
+        limit = self._paged.config.max_batch_size
+        if len(self.rows) == limit:
+            raise ValueError(f"{limit} rows are in already, which is max_batch_size; wrap with a larger one")
+        row = Row(self._paged.pool, tokens)
+        self.rows.append(row)
+        return row
+
+    def extend(
+        self,
+        rows: Sequence[Row],
+        ids: Sequence[NDArray[np.int64]],
+        positions: Sequence[NDArray[np.int64]],
+        keep: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """Store and compute more tokens of some rows, packed, and wait for nothing.
+
+        Args:
+            rows: rows of this runner.
+            ids: each row's new tokens, at least one.
+            positions: their rotary positions.
+            keep: which packed tokens' logits are wanted; each row's last where None.
+
+        Returns:
+            ``[L, V]`` logits in the model's dtype.
+        """
+        logits, _ = self._thread.call(self._extend, rows, ids, positions, keep)
+        return logits
+
+    def decode(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
+        """Run one decode step of all rows with given tokens, and read nothing back.
+
+        Args:
+            tokens: ``[B]`` int64, in the order of ``rows``.
+            positions: their rotary positions.
+
+        Returns:
+            ``[B, V]`` logits in the model's dtype, the caller's to keep.
+        """
+        return self._thread.call(self._decode_given, tokens, positions)
+
+    def unseat(self) -> None:
+        """Take this runner's tokens out of the decode buffers, before another's move in."""
+        if self._order and self._tokens is None:
+            self._tokens = self._paged.buffers.bucket(self._paged.bucket_for(len(self._order))).tokens.clone()
+
+    # ---- on the device thread
+
+    def _launch(self, forced: Tensor | None) -> None:
+        if self._pending:
+            rows, tokens = self._prefill_pending()
+        elif self.rows:
+            rows, tokens = self._decode(forced)
+        else:
+            raise RuntimeError("step: there are no rows; admit a prompt first")
+        self.steps += 1
+        self._launched.append((rows, Readback(tokens)))
+
+    def _prefill_pending(self) -> tuple[list[Row], Tensor]:
+        rows = [row for row, _ in self._pending]
+        ids = [tokens for _, tokens in self._pending]
+        positions = [np.arange(len(tokens), dtype=np.int64) for tokens in ids]
+        self._logits, tokens = self._extend(rows, ids, positions, None)
+        self._pending.clear()
+        self._hold(rows, tokens)
+        return rows, tokens
+
+    def _extend(
+        self,
+        rows: Sequence[Row],
+        ids: Sequence[NDArray[np.int64]],
+        positions: Sequence[NDArray[np.int64]],
+        keep: NDArray[np.int64] | None,
+    ) -> tuple[Tensor, Tensor]:
+        batch = [Extension(*extension) for extension in zip(rows, ids, positions, strict=True)]
+        with _grown(rows, [len(extension.ids) for extension in batch]):
+            logits, tokens = self._paged.prefill(batch, keep)
+        for row, row_positions in zip(rows, positions, strict=True):
+            row.position = int(row_positions[-1]) + 1
+        return logits, tokens
+
+    def _hold(self, rows: list[Row], tokens: Tensor) -> None:
+        """Keep the next tokens of newly prefilled rows beside those of the rows that were there."""
+        self.unseat()
+        held = [tokens] if self._tokens is None else [self._tokens[: len(self._order)], tokens]
+        self._order = [*self._order, *rows]
+        self._tokens = torch.cat(held)
+
+    def _decode_given(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
+        for row, position in zip(self.rows, positions, strict=True):
+            if row.position != position:
+                row.position = position
+                self._order = []  # the decode buffers hold another position
+        self._decode(tokens)
+        assert self._logits is not None
+        return self._logits.clone()
+
+    def _decode(self, forced: Tensor | None) -> tuple[list[Row], Tensor]:
+        rows, paged = self.rows, self._paged
+        bucket = paged.bucket_for(len(rows))
+        paged.make_decode_ready(bucket)
+        pages = sum(len(row.pages) for row in rows)
+        try:
+            with _grown(rows, [1] * len(rows)):
+                if not paged.owned_by(self) or self._order != rows:
+                    self._seat(bucket, forced)
+                else:
+                    if sum(len(row.pages) for row in rows) != pages:
+                        paged.upload(rows, bucket, None)
+                    if forced is not None:
+                        paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(forced)
+                logits = paged.run_decode(bucket)
+        except BaseException:
+            paged.claim(None)
+            self._order, self._tokens = [], None
+            raise
+        for row in rows:
+            row.position += 1
+        self._logits = logits[: len(rows)]
+        return list(rows), paged.buffers.bucket(bucket).tokens[: len(rows)]
+
+    def _seat(self, bucket: int, forced: Tensor | None) -> None:
+        """Move this runner's rows, in their present order, into the decode buffers."""
+        self.unseat()
+        tokens = forced if forced is not None else self._next_tokens()
+        self._paged.claim(self)
+        self._paged.upload(self.rows, bucket, tokens)
+        self._order, self._tokens = list(self.rows), None
+
+    def _next_tokens(self) -> Tensor:
+        if self._tokens is None:
+            raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
+        if self._order == self.rows:
+            return self._tokens[: len(self.rows)]
+        seats = {row: seat for seat, row in enumerate(self._order)}
+        (order,) = self._paged.staging.to_device([np.array([seats[row] for row in self.rows], dtype=np.int64)])
+        return self._tokens[order]
+
+    def _read(self) -> dict[Row, int]:
+        rows, readback = self._launched.popleft()
+        return dict(zip(rows, readback.result().tolist(), strict=True))
+
+
+@contextmanager
+def _grown(rows: Sequence[Row], counts: Sequence[int]) -> Iterator[None]:
+    """Grow rows for the block; if it fails, nothing has been stored and they shrink again."""
+    grown: list[tuple[Row, int]] = []
+    try:
+        for row, count in zip(rows, counts, strict=True):
+            row.grow(count)
+            grown.append((row, count))
+        yield
+    except BaseException:
+        for row, count in grown:
+            row.shrink(count)
+        raise
+
+
+def _free(rows: list[Row]) -> None:
+    for row in rows:
+        row.free()

@@ -1,0 +1,131 @@
+"""``model.compiled``: everything that wrapping adds to a model hangs on this one object."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from transformers import PreTrainedModel
+
+from compiled_llm.compat import cudagraph_recordings, cudagraph_skips
+from compiled_llm.compile import Forward
+from compiled_llm.config import WrapConfig
+from compiled_llm.executor import DeviceThread
+from compiled_llm.kv_cache import buckets_up_to
+from compiled_llm.layers import Layer
+from compiled_llm.paged_cache import PagedCache
+from compiled_llm.paged_model import PagedModel
+from compiled_llm.runner import Runner
+from compiled_llm.stats import Counters, Stats
+
+
+class CompiledModel:
+    """The compiled side of a wrapped model.
+
+    Attributes:
+        config: the options given to ``wrap``.
+        layers: the model's attention layers.
+        counters: what ran where; read them through ``stats``.
+    """
+
+    def __init__(self, model: PreTrainedModel, forward: Forward, layers: Sequence[Layer], config: WrapConfig) -> None:
+        """Remember the model; nothing big is allocated before the first use or ``warmup``.
+
+        Args:
+            model: the wrapped model; only a weak reference is kept.
+            forward: its class's own ``forward``.
+            layers: its attention layers.
+            config: the options.
+        """
+        self.config = config
+        self.counters = Counters()
+        self._model = weakref.ref(model)
+        self._forward = forward
+        self.layers = list(layers)
+        self._thread = DeviceThread(model.device)
+        self._paged: PagedModel | None = None
+        self._turn = threading.Lock()
+
+    def warmup(self, batch_sizes: Iterable[int] | None = None) -> None:
+        """Allocate pages, compile, and record every bucket that batches of these sizes use.
+
+        Args:
+            batch_sizes: rows that calls will have; 1 to ``max_batch_size`` where None.
+
+        Raises:
+            ValueError: a batch size is not between 1 and ``max_batch_size``.
+        """
+        limit = self.config.max_batch_size
+        sizes = buckets_up_to(limit) if batch_sizes is None else list(batch_sizes)
+        for size in sizes:
+            if not 1 <= size <= limit:
+                raise ValueError(f"batch_sizes: {size} is not between 1 and max_batch_size={limit}")
+        paged = self.paged()
+        self._thread.call(paged.make_prefill_ready)
+        for bucket in sorted({paged.bucket_for(size) for size in sizes}):
+            self._thread.call(paged.make_decode_ready, bucket)
+
+    def stats(self) -> Stats:
+        """Return what has happened so far."""
+        counters, paged = self.counters, self._paged
+        if paged is None:
+            return Stats(dict(counters.generate_calls), dict(counters.slow_paths))
+        graphs = paged.programs.graph_counts()
+        return Stats(
+            generate_calls=dict(counters.generate_calls),
+            slow_paths=dict(counters.slow_paths),
+            steps=counters.steps,
+            replans=paged.planner.replans,
+            graphs=sum(graphs.values()),
+            recompiles=sum(max(0, count - 1) for count in graphs.values()),
+            cudagraph_skips=cudagraph_skips() - paged.skips_before,
+            recordings=self._thread.call(cudagraph_recordings, paged.device),
+            buckets=paged.ready_buckets,
+            pages=paged.pool.account(),
+            page_size=self.config.page_size,
+        )
+
+    @property
+    def graphs(self) -> dict[str, int]:
+        """How many graphs each program is compiled into."""
+        return {} if self._paged is None else self._paged.programs.graph_counts()
+
+    # ---- used by the parts of the package that run on a wrapped model
+
+    def paged(self) -> PagedModel:
+        """Return the device side, allocating it at the first call."""
+        if self._paged is None:
+            self._paged = self._thread.call(self._allocate)
+        return self._paged
+
+    def runner(self) -> Runner:
+        """Return a new runner."""
+        return Runner(self.paged(), self._thread)
+
+    def new_cache(self) -> PagedCache:
+        """Return an empty cache with a runner of its own."""
+        return PagedCache(self.runner(), len(self.layers))
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for the turn to run a loop: concurrent ones would push each other out of the decode buffers."""
+        with self._turn:
+            yield
+
+    @contextmanager
+    def turn_yielded(self) -> Iterator[None]:
+        """Let others run while a callback of the user's does, which may itself call the model."""
+        self._turn.release()
+        try:
+            yield
+        finally:
+            self._turn.acquire()
+
+    def _allocate(self) -> PagedModel:
+        if self._paged is not None:  # another thread was faster
+            return self._paged
+        model = self._model()
+        assert model is not None
+        return PagedModel(model, self._forward, self.layers, self.config)

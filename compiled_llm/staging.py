@@ -1,0 +1,87 @@
+"""Copies from host arrays to fixed device buffers that never wait for the device.
+
+A copy from ordinary memory waits for the device, and one from pinned memory reads it later, so pinned memory must not
+be rewritten before its copy is done. Several pinned areas in turn, each with an event behind its copies, mean that
+the host waits only when it is that many uploads ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_AREAS = 4
+_ALIGNMENT = 8
+
+
+class Staging:
+    """Pinned areas used in turn; on a CPU the copies are plain ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Allocate nothing yet: areas grow to the largest upload."""
+        self._device = device
+        self._areas: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * _AREAS
+        self._events = [torch.cuda.Event() for _ in range(_AREAS)] if device.type == "cuda" else []
+        self._turn = 0
+
+    def upload(self, pairs: Sequence[tuple[NDArray[Any], Tensor]]) -> None:
+        """Copy each array into the beginning of its device tensor (1-D, same dtype), in stream order."""
+        if not self._events:
+            for array, target in pairs:
+                target[: len(array)].copy_(torch.from_numpy(array))
+            return
+        self._turn = (self._turn + 1) % _AREAS
+        self._events[self._turn].synchronize()
+        area = self._area(sum(_aligned(array.nbytes) for array, _ in pairs))
+        start = 0
+        for array, target in pairs:
+            pinned = area[start : start + array.nbytes].view(target.dtype)
+            pinned.numpy()[:] = array
+            target[: len(array)].copy_(pinned, non_blocking=True)
+            start += _aligned(array.nbytes)
+        self._events[self._turn].record()
+
+    def to_device(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """Return new device tensors with the arrays' content."""
+        tensors = [
+            torch.empty(len(array), dtype=torch.from_numpy(array[:0]).dtype, device=self._device) for array in arrays
+        ]
+        self.upload(list(zip(arrays, tensors, strict=True)))
+        return tensors
+
+    def _area(self, nbytes: int) -> Tensor:
+        if self._areas[self._turn].numel() < nbytes:
+            size = 1 << max(12, (nbytes - 1).bit_length())
+            self._areas[self._turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return self._areas[self._turn]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Readback:
+    """Tokens on their way to the host; ``result`` waits for this copy alone, not for what was queued after it."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        """Start copying ``tokens`` ``[B]`` int64; they may be overwritten by later work on the stream."""
+        self._event: torch.cuda.Event | None = None
+        if tokens.device.type == "cuda":
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = tokens.clone()
+
+    def result(self) -> NDArray[np.int64]:
+        """Return the tokens."""
+        if self._event is not None:
+            self._event.synchronize()
+        array: NDArray[np.int64] = self._host.numpy()
+        return array

@@ -1,0 +1,75 @@
+"""Counters: what ran where, and why something took a slower path."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from compiled_llm.page_table import PageAccount
+
+logger = logging.getLogger("compiled_llm.generate")
+
+Path = Literal["fast loop", "compiled forward", "original"]
+"""The fast loop; HuggingFace's loop over the compiled forward; HuggingFace's loop over the original forward."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot of what has happened on one wrapped model.
+
+    Attributes:
+        generate_calls: calls of ``generate`` by the path they took.
+        slow_paths: why calls did not take the fast loop, and how often.
+        steps: prefills and decode steps launched by the fast loop.
+        replans: page tables planned for decode; between them steps only replay.
+        graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches).
+        graph_breaks: always 0: programs compile whole or raise.
+        recompiles: graphs compiled again although they existed.
+        cudagraph_skips: times Inductor did not record a CUDA graph although it was asked to.
+        recordings: CUDA graphs recorded.
+        buckets: decode batch sizes that are ready.
+        pages: the page account, or None while nothing is allocated.
+        page_size: tokens in a page.
+    """
+
+    generate_calls: dict[str, int] = field(default_factory=dict)
+    slow_paths: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    replans: int = 0
+    graphs: int = 0
+    graph_breaks: int = 0
+    recompiles: int = 0
+    cudagraph_skips: int = 0
+    recordings: int = 0
+    buckets: list[int] = field(default_factory=list)
+    pages: PageAccount | None = None
+    page_size: int = 0
+
+
+class Counters:
+    """The counters behind ``Stats``; safe to use from any thread."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self._lock = threading.Lock()
+        self.generate_calls: Counter[str] = Counter()
+        self.slow_paths: Counter[str] = Counter()
+        self.steps = 0
+        self.cudagraph_skips = 0
+
+    def took(self, path: Path, reason: str | None = None) -> None:
+        """Count one call of ``generate``; a reason for not taking the fast loop is logged the first time."""
+        with self._lock:
+            self.generate_calls[path] += 1
+            if reason is not None:
+                self.slow_paths[reason] += 1
+                if self.slow_paths[reason] == 1:
+                    logger.warning("generate takes a slower path (%s): %s", path, reason)
+
+    def add_steps(self, steps: int) -> None:
+        """Count launched steps."""
+        with self._lock:
+            self.steps += steps

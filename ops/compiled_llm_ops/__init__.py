@@ -1,0 +1,20 @@
+"""FlashInfer's paged attention as ``torch.library`` ops that trace, compile and replay.
+
+Usable on its own: needs torch only; on CUDA also flashinfer-python. Each op has a fake for tracing, a FlashInfer
+launcher for CUDA and a kernel in plain PyTorch for the CPU.
+"""
+
+from compiled_llm_ops.attention import paged_attention, paged_attention_lse
+from compiled_llm_ops.pages import append_paged_kv
+from compiled_llm_ops.plans import AttentionPlan, Geometry, PageTable, find_plan, register_plan
+
+__all__ = [
+    "AttentionPlan",
+    "Geometry",
+    "PageTable",
+    "append_paged_kv",
+    "find_plan",
+    "paged_attention",
+    "paged_attention_lse",
+    "register_plan",
+]

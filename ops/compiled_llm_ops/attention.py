@@ -1,0 +1,316 @@
+"""Attention over paged keys and values: ragged causal prefill and extend, and decode.
+
+Two ops rather than an optional output: ``paged_attention``, and ``paged_attention_lse`` which also returns the
+log-sum-exp.
+
+Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension, P pages, S page size, N entries of the
+page table, L tokens of one row in the cache, Q queries of one row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.library import define
+from compiled_llm_ops.plans import Geometry, find_plan
+
+_SIGNATURE = (
+    "(Tensor query, Tensor pages, Tensor qo_indptr, Tensor indptr, Tensor indices, Tensor last_page_len, "
+    "float scale, int window_left=-1, float logits_soft_cap=0.0)"
+)
+
+
+def paged_attention(
+    query: Tensor,
+    pages: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    scale: float,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+) -> Tensor:
+    """Causal attention of packed queries over the pages of their rows.
+
+    Row b's queries are ``query[qo_indptr[b]:qo_indptr[b + 1]]``; they are the last tokens of the row, whose keys and
+    values already lie in the pages. One query a row is decode, more are prefill or extend.
+
+    Args:
+        query: ``[T, H, D]``, any strides; H a multiple of K.
+        pages: ``[P, 2, K, S, D']`` with D' >= D; columns past D are zero.
+        qo_indptr: ``[B + 1]`` int32, where each row's queries begin.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        last_page_len: ``[B]`` int32, tokens in each row's last page, 1 to S.
+        scale: factor on the logits before the softmax.
+        window_left: tokens visible to the left of each query; -1 for all.
+        logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
+
+    Returns:
+        ``[T, H, D]``, contiguous, of the query's dtype.
+
+    Raises:
+        ValueError: shapes do not fit together.
+        RuntimeError: on CUDA, nothing was planned for this page table.
+
+    Source:
+        FlashInfer ``BatchDecodeWithPagedKVCacheWrapper`` and ``BatchPrefillWithPagedKVCacheWrapper`` on CUDA
+        (https://arxiv.org/abs/2501.01005).
+    """
+    out: Tensor = _paged_attention(
+        query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap
+    )
+    return out
+
+
+def paged_attention_lse(
+    query: Tensor,
+    pages: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    scale: float,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """``paged_attention`` that also returns the log-sum-exp of each query's logits.
+
+    Args:
+        query: ``[T, H, D]``, any strides; H a multiple of K.
+        pages: ``[P, 2, K, S, D']`` with D' >= D; columns past D are zero.
+        qo_indptr: ``[B + 1]`` int32, where each row's queries begin.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        last_page_len: ``[B]`` int32, tokens in each row's last page, 1 to S.
+        scale: factor on the logits before the softmax.
+        window_left: tokens visible to the left of each query; -1 for all.
+        logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
+
+    Returns:
+        ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
+        the natural one). Both contiguous.
+
+    Raises:
+        ValueError: shapes do not fit together.
+        RuntimeError: on CUDA, nothing was planned for this page table.
+
+    Source:
+        FlashInfer ``BatchDecodeWithPagedKVCacheWrapper`` and ``BatchPrefillWithPagedKVCacheWrapper`` with
+        ``return_lse`` on CUDA (https://arxiv.org/abs/2501.01005).
+    """
+    out, lse = _paged_attention_lse(
+        query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap
+    )
+    return out, lse
+
+
+def _check(query: Tensor, pages: Tensor, qo_indptr: Tensor, indptr: Tensor, last_page_len: Tensor) -> None:
+    if query.dim() != 3 or pages.dim() != 5:
+        raise ValueError(
+            "paged_attention: query must be [T, H, D] and pages [P, 2, K, S, D]; got "
+            f"{tuple(query.shape)} and {tuple(pages.shape)}"
+        )
+    if query.shape[1] % pages.shape[2] or query.shape[2] > pages.shape[4]:
+        raise ValueError(
+            f"paged_attention: {query.shape[1]} query heads of size {query.shape[2]} do not fit pages with "
+            f"{pages.shape[2]} kv heads of size {pages.shape[4]}"
+        )
+    rows = last_page_len.shape[0]
+    if qo_indptr.shape[0] != rows + 1 or indptr.shape[0] != rows + 1:
+        raise ValueError(
+            f"paged_attention: qo_indptr and indptr must be [{rows + 1}] for {rows} rows; got "
+            f"[{qo_indptr.shape[0]}] and [{indptr.shape[0]}]"
+        )
+
+
+# ---- CPU: one row after the other, in plain PyTorch
+
+
+def _rows(
+    query: Tensor, pages: Tensor, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield each row's queries as a slice, and its keys and values ``[K, L, D]`` gathered from its pages."""
+    page_size, head_dim = pages.shape[3], query.shape[2]
+    starts, ends = qo_indptr.tolist(), indptr.tolist()
+    for row, last in enumerate(last_page_len.tolist()):
+        if starts[row] == starts[row + 1]:
+            continue
+        own = pages[indices[ends[row] : ends[row + 1]]]  # [n, 2, K, S, D']
+        length = (own.shape[0] - 1) * page_size + last
+        keys_values = own.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length, :head_dim].to(query.dtype)
+        yield slice(starts[row], starts[row + 1]), keys_values[0], keys_values[1]
+
+
+def _visible(queries: int, length: int, window_left: int) -> Tensor | None:
+    """``[Q, L]`` bool: which keys each query sees; None where it is all of them. The last query sees the last key."""
+    if queries == 1 and not 0 <= window_left < length - 1:
+        return None
+    distance = torch.arange(length - queries, length)[:, None] - torch.arange(length)[None, :]
+    return (distance >= 0) if window_left < 0 else (distance >= 0) & (distance <= window_left)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None) -> Tensor:
+    """``[Q, H, D]`` from ``query`` ``[Q, H, D]`` and ``key``, ``value`` ``[K, L, D]``."""
+    out: Tensor = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None], key[None], value[None], attn_mask=visible, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
+
+
+def _attend_lse(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None, logits_soft_cap: float
+) -> tuple[Tensor, Tensor]:
+    """``[Q, H, D]`` and ``[Q, H]``, the log-sum-exp in base 2; arithmetic in float32."""
+    queries, heads, head_dim = query.shape
+    kv_heads = key.shape[0]
+    grouped = query.float().view(queries, kv_heads, heads // kv_heads, head_dim)
+    logits = torch.einsum("qkgd,kld->qkgl", grouped, key.float()) * scale
+    if logits_soft_cap > 0:
+        logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+    if visible is not None:
+        logits = logits.masked_fill(~visible[:, None, None, :], -math.inf)
+    lse = torch.logsumexp(logits, dim=-1)
+    weights = torch.exp(logits - lse[..., None])
+    out = torch.einsum("qkgl,kld->qkgd", weights, value.float())
+    return out.reshape(queries, heads, head_dim), lse.reshape(queries, heads) / math.log(2)
+
+
+def _cpu(
+    query: Tensor,
+    pages: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    scale: float,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+) -> Tensor:
+    if logits_soft_cap > 0:
+        return _cpu_lse(query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap)[0]
+    _check(query, pages, qo_indptr, indptr, last_page_len)
+    out = torch.empty(query.shape, dtype=query.dtype)
+    for tokens, key, value in _rows(query, pages, qo_indptr, indptr, indices, last_page_len):
+        visible = _visible(tokens.stop - tokens.start, key.shape[1], window_left)
+        out[tokens] = _attend(query[tokens], key, value, scale, visible)
+    return out
+
+
+def _cpu_lse(
+    query: Tensor,
+    pages: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    scale: float,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    _check(query, pages, qo_indptr, indptr, last_page_len)
+    out = torch.empty(query.shape, dtype=query.dtype)
+    lse = torch.empty(query.shape[:2], dtype=torch.float32)
+    for tokens, key, value in _rows(query, pages, qo_indptr, indptr, indices, last_page_len):
+        visible = _visible(tokens.stop - tokens.start, key.shape[1], window_left)
+        out[tokens], lse[tokens] = _attend_lse(query[tokens], key, value, scale, visible, logits_soft_cap)
+    return out, lse
+
+
+# ---- CUDA: FlashInfer's kernels, with the plan that was made for this page table
+
+
+def _launch(
+    query: Tensor,
+    pages: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    last_page_len: Tensor,
+    scale: float,
+    window_left: int,
+    logits_soft_cap: float,
+    lse: Tensor | None,
+) -> Tensor:
+    _check(query, pages, qo_indptr, indptr, last_page_len)
+    tokens, heads, head_dim = query.shape
+    _, _, kv_heads, page_size, padded = pages.shape
+    geometry = Geometry(
+        heads, kv_heads, padded, page_size, scale, window_left, logits_soft_cap, query.dtype, pages.dtype
+    )
+    plan = find_plan(indptr, last_page_len.shape[0], geometry)
+    query = torch.nn.functional.pad(query, (0, padded - head_dim)) if padded != head_dim else query.contiguous()
+    out = torch.empty((tokens, heads, padded), dtype=query.dtype, device=query.device)
+    plan.run(query, pages, out, lse)
+    return out if padded == head_dim else out[..., :head_dim].contiguous()
+
+
+def _cuda(
+    query: Tensor,
+    pages: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    scale: float,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+) -> Tensor:
+    return _launch(query, pages, qo_indptr, indptr, last_page_len, scale, window_left, logits_soft_cap, lse=None)
+
+
+def _cuda_lse(
+    query: Tensor,
+    pages: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    scale: float,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    out = _launch(query, pages, qo_indptr, indptr, last_page_len, scale, window_left, logits_soft_cap, lse=lse)
+    return out, lse
+
+
+# ---- fakes
+
+
+def _fake(
+    query: Tensor,
+    pages: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    scale: float,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _fake_lse(
+    query: Tensor,
+    pages: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    scale: float,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+_paged_attention = define(f"paged_attention{_SIGNATURE} -> Tensor", fake=_fake, cpu=_cpu, cuda=_cuda)
+_paged_attention_lse = define(
+    f"paged_attention_lse{_SIGNATURE} -> (Tensor, Tensor)", fake=_fake_lse, cpu=_cpu_lse, cuda=_cuda_lse
+)

@@ -1,0 +1,92 @@
+"""Plans: what FlashInfer decided on the host about one batch, and how a launcher finds it inside a graph.
+
+A launcher runs inside a compiled, possibly captured, graph. It may not take a Python integer that
+names a bucket (one symbolic graph serves them all), so it finds its plan by what it really sees:
+the address of the page table it was given, the number of rows, and the geometry of its layer.
+
+Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Geometry(NamedTuple):
+    """One attention group: layers that share a geometry share a plan.
+
+    Attributes:
+        query_heads: H.
+        kv_heads: K.
+        head_dim: D as stored in the pages, after padding.
+        page_size: S, in tokens.
+        scale: factor on the logits before the softmax.
+        window_left: tokens visible to the left of the query; -1 for all.
+        logits_soft_cap: ``cap * tanh(logits / cap)``; 0.0 for none.
+        dtype: type of the queries.
+        kv_dtype: type of the pages.
+    """
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    scale: float
+    window_left: int
+    logits_soft_cap: float
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+class PageTable(NamedTuple):
+    """Where the rows' tokens lie. The same columns exist on the host (for ``plan``) and on the device.
+
+    Attributes:
+        qo_indptr: ``[B + 1]`` int32, row b's queries are tokens ``qo_indptr[b]:qo_indptr[b + 1]``.
+        indptr: ``[B + 1]`` int32, row b's pages are ``indices[indptr[b]:indptr[b + 1]]``.
+        indices: ``[N]`` int32, page numbers of all rows, one row after the other; N may be larger than needed.
+        last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included, 1 to S.
+    """
+
+    qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+class AttentionPlan(Protocol):
+    """What a launcher needs of a plan."""
+
+    def run(self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """Attend; ``query`` and ``out`` are ``[T, H, D]`` with D padded, ``lse`` is ``[T, H]`` float32, base 2."""
+
+
+_plans: weakref.WeakValueDictionary[tuple[int, int, Geometry], AttentionPlan] = weakref.WeakValueDictionary()
+
+
+def register_plan(indptr: Tensor, rows: int, geometry: Geometry, plan: AttentionPlan) -> None:
+    """Make ``plan`` the one that launchers find for this page table, row count and geometry.
+
+    Only a weak reference is kept: whoever owns the page table's buffers must own the plan too, so that a plan never
+    outlives the address it is found by.
+    """
+    _plans[indptr.data_ptr(), rows, geometry] = plan
+
+
+def find_plan(indptr: Tensor, rows: int, geometry: Geometry) -> AttentionPlan:
+    """Return the plan registered for what the launcher sees.
+
+    Raises:
+        RuntimeError: nothing was planned for this page table; a launch would read a stale or foreign plan.
+    """
+    plan = _plans.get((indptr.data_ptr(), rows, geometry))
+    if plan is None:
+        raise RuntimeError(
+            f"paged_attention: no plan for a page table at {indptr.data_ptr():#x} with {rows} rows and {geometry}; "
+            "on CUDA, make a FlashInferPlan for this table and call its plan() before the op runs"
+        )
+    return plan

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import os
+
+# Before transformers is imported: no test may wait for a hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import LlamaForCausalLM as Llama
+from transformers import Qwen3ForCausalLM as Qwen3
+
+TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="seed of every test's random numbers")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    return f"seed {config.getoption('seed')}, torch {torch.__version__}, {device}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    chosen: int = request.config.getoption("seed")
+    print(f"seed {chosen}")
+    random.seed(chosen)
+    np.random.seed(chosen)
+    torch.manual_seed(chosen)
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def demo_model_dir() -> Path:
+    """The folder with the demo model's GGUF file, fetched as a user's would be."""
+    from compiled_llm import demo
+
+    try:
+        return demo.fetch()
+    except RuntimeError as error:
+        pytest.skip(f"the demo model cannot be fetched here: {error}")
+
+
+def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3:
+    """A random Qwen3 in float32; `eos_token_id=None` lets it go on for ever."""
+    return _randomised(Qwen3, Qwen3Config(**{**TINY, **overrides}), seed)
+
+
+def tiny_llama(seed: int = 0, **overrides: Any) -> Llama:
+    """A random Llama in float32; `eos_token_id=None` lets it go on for ever."""
+    return _randomised(Llama, LlamaConfig(**{**TINY, **overrides}), seed)
+
+
+def _randomised(family: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> Any:
+    """Large weights and uneven norms: greedy text does not loop, attention is neither flat nor a single spike."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = family(config).eval()
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                torch.nn.init.uniform_(parameter, 1, 2)
+    return model
+
+
+@pytest.fixture(scope="session", name="tiny_qwen3")
+def _tiny_qwen3() -> Callable[..., Qwen3]:
+    return tiny_qwen3
+
+
+@pytest.fixture(scope="session", name="tiny_llama")
+def _tiny_llama() -> Callable[..., Llama]:
+    return tiny_llama

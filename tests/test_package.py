@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[1]
+PACKAGES = ("compiled_llm", "compiled_llm_ops")
+
+
+def run_fresh(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run code in a new interpreter that sees neither the checkout nor the environment's paths."""
+    return subprocess.run([sys.executable, "-I", "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def location(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def test_installed_package_generates_from_an_empty_directory(tmp_path: Path) -> None:
+    code = """
+import torch, transformers, compiled_llm
+config = transformers.LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                                  num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                                  eos_token_id=None, pad_token_id=0)
+model = transformers.LlamaForCausalLM(config).eval()
+prompt = torch.tensor([[3, 4, 5]])
+expected = model.generate(prompt, max_new_tokens=5, do_sample=False)
+wrapped = compiled_llm.wrap(model, mode="eager")
+assert wrapped.generate(prompt, max_new_tokens=5, do_sample=False).tolist() == expected.tolist()
+print(expected.shape[1])
+"""
+    done = run_fresh(code, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ops_import_without_transformers_and_flashinfer(tmp_path: Path) -> None:
+    code = """
+import sys
+sys.modules.update(transformers=None, flashinfer=None)
+import compiled_llm_ops
+assert "compiled_llm" not in sys.modules
+"""
+    done = run_fresh(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ops_have_one_name_only(tmp_path: Path) -> None:
+    done = run_fresh("import ops.compiled_llm_ops", tmp_path)
+    assert "ModuleNotFoundError: No module named 'ops'" in done.stderr
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_are_typed(package: str) -> None:
+    assert (location(package) / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("folder", ["ops", "tests", "tools"])
+def test_source_roots_are_no_packages(folder: str) -> None:
+    assert not (CHECKOUT / folder / "__init__.py").exists()
+
+
+@pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="only tox promises to test the built wheel")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_tox_tests_the_built_wheel(package: str) -> None:
+    assert location(package).is_relative_to(sys.prefix)
+    assert not location(package).is_relative_to(CHECKOUT / package)
