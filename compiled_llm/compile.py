@@ -123,6 +123,11 @@ class Programs:
         logits: Tensor = program(model, self._forward, inputs, pages)
         return logits
 
+    @property
+    def decode_many_is_new(self) -> bool:
+        """Whether decode for larger batches has not been compiled yet."""
+        return graph_count(self.decode_many_function) == 0
+
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         return {

@@ -125,13 +125,9 @@ def _forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
                 "pass a DynamicCache, or none, to run the model's own forward"
             )
     check_ready(self)
+    keep = kwargs.get("logits_to_keep")
     output = cache.forward(
-        kwargs["input_ids"],
-        kwargs.get("attention_mask"),
-        kwargs.get("position_ids"),
-        kwargs.get("logits_to_keep") or 0
-        if not isinstance(kwargs.get("logits_to_keep"), Tensor)
-        else kwargs["logits_to_keep"],
+        kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"), 0 if keep is None else keep
     )
     return output.to_tuple() if kwargs.get("return_dict") is False else output
 

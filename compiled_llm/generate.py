@@ -39,10 +39,9 @@ def obstacle(
     if len(logits_processor) > 0:
         names = ", ".join(sorted({type(processor).__name__ for processor in logits_processor}))
         return f"logits processors ({names})"
-    if generation_config.return_dict_in_generate and (
-        generation_config.output_scores or generation_config.output_logits
-    ):
-        return "output_scores or output_logits"
+    for output in ("output_scores", "output_logits"):
+        if generation_config.return_dict_in_generate and getattr(generation_config, output):
+            return output
     if synced_gpus:
         return "synced_gpus"
     if model_kwargs["past_key_values"].seen:

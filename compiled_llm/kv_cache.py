@@ -86,6 +86,8 @@ def allocate_pages(
     ]
     for tensor in pages:
         mark_static(tensor)
+        # P depends on what memory is free; built into the code, it would make every start a cold one.
+        torch._dynamo.mark_dynamic(tensor, 0)
     return pages
 
 
@@ -120,14 +122,14 @@ class DecodeInputs(NamedTuple):
 class DecodeBuffers:
     """The decode step's buffers for the largest batch, and their views for each bucket."""
 
-    def __init__(self, max_rows: int, pages: int, device: torch.device) -> None:
-        """Allocate for ``max_rows`` rows and a page table of every page, plus one null page a padding row."""
+    def __init__(self, max_rows: int, entries: int, device: torch.device) -> None:
+        """Allocate for ``max_rows`` rows and a page table of ``entries``."""
         self._whole = DecodeInputs(
             tokens=torch.zeros(max_rows, dtype=torch.int64, device=device),
             positions=torch.zeros(max_rows, dtype=torch.int64, device=device),
             last_page_len=torch.zeros(max_rows, dtype=torch.int32, device=device),
             indptr=torch.zeros(max_rows + 1, dtype=torch.int32, device=device),
-            indices=torch.zeros(pages + max_rows, dtype=torch.int32, device=device),
+            indices=torch.zeros(entries, dtype=torch.int32, device=device),
             qo_indptr=torch.arange(max_rows + 1, dtype=torch.int32, device=device),
             token_rows=torch.arange(max_rows, dtype=torch.int32, device=device),
         )

@@ -17,9 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
-_HARMLESS = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "dropout"}
-)
+_HARMLESS = frozenset({"position_ids", "is_causal"})
 
 
 class Layer(NamedTuple):
@@ -71,18 +69,14 @@ class LayerProbe:
         if not isinstance(index, int) or index in self.layers:
             raise UnsupportedModelError(f"{name} has layer_idx={index!r}; each attention layer needs one of its own")
         if attention_mask is not None:
-            raise UnsupportedModelError(
-                f"{name} builds an attention mask of its own, which paged attention cannot honour"
-            )
+            raise UnsupportedModelError(f"{name} builds an attention mask of its own; paged attention cannot honour it")
         if key.shape[-1] != value.shape[-1] or key.shape[-1] != query.shape[-1]:
             raise UnsupportedModelError(
                 f"{name} has key heads of size {key.shape[-1]} and value heads of size {value.shape[-1]}; "
                 "pages need both of one size (multi-head latent attention is not supported)"
             )
         if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-            raise UnsupportedModelError(
-                f"{name} is not causal; only decoder-only causal language models can be wrapped"
-            )
+            raise UnsupportedModelError(f"{name} is not causal; only decoder-only causal LMs can be wrapped")
         for argument, given in others.items():
             if isinstance(given, Tensor) and argument not in _HARMLESS:
                 raise UnsupportedModelError(f"{name} passes {argument!r} to its attention, which paged attention lacks")

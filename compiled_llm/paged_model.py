@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # Cudagraph trees run a new shape once as it is, record it on the second call and replay it from the third.
 _CALLS_TO_RECORD = 3
+# Rows of two tokens, and tokens whose logits are kept, that prefill may be compiled with.
+_PREFILL_SIZES = ((3, 5), (10, 13))
 
 
 class Extension(NamedTuple):
@@ -67,8 +69,9 @@ class PagedModel:
         count = pages_to_allocate(config, layers, model.dtype, self.device, max_positions)
         with torch.inference_mode(False):
             self.pages = allocate_pages(count, layers, config.page_size, model.dtype, self.device)
-            self.buffers = DecodeBuffers(config.max_batch_size, count, self.device)
-            self._prefill_indices = torch.zeros(count + config.max_batch_size, dtype=torch.int32, device=self.device)
+            entries = config.max_batch_size * (-(-max_positions // config.page_size) + 1)
+            self.buffers = DecodeBuffers(config.max_batch_size, entries, self.device)
+            self._prefill_indices = torch.zeros(entries, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size)
         self.staging = Staging(self.device)
         self.planner = Planner(
@@ -92,11 +95,14 @@ class PagedModel:
         if "prefill" in self._ready:
             return
         with self._progress.task(self._what("prefill")):
-            # Sizes that differ from each other, or Dynamo would take them for one and the same symbol.
-            lengths = [2, 3, 2]
-            null = [_null_extension(length, self.config.page_size) for length in lengths]
-            self._run_prefill(null, np.zeros(5, dtype=np.int64))
+            rows, kept = next(sizes for sizes in _PREFILL_SIZES if self._distinct(*_symbols(*sizes)))
+            null = [_null_extension(2, self.config.page_size) for _ in range(rows)]
+            self._run_prefill(null, np.zeros(kept, dtype=np.int64))
         self._ready.add("prefill")
+
+    def _distinct(self, *sizes: int) -> bool:
+        """Whether none of the sizes is P: Dynamo takes equal sizes at the first call for one symbol."""
+        return self.pages[0].shape[0] not in sizes
 
     def make_decode_ready(self, bucket: int) -> None:
         """Compile decode for the bucket and record its graph, if that has not happened yet."""
@@ -104,6 +110,11 @@ class PagedModel:
             return
         self.claim(None)
         buckets = buckets_up_to(self.config.max_batch_size)
+        if bucket > 1 and self.programs.decode_many_is_new and not self._distinct(bucket, bucket + 1):
+            for other in buckets[1:]:
+                if self._distinct(other, other + 1):
+                    self.make_decode_ready(other)
+                    break
         with self._progress.task(self._what(f"decode bucket {bucket} ({buckets.index(bucket) + 1} of {len(buckets)})")):
             for _ in range(_CALLS_TO_RECORD if self.device.type == "cuda" else 1):
                 self.upload([], bucket, None)
@@ -221,9 +232,14 @@ class PagedModel:
         return model
 
 
+def _symbols(rows: int, kept: int) -> tuple[int, ...]:
+    """Return B, B + 1, T and L of a prefill of ``rows`` rows of two tokens."""
+    return rows, rows + 1, 2 * rows, kept
+
+
 def max_positions_of(model: PreTrainedModel) -> int:
     """Return how many positions the model was made for."""
-    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**31 - 1))
+    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**17))
 
 
 def _null_extension(length: int, page_size: int) -> Extension:

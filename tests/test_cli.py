@@ -8,11 +8,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from compiled_llm.commands import app
-from conftest import tiny_qwen3
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
+
+from compiled_llm.commands import app
+from conftest import tiny_qwen3
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
 FIGURES = re.compile(

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from compiled_llm import demo
 from compiled_llm.env import Env
 

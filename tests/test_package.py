@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,10 @@ assert "compiled_llm" not in sys.modules
 def test_ops_have_one_name_only(tmp_path: Path) -> None:
     done = run_fresh("import ops.compiled_llm_ops", tmp_path)
     assert "ModuleNotFoundError: No module named 'ops'" in done.stderr
+
+
+def test_version_is_the_distributions() -> None:
+    assert importlib.import_module("compiled_llm").__version__ == version("compiled-llm")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,0 +1,619 @@
+"""The one module that touches FlashInfer: plan on the host, launch inside a graph, append to the pages.
+
+FlashInfer's planner reads lengths on the host, writes what it decided into a pinned buffer, and copies that to the
+device with one ``cudaMemcpyAsync`` on the current stream. The public ``plan()`` around it copies the page table as
+well and waits for the device, so it runs once for each geometry, to build or load the kernels; each batch after that
+goes to the planner directly. The public ``run()`` launches.
+
+What is private to FlashInfer and used here (``tests/test_flashinfer_contract.py`` checks all of it):
+
+=============================================  ==============================  ========================================
+name                                           what for                        ends when
+=============================================  ==============================  ========================================
+``wrapper._cached_module.plan``, the order of  plan without copying the page   FlashInfer plans from host arrays without
+its arguments                                  table and without waiting       a copy
+``wrapper._plan_info``,                        hand ``run()`` what was         the same
+``wrapper._qo_indptr_last``                    planned, and for how many
+                                               tokens
+``wrapper._int_workspace_buffer``              one wrapper serves many plans,  the same
+                                               each with its own workspace
+``wrapper._qo_indptr_buf``,                    let ``run()`` read the page     ``run()`` takes the page table
+``wrapper._paged_kv_indptr_buf``,              table where it lies
+``wrapper._paged_kv_indices_buf``,
+``wrapper._paged_kv_last_page_len_buf``
+the order of the numbers in ``_plan_info``     name what changed under a       the numbers have names
+                                               captured graph
+``utils._get_cache_alibi_slopes_buf``          make the tensor that ``run()``  ``run()`` makes no tensor for
+                                               would make during a capture     ``pos_encoding_mode="NONE"``
+the text of "Buffer overflow when allocating"  say what to do about a full     0.6 is no longer supported
+                                               workspace                       (``workspace_size()`` exists in 0.7)
+=============================================  ==============================  ========================================
+
+Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension (padded), P pages, S page size.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.plans import Geometry, PageTable, register_plan
+
+HEAD_DIMS = (64, 128, 256, 512)
+"""Head sizes with kernels: ``DISPATCH_HEAD_DIM`` in FlashInfer's ``utils.cuh``."""
+
+CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
+"""GQA groups of the CUDA-core decode kernel in every supported version: ``DISPATCH_GQA_GROUP_SIZE`` in ``utils.cuh``."""
+
+TENSOR_CORES_PAY_FROM = 4
+"""GQA group from which decode is faster on tensor cores."""
+
+QUERY_DTYPES = (torch.float16, torch.bfloat16)
+
+OLDEST, NEWEST_EXCLUSIVE = (0, 6, 13), (0, 8)
+"""FlashInfer versions that this module knows."""
+
+STAGING_BUFFERS = 16
+"""Plans the host may be ahead of the device: three and more steps of a model with several attention groups."""
+
+# What FlashInfer's planners return, in their order: DecodePlanInfo and PrefillPlanInfo in scheduler.cuh.
+DECODE_PLAN_FIELDS = (
+    "padded_batch_size",
+    "v_offset",
+    "s_offset",
+    "request_indices_offset",
+    "kv_tile_indices_offset",
+    "o_indptr_offset",
+    "block_valid_mask_offset",
+    "kv_chunk_size_ptr_offset",
+    "enable_cuda_graph",
+    "split_kv",
+)
+PREFILL_PLAN_FIELDS = (
+    "padded_batch_size",
+    "total_num_rows",
+    "total_num_rows_offset",
+    "cta_tile_q",
+    "request_indices_offset",
+    "qo_tile_indices_offset",
+    "kv_tile_indices_offset",
+    "merge_indptr_offset",
+    "o_indptr_offset",
+    "kv_chunk_size_ptr_offset",
+    "v_offset",
+    "s_offset",
+    "block_valid_mask_offset",
+    "enable_cuda_graph",
+    "split_kv",
+)
+
+
+class Workspace:
+    """What the plans of one device share, allocated once, before any capture.
+
+    The float workspace holds the partial results of rows whose keys were split over several blocks. They are written
+    and merged within one launch, so one buffer serves all plans whose launches follow each other on a stream.
+
+    An int workspace holds what a plan decided, from ``plan`` to the last launch that reads it. Two attention groups
+    are planned before either launches, and a graph replays from its address, so every plan has one of its own. It is
+    as large as the plan can get (tens of KiB for decode), not FlashInfer's 8 MiB.
+
+    The pinned buffers the plans are copied from are used in turn and belong to the workspace, since a copy may still
+    be on its way when its plan is dropped.
+
+    Attributes:
+        device: with index.
+        float_buffer: ``[workspace_bytes]`` uint8.
+        max_blocks: thread blocks that can be resident on the device at once.
+    """
+
+    def __init__(self, device: torch.device | str, workspace_bytes: int = 128 * 2**20) -> None:
+        """Allocate on ``device``.
+
+        Args:
+            device: a CUDA device.
+            workspace_bytes: size of the float workspace; ``plan`` says so when it is too small.
+        """
+        self.float_buffer = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+        self.device = self.float_buffer.device
+        properties = torch.cuda.get_device_properties(self.device)
+        # No attention kernel has blocks of fewer than 128 threads.
+        self.max_blocks = properties.multi_processor_count * properties.max_threads_per_multi_processor // 128
+        self._staging = [(_pinned(64 * 2**10), torch.cuda.Event()) for _ in range(STAGING_BUFFERS)]
+        self._turn = 0
+        self._wrappers: dict[tuple[Geometry, bool], Any] = {}
+
+    def wrapper(self, geometry: Geometry, *, decode: bool) -> Any:
+        """Return FlashInfer's wrapper for a geometry; builds or loads its kernels at the first call."""
+        key = geometry, decode
+        if key not in self._wrappers:
+            self._wrappers[key] = _make_wrapper(geometry, decode, self.float_buffer)
+        return self._wrappers[key]
+
+    @contextmanager
+    def staging(self, nbytes: int) -> Iterator[Tensor]:
+        """Yield pinned memory that no copy reads any more; copies out of it are issued within the block.
+
+        Waits only when the host is ``STAGING_BUFFERS`` plans ahead of the device.
+
+        Args:
+            nbytes: size it must have at least.
+
+        Yields:
+            ``[>= nbytes]`` uint8.
+        """
+        buffer, copied = self._staging[self._turn]
+        copied.synchronize()
+        if buffer.numel() < nbytes:
+            buffer = _pinned(_power_of_two(nbytes))
+        yield buffer
+        copied.record(torch.cuda.current_stream(self.device))
+        self._staging[self._turn] = buffer, copied
+        self._turn = (self._turn + 1) % len(self._staging)
+
+
+class FlashInferPlan:
+    """A plan for the batches that lie in one page table; see ``plans.AttentionPlan``.
+
+    Call ``plan`` and the launches on one stream, or order the streams: the copy that ``plan`` issues overwrites what
+    earlier launches read.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        table: PageTable,
+        *,
+        rows: int,
+        decode: bool,
+        workspace: Workspace,
+        static: bool,
+    ) -> None:
+        """Register for ``table``; the first plan of a geometry builds or loads its kernels, later ones are cheap.
+
+        Args:
+            geometry: the attention group.
+            table: device buffers at fixed addresses for exactly these rows, uploaded by the caller before a launch;
+                every row has at least one page.
+            rows: B.
+            decode: one query a row; else prefill or extend, causal with the last query at the last key.
+            workspace: of the table's device.
+            static: launches are captured in CUDA graphs, which replay after later calls of ``plan``. The number of
+                rows is constant, and in prefill the first plan sets the largest number of tokens.
+
+        Raises:
+            ValueError: the table does not have ``rows`` rows, or FlashInfer has no kernel for the geometry.
+            ImportError: FlashInfer is missing.
+
+        Source:
+            FlashInfer ``BatchDecodeWithPagedKVCacheWrapper`` and ``BatchPrefillWithPagedKVCacheWrapper``, backend
+            ``fa2`` (https://arxiv.org/abs/2501.01005).
+        """
+        tensor_cores = not decode or uses_tensor_cores(geometry)
+        _check_geometry(geometry, tensor_cores)
+        if table.indptr.shape[0] != rows + 1 or table.last_page_len.shape[0] != rows:
+            raise ValueError(
+                f"FlashInferPlan: {rows} rows need indptr [{rows + 1}] and last_page_len [{rows}]; got "
+                f"[{table.indptr.shape[0]}] and [{table.last_page_len.shape[0]}]"
+            )
+        self.geometry = geometry
+        self.table = table
+        self._rows = rows
+        self._decode = decode
+        self._tensor_cores = tensor_cores
+        self._static = static
+        self._workspace = workspace
+        self._wrapper = workspace.wrapper(geometry, decode=decode)
+        self._int_buffer = torch.empty(0, dtype=torch.uint8, device=workspace.device)
+        self._tokens: int | None = None
+        self._plan_info: Any = None
+        self._frozen: tuple[int, ...] | None = None
+        register_plan(table.indptr, rows, geometry, self)
+
+    def plan(self, host: PageTable) -> None:
+        """Decide how the kernels divide the batch, and queue the copy of that to the device. Never waits for it.
+
+        Args:
+            host: the table's columns on the host, int32, of exact sizes. Not copied to the device here, and free to
+                be rewritten afterwards.
+
+        Raises:
+            ValueError: the columns are not on the host, have the wrong type or size, or a static prefill got more
+                tokens than its first plan.
+            RuntimeError: the float workspace is too small, a graph is being captured, or FlashInfer decided something
+                else for a batch that a captured graph has fixed; the graph must not be replayed then.
+        """
+        _check_host(host, self._rows)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("FlashInferPlan.plan: a CUDA graph is being captured; plan before the capture")
+        tokens = self._tokens_to_plan(host)
+        if self._int_buffer.numel() < (needed := self._int_bytes(tokens)):
+            # Never under a captured graph: the rows are constant, and so is the number of tokens.
+            self._int_buffer = self._int_buffer.new_empty(_power_of_two(needed))
+        arguments = (
+            tensor_core_arguments(self.geometry, host, tokens=tokens, static=self._static, causal=not self._decode)
+            if self._tensor_cores
+            else cuda_core_arguments(self.geometry, host, static=self._static)
+        )
+        workspace = self._workspace
+        with workspace.staging(self._int_buffer.numel()) as pinned, _overflow_explained(workspace):
+            plan_info = self._wrapper._cached_module.plan(workspace.float_buffer, self._int_buffer, pinned, *arguments)
+        self._check_frozen(plan_info)
+        self._plan_info, self._tokens = plan_info, tokens
+
+    def freeze(self) -> None:
+        """Note that a graph has captured a launch: from now on ``plan`` raises if a number it baked in changes.
+
+        Every number of a plan is baked in: the sizes and switches choose kernels and grids, and the offsets are added
+        to the workspaces' addresses before the kernels get them.
+
+        Raises:
+            RuntimeError: the plan is not static, or nothing was planned yet.
+        """
+        if not self._static or self._plan_info is None:
+            raise RuntimeError("FlashInferPlan.freeze: only a static plan that has planned a batch can be frozen")
+        self._frozen = tuple(int(number) for number in self._plan_info)
+
+    def run(
+        self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor | None, table: PageTable | None = None
+    ) -> None:
+        """Launch attention on the current stream. Launch once before a capture, so that the kernels are loaded.
+
+        Args:
+            query: ``[T, H, D]``, ``geometry.dtype``. T is B in decode, and the planned number of tokens in prefill.
+            pages: ``[P, 2, K, S, D]``, ``geometry.kv_dtype``.
+            out: ``[T, H, D]``, contiguous, written.
+            lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None where it is not wanted.
+            table: the page table as the launcher received it, which in a compiled graph may be the result of an
+                earlier step of that graph; the plan's own where None.
+
+        Raises:
+            RuntimeError: nothing was planned yet.
+            ValueError: shapes or dtypes do not fit what was planned.
+        """
+        if self._plan_info is None:
+            raise RuntimeError("FlashInferPlan.run: nothing was planned; call plan() before the launch")
+        self._check_launch(query, pages, out, lse)
+        wrapper, table = self._wrapper, self.table if table is None else table
+        wrapper._plan_info = self._plan_info
+        wrapper._int_workspace_buffer = self._int_buffer
+        wrapper._qo_indptr_buf = table.qo_indptr
+        wrapper._qo_indptr_last = self._tokens
+        wrapper._paged_kv_indptr_buf = table.indptr
+        wrapper._paged_kv_indices_buf = table.indices
+        wrapper._paged_kv_last_page_len_buf = table.last_page_len
+        wrapper.run(q=_readable(query), paged_kv_cache=pages, out=out, lse=lse, return_lse=lse is not None)
+
+    def _tokens_to_plan(self, host: PageTable) -> int:
+        """Return T; in a static prefill the first plan's, which the graph was captured with."""
+        if self._decode:
+            return self._rows
+        tokens = int(host.qo_indptr[-1])
+        if not self._static or self._tokens is None:
+            return tokens
+        if tokens > self._tokens:
+            raise ValueError(
+                f"FlashInferPlan.plan: {tokens} tokens in a static plan whose first batch had {self._tokens}; "
+                "plan the largest batch first"
+            )
+        return self._tokens
+
+    def _int_bytes(self, tokens: int) -> int:
+        """Return an upper bound of the bytes that FlashInfer plans for ``tokens`` tokens take.
+
+        For each block of the launch up to three int32 and a bool, for each row and each token one int32 more, and
+        some alignment. Split rows fill the device at most once (``max_grid_size`` in scheduler.cuh); rows that are not
+        split take a block for each started tile of 16 or more (token, head of the group) pairs.
+        """
+        group = self.geometry.query_heads // self.geometry.kv_heads
+        tiles = tokens * group // 16 + self._rows
+        blocks = max(self._workspace.max_blocks // self.geometry.kv_heads, tiles) + 1
+        return 13 * blocks + 4 * (self._rows + tokens) + 512
+
+    def _check_frozen(self, plan_info: Any) -> None:
+        if self._frozen is None:
+            return
+        names = PREFILL_PLAN_FIELDS if self._tensor_cores else DECODE_PLAN_FIELDS
+        changed = [
+            f"{name} was {old} and is now {int(new)}"
+            for name, old, new in zip(names, self._frozen, plan_info, strict=True)
+            if old != int(new)
+        ]
+        if changed:
+            raise RuntimeError(
+                f"FlashInferPlan.plan: a captured graph of {self._rows} rows no longer fits its plan: "
+                f"{', '.join(changed)}; record the graph again before replaying it"
+            )
+
+    def _check_launch(self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        geometry = self.geometry
+        expected = (self._tokens, geometry.query_heads, geometry.head_dim)
+        stored = (2, geometry.kv_heads, geometry.page_size, geometry.head_dim)
+        if query.shape != expected or pages.shape[1:] != stored:
+            raise ValueError(
+                f"FlashInferPlan.run: planned for query {expected} and pages [P, {', '.join(map(str, stored))}]; got "
+                f"{tuple(query.shape)} and {tuple(pages.shape)}"
+            )
+        if not out.is_contiguous() or (lse is not None and not lse.is_contiguous()):
+            raise ValueError("FlashInferPlan.run: out and lse must be contiguous")
+
+
+def append(
+    key: Tensor, value: Tensor, pages: Tensor, token_rows: Tensor, token_positions: Tensor, table: PageTable
+) -> None:
+    """Launch the copy of new keys and values into the pages of their rows.
+
+    Args:
+        key: ``[T, K, D]``, T at least 1; strides that FlashInfer cannot read are copied first.
+        value: like ``key``.
+        pages: ``[P, 2, K, S, D]``, written; keys and values are converted to its dtype.
+        token_rows: ``[T]`` int32, the row of each token.
+        token_positions: ``[T]`` int32, each token's index in its row's cache. Not bounded by what the row owns.
+        table: on the device; ``qo_indptr`` is not read.
+
+    Source:
+        FlashInfer ``flashinfer.append_paged_kv_cache``, layout HND.
+    """
+    _flashinfer().append_paged_kv_cache(
+        append_key=_readable(key.to(pages.dtype)),
+        append_value=_readable(value.to(pages.dtype)),
+        batch_indices=token_rows,
+        positions=token_positions,
+        paged_kv_cache=pages,
+        kv_indices=table.indices,
+        kv_indptr=table.indptr,
+        kv_last_page_len=table.last_page_len,
+        kv_layout="HND",
+    )
+
+
+def padded_head_dim(d: int) -> int:
+    """Return the head size that ``d`` is stored as: the next one with kernels.
+
+    Raises:
+        ValueError: ``d`` is larger than any.
+    """
+    for size in HEAD_DIMS:
+        if d <= size:
+            return size
+    raise ValueError(f"head size {d} is larger than {HEAD_DIMS[-1]}, the largest that FlashInfer has kernels for")
+
+
+def uses_tensor_cores(geometry: Geometry) -> bool:
+    """Return whether decode runs on tensor cores: where they are faster, or the CUDA-core kernel lacks the group."""
+    group = geometry.query_heads // geometry.kv_heads
+    return group >= TENSOR_CORES_PAY_FROM or group not in CUDA_CORE_GROUPS
+
+
+def missing_for_cuda() -> list[str]:
+    """Return what keeps the ops from running on CUDA, each with the way out; empty where nothing does."""
+    missing = []
+    if problem := _flashinfer_problem():
+        missing.append(problem)
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return missing  # brings the kernels along, so nothing is compiled
+    if _nvcc() is None:
+        missing.append(
+            "nvcc is not found, with which FlashInfer compiles its kernels (looked at FLASHINFER_NVCC, CUDA_HOME, "
+            "CUDA_PATH, PATH and /usr/local/cuda): install the CUDA toolkit and set CUDA_HOME to it, or install the "
+            "flashinfer-jit-cache of your CUDA version, which brings the kernels along"
+        )
+    if shutil.which("ninja") is None:
+        missing.append(
+            "ninja is not on PATH, with which FlashInfer compiles its kernels: pip install ninja, and activate the "
+            "environment (or put its bin folder on PATH)"
+        )
+    return missing
+
+
+# ---- FlashInfer's planners: what follows the three workspaces in their arguments
+
+
+def cuda_core_arguments(geometry: Geometry, host: PageTable, *, static: bool) -> tuple[Any, ...]:
+    """Return the arguments of the CUDA-core decode planner for a batch of ``[B]`` rows."""
+    return (
+        host.indptr,
+        host.last_page_len.shape[0],
+        geometry.query_heads,
+        geometry.kv_heads,
+        geometry.page_size,
+        static,
+        geometry.window_left,
+        geometry.logits_soft_cap,
+        geometry.head_dim,
+        geometry.head_dim,
+        torch.empty(0, dtype=geometry.dtype),
+        torch.empty(0, dtype=geometry.kv_dtype),
+    )
+
+
+def tensor_core_arguments(
+    geometry: Geometry, host: PageTable, *, tokens: int, static: bool, causal: bool
+) -> tuple[Any, ...]:
+    """Return the arguments of the prefill planner, which serves tensor-core decode too."""
+    lengths = (host.indptr[1:] - host.indptr[:-1] - 1) * geometry.page_size + host.last_page_len
+    fixed_split_size, disable_split_kv, num_colocated_ctas = -1, False, 0
+    return (
+        host.qo_indptr,
+        host.indptr,
+        lengths,
+        tokens,
+        host.last_page_len.shape[0],
+        geometry.query_heads,
+        geometry.kv_heads,
+        geometry.page_size,
+        static,
+        geometry.head_dim,
+        geometry.head_dim,
+        causal,
+        geometry.window_left,
+        fixed_split_size,
+        disable_split_kv,
+        num_colocated_ctas,
+        *uniform_q_len_argument(),
+    )
+
+
+# ---- differences between FlashInfer's versions
+
+
+@functools.cache
+def uniform_q_len_argument() -> tuple[int, ...]:
+    """Return what 0.7's prefill planner takes beyond 0.6's: no promise about equal lengths. Ends with 0.6."""
+    plan = _flashinfer().BatchPrefillWithPagedKVCacheWrapper.plan
+    return (0,) if "uniform_q_len" in inspect.signature(plan).parameters else ()
+
+
+def _tensor_cores_take(head_dim: int) -> bool:
+    """Whether tensor-core kernels exist: those of 0.6 reject 512 at their launch. Ends with 0.6."""
+    return head_dim < 512 or _version(_flashinfer()) >= (0, 7)
+
+
+# ---- around them
+
+
+def _flashinfer() -> Any:
+    try:
+        return importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise ImportError('FlashInfer does not import: pip install "compiled-llm[cuda]"') from error
+
+
+def _make_wrapper(geometry: Geometry, decode: bool, float_buffer: Tensor) -> Any:
+    """Return a wrapper whose kernels are loaded, by planning one row of one token in public."""
+    flashinfer = _flashinfer()
+    indptr = torch.tensor([0, 1], dtype=torch.int32)
+    indices, last_page_len = torch.tensor([0], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    shared = {
+        "num_qo_heads": geometry.query_heads,
+        "num_kv_heads": geometry.kv_heads,
+        "page_size": geometry.page_size,
+        "pos_encoding_mode": "NONE",
+        "sm_scale": geometry.scale,
+        "window_left": geometry.window_left,
+        "logits_soft_cap": geometry.logits_soft_cap,
+        "q_data_type": geometry.dtype,
+        "kv_data_type": geometry.kv_dtype,
+        "o_data_type": geometry.dtype,
+    }
+    # Whether launches are captured is the planner's to know, not the wrapper's: run() is the same for both.
+    if decode:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            float_workspace_buffer=float_buffer,
+            kv_layout="HND",
+            use_tensor_cores=uses_tensor_cores(geometry),
+            backend="fa2",
+        )
+        wrapper.plan(indptr=indptr, indices=indices, last_page_len=last_page_len, head_dim=geometry.head_dim, **shared)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            float_workspace_buffer=float_buffer, kv_layout="HND", backend="fa2"
+        )
+        wrapper.plan(
+            qo_indptr=indptr,
+            paged_kv_indptr=indptr,
+            paged_kv_indices=indices,
+            paged_kv_last_page_len=last_page_len,
+            head_dim_qk=geometry.head_dim,
+            causal=True,
+            **shared,
+        )
+    # Its own int workspace has served; every plan brings one.
+    small = torch.empty(16, dtype=torch.uint8, device=float_buffer.device)
+    wrapper.reset_workspace_buffer(float_workspace_buffer=float_buffer, int_workspace_buffer=small)
+    importlib.import_module("flashinfer.utils")._get_cache_alibi_slopes_buf(geometry.query_heads, float_buffer.device)
+    return wrapper
+
+
+@contextmanager
+def _overflow_explained(workspace: Workspace) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        overflow = re.search(r"allocating memory for \w+_tmp_[vs] with size (\d+)", str(error))
+        if overflow is None:
+            raise
+        raise RuntimeError(
+            f"FlashInferPlan.plan: the float workspace of {workspace.float_buffer.numel()} bytes is too small for "
+            f"this batch, whose split rows alone take {overflow[1]} bytes; raise workspace_bytes"
+        ) from error
+
+
+def _check_geometry(geometry: Geometry, tensor_cores: bool) -> None:
+    if geometry.query_heads % geometry.kv_heads:
+        raise ValueError(f"{geometry.query_heads} query heads are no multiple of {geometry.kv_heads} kv heads")
+    if geometry.head_dim not in HEAD_DIMS:
+        raise ValueError(f"FlashInfer has no kernel for head size {geometry.head_dim}; pad it to padded_head_dim()")
+    if geometry.dtype not in QUERY_DTYPES:
+        raise ValueError(f"FlashInfer has no kernel for {geometry.dtype} queries; use torch.bfloat16 or torch.float16")
+    if tensor_cores and not _tensor_cores_take(geometry.head_dim):
+        raise ValueError(
+            f"FlashInfer {_flashinfer().__version__} has no tensor-core kernel for head size {geometry.head_dim}; "
+            'pip install "flashinfer-python>=0.7,<0.8"'
+        )
+
+
+def _check_host(host: PageTable, rows: int) -> None:
+    """The planner reads the columns by address and trusts their place, type and size."""
+    for name, length in (("qo_indptr", rows + 1), ("indptr", rows + 1), ("last_page_len", rows)):
+        column = getattr(host, name)
+        if column.device.type != "cpu" or column.dtype != torch.int32 or column.shape != (length,):
+            raise ValueError(
+                f"FlashInferPlan.plan: {name} must be int32 [{length}] on the host; got {column.dtype} "
+                f"{list(column.shape)} on {column.device}"
+            )
+        if not column.is_contiguous():
+            raise ValueError(f"FlashInferPlan.plan: {name} must be contiguous")
+
+
+def _readable(states: Tensor) -> Tensor:
+    """Return ``states`` ``[T, heads, D]`` as it is where the kernels can read it: in pieces of 16 bytes along D."""
+    piece = 16 // states.element_size()
+    if states.stride(2) == 1 and not (states.stride(0) % piece or states.stride(1) % piece or states.data_ptr() % 16):
+        return states
+    return states.clone(memory_format=torch.contiguous_format)
+
+
+def _pinned(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _version(flashinfer: Any) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", flashinfer.__version__)[:3])
+
+
+def _flashinfer_problem() -> str | None:
+    try:
+        flashinfer = importlib.import_module("flashinfer")
+    except Exception as error:  # a mismatched flashinfer-jit-cache raises RuntimeError, a broken CUDA OSError
+        return f'FlashInfer does not import ({error}): pip install "compiled-llm[cuda]"'
+    if not OLDEST <= _version(flashinfer) < NEWEST_EXCLUSIVE:
+        return (
+            f"FlashInfer {flashinfer.__version__} is outside 0.6.13 to 0.7, the versions that are supported: "
+            'pip install "flashinfer-python>=0.6.13,<0.8"'
+        )
+    return None
+
+
+def _nvcc() -> str | None:
+    """Return the nvcc that FlashInfer would run, looking where it looks and in its order."""
+    if compiler := os.environ.get("FLASHINFER_NVCC"):
+        return shutil.which(compiler)
+    if home := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return shutil.which(os.path.join(home, "bin", "nvcc"))
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")

@@ -1,0 +1,552 @@
+"""Everything of FlashInfer that `compiled_llm_ops.flashinfer_backend` relies on, checked without a GPU.
+
+FlashInfer's classes are replaced by mocks that have their signatures, so that a call with an argument that no longer
+exists fails; what signatures do not show (private attributes, C++ planners) is looked up in the sources that the
+package ships.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm_ops import Geometry, PageTable, find_plan
+from compiled_llm_ops import flashinfer_backend as backend
+
+try:
+    import flashinfer
+except ImportError as error:
+    pytest.skip(f"flashinfer does not import ({error})", allow_module_level=True)
+
+DATA = Path(flashinfer.__file__).parent / "data"
+DECODE = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+PREFILL = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+
+CUDA_CORES = Geometry(4, 2, 128, 16, 0.1, -1, 0.0, torch.bfloat16, torch.bfloat16)
+TENSOR_CORES = CUDA_CORES._replace(query_heads=8)
+HOST = PageTable(*(torch.tensor(column, dtype=torch.int32) for column in ([0, 1, 2], [0, 3, 4], [5, 6, 7, 8], [9, 2])))
+
+DECODE_PLANNER = (
+    "float_workspace_buffer",
+    "int_workspace_buffer",
+    "page_locked_int_workspace_buffer",
+    "indptr",
+    "batch_size",
+    "num_qo_heads",
+    "num_kv_heads",
+    "page_size",
+    "enable_cuda_graph",
+    "window_left",
+    "logits_soft_cap",
+    "head_dim_qk",
+    "head_dim_vo",
+    "empty_q_data",
+    "empty_kv_data",
+)
+PREFILL_PLANNER = (
+    "float_workspace_buffer",
+    "int_workspace_buffer",
+    "page_locked_int_workspace_buffer",
+    "qo_indptr",
+    "kv_indptr",
+    "kv_len_arr",
+    "total_num_rows",
+    "batch_size",
+    "num_qo_heads",
+    "num_kv_heads",
+    "page_size",
+    "enable_cuda_graph",
+    "head_dim_qk",
+    "head_dim_vo",
+    "causal",
+    "window_left",
+    "fixed_split_size",
+    "disable_split_kv",
+    "num_colocated_ctas",
+)
+
+
+class Mocked(NamedTuple):
+    """A workspace on the CPU, and FlashInfer's wrapper classes as mocks with the real signatures."""
+
+    workspace: backend.Workspace
+    decode: mock.Mock
+    prefill: mock.Mock
+
+
+class UnusedEvent:
+    def synchronize(self) -> None: ...
+
+    def record(self, stream: object) -> None: ...
+
+
+@pytest.fixture
+def mocked(monkeypatch: pytest.MonkeyPatch) -> Mocked:
+    h200 = SimpleNamespace(multi_processor_count=132, max_threads_per_multi_processor=2048)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    monkeypatch.setattr(torch.cuda, "Event", UnusedEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(backend, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    classes = []
+    for cls, numbers in ((DECODE, 10), (PREFILL, 15)):
+        classes.append(mock.create_autospec(cls))
+        classes[-1].return_value._cached_module = mock.Mock()
+        classes[-1].return_value._cached_module.plan.return_value = list(range(numbers))
+        monkeypatch.setattr(flashinfer, cls.__name__, classes[-1])
+    backend.uniform_q_len_argument.cache_clear()
+    # The mocks stand for the classes; whether the planner takes one argument more is read off the real one.
+    monkeypatch.setattr(classes[1], "plan", PREFILL.plan)
+    return Mocked(backend.Workspace("cpu", 1024), *classes)
+
+
+def make_plan(mocked: Mocked, geometry: Geometry, *, decode: bool, static: bool = False) -> backend.FlashInferPlan:
+    return backend.FlashInferPlan(geometry, HOST, rows=2, decode=decode, workspace=mocked.workspace, static=static)
+
+
+def wrapper_of(mocked: Mocked, *, decode: bool) -> Any:
+    return (mocked.decode if decode else mocked.prefill).return_value
+
+
+def planner_call(mocked: Mocked, geometry: Geometry, *, decode: bool) -> tuple[Any, ...]:
+    make_plan(mocked, geometry, decode=decode, static=True).plan(HOST)
+    return tuple(wrapper_of(mocked, decode=decode)._cached_module.plan.call_args.args)
+
+
+def plan_parameters(cls: type) -> set[str]:
+    """The names `plan` takes; 0.7's decode hands its keywords on to `_plan_impl`."""
+    planner: Callable[..., Any] = getattr(cls, "_plan_impl", cls.plan)  # type: ignore[attr-defined]
+    parameters = inspect.signature(planner).parameters.values()
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def attributes(function: Callable[..., Any], context: type[ast.expr_context]) -> set[str]:
+    """The attributes of `self` that a method loads or stores."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, context))
+    return {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "self"}
+
+
+def last_overload(cls: type, name: str) -> Callable[..., Any]:
+    method: Callable[..., Any] = getattr(cls, name)
+    return method
+
+
+def cpp(path: str) -> str:
+    return (DATA / path).read_text()
+
+
+def cpp_parameters(path: str, function: str) -> list[str]:
+    match = re.search(rf"\b{function}\(([^)]*)\);", cpp(path))
+    assert match is not None, f"{function} is no longer declared in {path}"
+    return [re.split(r"\s+", parameter.strip())[-1] for parameter in match[1].split(",")]
+
+
+def cpp_vector(struct: str) -> tuple[str, ...]:
+    """The members that `struct::ToVector` returns, in order."""
+    match = re.search(rf"struct {struct} {{.*?ToVector\(\) const {{\s*return {{(.*?)}};", SCHEDULER, re.DOTALL)
+    assert match is not None, f"{struct}::ToVector is gone"
+    return tuple(name.strip() for name in match[1].split(","))
+
+
+def macro_cases(macro: str, pattern: str) -> set[int]:
+    match = re.search(rf"#define {macro}\(.*?\n\n", cpp("include/flashinfer/utils.cuh"), re.DOTALL)
+    assert match is not None, f"{macro} is gone"
+    return {int(number) for number in re.findall(pattern, match[0])}
+
+
+SCHEDULER = cpp("include/flashinfer/attention/scheduler.cuh")
+
+
+# ---- the public surface
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_wrapper_and_its_plan_take_what_is_passed(mocked: Mocked, decode: bool) -> None:
+    make_plan(mocked, CUDA_CORES, decode=decode)
+    call = wrapper_of(mocked, decode=decode).plan.call_args
+    assert call.args == ()
+    assert set(call.kwargs) <= plan_parameters(DECODE if decode else PREFILL)
+    wrapper_of(mocked, decode=decode).reset_workspace_buffer.assert_called_once()
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_run_takes_what_is_passed(mocked: Mocked, decode: bool) -> None:
+    plan = make_plan(mocked, CUDA_CORES, decode=decode)
+    plan.plan(HOST)
+    query, pages, out, lse = tensors()
+    plan.run(query, pages, out, lse)
+    call = wrapper_of(mocked, decode=decode).run.call_args
+    assert call.args == ()
+    named = set(inspect.signature(DECODE.run if decode else PREFILL.run).parameters)
+    assert set(call.kwargs) <= named
+
+
+def test_run_returns_the_log_sum_exp_in_base_2_unless_told_otherwise() -> None:
+    base = inspect.signature(PREFILL.run).parameters.get("lse_base")
+    assert base is None or base.default == "log2"
+    assert "math::log2e" in cpp("include/flashinfer/attention/variants.cuh")
+
+
+def test_append_takes_what_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = mock.create_autospec(flashinfer.append_paged_kv_cache)
+    monkeypatch.setattr(flashinfer, "append_paged_kv_cache", append)
+    _, pages, _, _ = tensors()
+    states = torch.zeros(2, 2, 128, dtype=torch.bfloat16)
+    backend.append(states, states, pages, HOST.qo_indptr[:2], HOST.qo_indptr[:2], HOST)
+    append.assert_called_once()
+    assert append.call_args.args == ()
+
+
+def test_append_reads_strided_keys_and_values() -> None:
+    source = cpp("csrc/page.cu")
+    for name in ("append_key", "append_value"):
+        assert f"CHECK_LAST_DIM_CONTIGUOUS({name})" in source
+        assert f"{name}.strides()" in source
+
+
+def test_pages_are_split_into_keys_and_values_along_their_second_dimension() -> None:
+    utils = importlib.import_module("flashinfer.utils")
+    _, pages, _, _ = tensors()
+    keys, values = utils._unpack_paged_kv_cache(pages, "HND")
+    assert keys.shape == values.shape == (3, 2, 16, 128)
+    assert (keys.data_ptr(), values.data_ptr()) == (pages[:, 0].data_ptr(), pages[:, 1].data_ptr())
+
+
+# ---- private attributes
+
+
+@pytest.mark.parametrize("cls", [DECODE, PREFILL])
+def test_plan_leaves_the_module_and_its_numbers_where_they_are_looked_for(cls: type) -> None:
+    stored = attributes(getattr(cls, "_plan_impl", cls.plan), ast.Store)  # type: ignore[attr-defined]
+    assert {"_cached_module", "_plan_info"} <= stored
+
+
+@pytest.mark.parametrize("cls", [DECODE, PREFILL])
+def test_run_reads_what_is_set_before_it(cls: type) -> None:
+    table = {"_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf", "_qo_indptr_buf"}
+    loaded = attributes(cls.run, ast.Load)  # type: ignore[attr-defined]
+    assert table | {"_plan_info", "_int_workspace_buffer", "_cached_module"} <= loaded
+    if cls is PREFILL:
+        assert "_qo_indptr_last" in loaded
+
+
+@pytest.mark.parametrize("cls", [DECODE, PREFILL])
+def test_run_does_not_ask_whether_it_is_captured(cls: type) -> None:
+    """One wrapper serves captured and eager launches: only cuDNN's branch may look."""
+    source = inspect.getsource(inspect.unwrap(cls.run))  # type: ignore[attr-defined]
+    for line in source.splitlines():
+        if "cuda_graph" in line:
+            assert "is_cuda_graph_compatible=" in line, line
+    assert not attributes(cls.run, ast.Load) & {"_fixed_batch_size", "_max_total_num_rows"}  # type: ignore[attr-defined]
+
+
+def test_alibi_slopes_are_made_once_a_device() -> None:
+    slopes = importlib.import_module("flashinfer.utils")._get_cache_alibi_slopes_buf
+    assert list(inspect.signature(slopes).parameters) == ["num_qo_heads", "device"]
+    assert slopes(4, torch.device("cpu")) is slopes(4, torch.device("cpu"))
+
+
+# ---- the planners
+
+
+def test_cuda_core_planner_gets_its_arguments(mocked: Mocked) -> None:
+    declared = cpp_parameters("csrc/batch_decode_jit_binding.cu", "BatchDecodeWithPagedKVCachePlan")
+    assert tuple(declared) == DECODE_PLANNER
+    passed = dict(zip(declared, planner_call(mocked, CUDA_CORES, decode=True), strict=True))
+    assert passed["indptr"] is HOST.indptr
+    assert (passed["batch_size"], passed["enable_cuda_graph"], passed["page_size"]) == (2, True, 16)
+    assert passed["empty_q_data"].numel() == 0
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_tensor_core_planner_gets_its_arguments(mocked: Mocked, decode: bool) -> None:
+    declared = cpp_parameters("csrc/batch_prefill_jit_binding.cu", "BatchPrefillWithKVCachePlan")
+    assert tuple(declared) in (PREFILL_PLANNER, (*PREFILL_PLANNER, "uniform_q_len"))
+    passed = dict(zip(declared, planner_call(mocked, TENSOR_CORES, decode=decode), strict=True))
+    assert passed["kv_len_arr"].tolist() == [41, 2]
+    assert (passed["total_num_rows"], passed["batch_size"], passed["causal"]) == (2, 2, not decode)
+    assert passed["enable_cuda_graph"] is True
+    assert passed.get("uniform_q_len", 0) == 0
+
+
+def test_plan_info_has_the_numbers_whose_names_are_known() -> None:
+    assert cpp_vector("DecodePlanInfo") == backend.DECODE_PLAN_FIELDS
+    assert cpp_vector("PrefillPlanInfo") == backend.PREFILL_PLAN_FIELDS
+
+
+@pytest.mark.parametrize("planner", ["csrc/batch_decode.cu", "csrc/batch_prefill.cu"])
+def test_planners_copy_asynchronously_on_the_current_stream(planner: str) -> None:
+    assert "get_stream(float_workspace_buffer.device())" in cpp(planner)
+    assert "cudaMemcpyAsync(int_buffer, page_locked_int_buffer," in SCHEDULER
+    assert "cudaStreamSynchronize" not in SCHEDULER
+
+
+def test_launches_add_the_offsets_to_the_workspaces() -> None:
+    """That is why every number of a plan is baked into a captured launch."""
+    decode, prefill = cpp("csrc/batch_decode.cu"), cpp("csrc/batch_prefill.cu")
+    paged = DATA / "csrc/batch_prefill_paged.cuh"
+    prefill += paged.read_text() if paged.exists() else ""
+    unused = {"enable_cuda_graph", "split_kv"}
+    for source, names in ((decode, backend.DECODE_PLAN_FIELDS), (prefill, backend.PREFILL_PLAN_FIELDS)):
+        missing = [name for name in names if f"plan_info.{name}" not in source and name not in unused]
+        assert missing == []
+
+
+def test_full_workspace_is_recognised(mocked: Mocked) -> None:
+    text = re.search(r'"Buffer overflow when allocating memory for " << name << " with size "', cpp(ALLOCATOR))
+    assert text is not None
+    names = re.findall(r'"(batch_(?:decode|prefill)_tmp_[vs])"', SCHEDULER)
+    assert {"batch_decode_tmp_v", "batch_decode_tmp_s", "batch_prefill_tmp_v", "batch_prefill_tmp_s"} <= set(names)
+    plan = make_plan(mocked, CUDA_CORES, decode=True)
+    wrapper_of(mocked, decode=True)._cached_module.plan.side_effect = RuntimeError(
+        "Error in function 'aligned_alloc' at allocator.h:49: Buffer overflow when allocating memory for "
+        "batch_decode_tmp_v with size 4096 and alignment 16, but only 1024 bytes available in AlignedAllocator."
+    )
+    with pytest.raises(RuntimeError, match=r"float workspace of 1024 bytes .* 4096 bytes; raise workspace_bytes"):
+        plan.plan(HOST)
+
+
+ALLOCATOR = "include/flashinfer/allocator.h"
+
+
+# ---- what kernels there are
+
+
+def test_head_sizes_and_groups_with_kernels() -> None:
+    assert macro_cases("DISPATCH_HEAD_DIM", r"case (\d+):") == set(backend.HEAD_DIMS)
+    assert set(backend.CUDA_CORE_GROUPS) <= macro_cases("DISPATCH_GQA_GROUP_SIZE", r"group_size == (\d+)")
+
+
+def test_query_tiles_are_of_16_and_more() -> None:
+    """The bound of the int workspace counts on it."""
+    assert min(macro_cases("DISPATCH_CTA_TILE_Q", r"case (\d+):")) == 16
+
+
+def test_queries_have_kernels_in_these_types() -> None:
+    types = importlib.import_module("flashinfer.jit.utils").dtype_map
+    assert set(backend.QUERY_DTYPES) <= set(types)
+    assert torch.float32 not in types
+
+
+def test_nvcc_and_ninja_are_looked_for_where_flashinfer_looks() -> None:
+    source = Path(importlib.import_module("flashinfer.jit.cpp_ext").__file__ or "").read_text()
+    for name in ('"FLASHINFER_NVCC"', '"CUDA_HOME"', '"CUDA_PATH"', '["which", "nvcc"]', '"/usr/local/cuda"'):
+        assert name in source
+    assert re.search(r'"ninja",\n', source)
+    assert hasattr(importlib.import_module("flashinfer.jit.env"), "has_flashinfer_jit_cache")
+
+
+def test_installed_version_is_supported() -> None:
+    assert backend._flashinfer_problem() is None
+
+
+# ---- the plan itself, as far as it goes without kernels
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query = torch.zeros(2, 4, 128, dtype=torch.bfloat16)
+    pages = torch.zeros(3, 2, 2, 16, 128, dtype=torch.bfloat16)
+    return query, pages, torch.empty_like(query), torch.empty(2, 4)
+
+
+def test_plan_is_found_by_its_page_table(mocked: Mocked) -> None:
+    plan = make_plan(mocked, CUDA_CORES, decode=True)
+    assert find_plan(HOST.indptr, 2, CUDA_CORES) is plan
+
+
+def test_run_reads_the_table_it_is_given(mocked: Mocked) -> None:
+    plan = make_plan(mocked, CUDA_CORES, decode=True)
+    with pytest.raises(RuntimeError, match="nothing was planned"):
+        plan.run(*tensors())
+    plan.plan(HOST)
+    wrapper = wrapper_of(mocked, decode=True)
+    plan.run(*tensors())
+    assert wrapper._paged_kv_last_page_len_buf is HOST.last_page_len
+    advanced = HOST._replace(last_page_len=HOST.last_page_len + 1)
+    plan.run(*tensors(), table=advanced)
+    assert wrapper._paged_kv_last_page_len_buf is advanced.last_page_len
+
+
+def test_plans_of_one_geometry_share_the_wrapper_and_nothing_else(mocked: Mocked) -> None:
+    first, second = (make_plan(mocked, CUDA_CORES, decode=True) for _ in range(2))
+    mocked.decode.assert_called_once()
+    planner = wrapper_of(mocked, decode=True)._cached_module.plan
+    planner.side_effect = lambda *arguments: list(range(10))
+    first.plan(HOST)
+    second.plan(HOST)
+    workspaces = [call.args[1].data_ptr() for call in planner.call_args_list]
+    pinned = [call.args[2].data_ptr() for call in planner.call_args_list]
+    assert len(set(workspaces)) == len(set(pinned)) == 2
+    infos = []
+    for plan in (first, second, first):
+        plan.run(*tensors())
+        infos.append(wrapper_of(mocked, decode=True)._int_workspace_buffer.data_ptr())
+    assert infos == [workspaces[0], workspaces[1], workspaces[0]]
+
+
+def test_staging_buffers_take_turns(mocked: Mocked) -> None:
+    plan = make_plan(mocked, CUDA_CORES, decode=True)
+    planner = wrapper_of(mocked, decode=True)._cached_module.plan
+    for _ in range(backend.STAGING_BUFFERS + 1):
+        plan.plan(HOST)
+    addresses = [call.args[2].data_ptr() for call in planner.call_args_list]
+    assert len(set(addresses)) == backend.STAGING_BUFFERS >= 3
+    assert addresses[0] == addresses[-1]
+
+
+def test_frozen_plan_names_what_changed(mocked: Mocked) -> None:
+    plan = make_plan(mocked, TENSOR_CORES, decode=False, static=True)
+    with pytest.raises(RuntimeError, match="freeze"):
+        plan.freeze()
+    plan.plan(HOST)
+    plan.freeze()
+    plan.plan(HOST)
+    planner = wrapper_of(mocked, decode=False)._cached_module.plan
+    planner.return_value = [*range(3), 64, *range(4, 15)]
+    with pytest.raises(RuntimeError, match="cta_tile_q was 3 and is now 64"):
+        plan.plan(HOST)
+
+
+def test_static_prefill_keeps_to_the_tokens_of_its_first_plan(mocked: Mocked) -> None:
+    plan = make_plan(mocked, TENSOR_CORES, decode=False, static=True)
+    plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 3, 5], dtype=torch.int32)))
+    plan.plan(HOST)
+    assert wrapper_of(mocked, decode=False)._cached_module.plan.call_args.args[6] == 5
+    with pytest.raises(ValueError, match="6 tokens"):
+        plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 3, 6], dtype=torch.int32)))
+
+
+def test_int_workspace_grows_with_the_tokens_and_pinned_memory_with_it(mocked: Mocked) -> None:
+    plan = make_plan(mocked, TENSOR_CORES, decode=False)
+    planner = wrapper_of(mocked, decode=False)._cached_module.plan
+    for tokens in (2, 200_000):
+        plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 1, tokens], dtype=torch.int32)))
+        _, int_buffer, pinned = planner.call_args.args[:3]
+        assert int_buffer.numel() >= 4 * tokens
+        assert pinned.numel() >= int_buffer.numel()
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        HOST._replace(indptr=HOST.indptr.long()),
+        HOST._replace(indptr=HOST.indptr[:2]),
+        HOST._replace(last_page_len=HOST.last_page_len.to("meta")),
+    ],
+    ids=["type", "size", "place"],
+)
+def test_planner_never_gets_columns_it_would_misread(mocked: Mocked, host: PageTable) -> None:
+    plan = make_plan(mocked, CUDA_CORES, decode=True)
+    with pytest.raises(ValueError, match="on the host"):
+        plan.plan(host)
+    wrapper_of(mocked, decode=True)._cached_module.plan.assert_not_called()
+
+
+def test_strides_that_kernels_cannot_read_are_copied() -> None:
+    fused = torch.arange(3 * 4 * 64, dtype=torch.float32).view(3, 4, 64).to(torch.bfloat16)
+    assert backend._readable(fused[:, 1:3]) is not fused
+    assert backend._readable(fused[:, 1:3]).data_ptr() == fused[:, 1:3].data_ptr()
+    for unreadable in (fused.transpose(1, 2)[..., :3], fused[..., 1:9], fused[..., :63].contiguous()[..., :56]):
+        copied = backend._readable(unreadable)
+        assert copied.is_contiguous()
+        assert copied.data_ptr() != unreadable.data_ptr()
+        torch.testing.assert_close(copied, unreadable, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("d", "padded"), [(1, 64), (64, 64), (71, 128), (96, 128), (129, 256), (512, 512)])
+def test_head_size_is_padded_to_the_next_with_kernels(d: int, padded: int) -> None:
+    assert backend.padded_head_dim(d) == padded
+
+
+def test_head_size_beyond_all_kernels_raises() -> None:
+    with pytest.raises(ValueError, match="head size 513 is larger than 512"):
+        backend.padded_head_dim(513)
+
+
+@pytest.mark.parametrize(
+    ("group", "tensor_cores"), [(1, False), (2, False), (3, False), (4, True), (7, True), (8, True)]
+)
+def test_tensor_cores_are_chosen_by_the_group(group: int, tensor_cores: bool) -> None:
+    assert backend.uses_tensor_cores(CUDA_CORES._replace(query_heads=2 * group)) is tensor_cores
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 96}, "pad it"),
+        ({"query_heads": 5}, "no multiple"),
+        ({"dtype": torch.float32}, "use torch.bfloat16"),
+    ],
+)
+def test_geometry_without_kernels_raises(mocked: Mocked, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(mocked, CUDA_CORES._replace(**change), decode=True)
+
+
+def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
+    """Ends with 0.6, whose tensor-core kernels reject 512 at their launch."""
+    has_kernels = "USE_VO_SPLIT" in cpp("include/flashinfer/attention/prefill.cuh")
+    expectation = nullcontext() if has_kernels else pytest.raises(ValueError, match="flashinfer-python>=0.7")
+    with expectation:
+        make_plan(mocked, CUDA_CORES._replace(head_dim=512), decode=False)
+
+
+# ---- what is missing
+
+
+@pytest.fixture
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    for name in ("FLASHINFER_NVCC", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    real = backend.shutil.which
+    monkeypatch.setattr(backend.shutil, "which", lambda name: None if name.startswith("/usr") else real(name))
+    return
+
+
+@pytest.mark.usefixtures("bare_machine")
+def test_missing_compilers_are_named_with_the_way_out() -> None:
+    nvcc, ninja = backend.missing_for_cuda()
+    assert "CUDA_HOME" in nvcc
+    assert "flashinfer-jit-cache" in nvcc
+    assert "pip install ninja" in ninja
+
+
+@pytest.mark.usefixtures("bare_machine")
+def test_kernels_that_come_along_need_no_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object())
+    assert backend.missing_for_cuda() == []
+
+
+@pytest.mark.usefixtures("bare_machine")
+def test_nvcc_is_found_in_cuda_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch(mode=0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert backend._nvcc() == str(nvcc)
+
+
+def test_unsupported_version_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "__version__", "0.8.0")
+    assert 'pip install "flashinfer-python>=0.6.13,<0.8"' in str(backend._flashinfer_problem())
+
+
+def test_absent_flashinfer_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert 'pip install "compiled-llm[cuda]"' in str(backend._flashinfer_problem())
