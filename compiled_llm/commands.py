@@ -78,7 +78,7 @@ def _generate(prompt: str, name: str, max_new_tokens: int, mode: str, dtype: str
         from compiled_llm.loading import load
 
     loaded, tokenizer = load(name, dtype, device)
-    model: Any = compiled_llm.wrap(loaded, mode=mode)
+    model: Any = compiled_llm.wrap(loaded, mode=mode, max_batch_size=1)
     inputs = {name: tensor.to(loaded.device) for name, tensor in _encode(tokenizer, prompt, chat).items()}
     model.compiled.warmup()
 

@@ -86,7 +86,11 @@ def _decode(model: PreTrainedModel, forward: Forward, inputs: DecodeInputs, page
 
 
 class Programs:
-    """A model's compiled functions; each is called on the model's device thread only."""
+    """A model's compiled functions; each is called on the model's device thread only.
+
+    Attributes:
+        recorded: whether decode steps are recorded as CUDA graphs and replayed.
+    """
 
     def __init__(self, config: WrapConfig, forward: Forward, device: torch.device) -> None:
         """Prepare; compiling happens at the first call of each program.
@@ -97,13 +101,13 @@ class Programs:
             device: where the model lives.
         """
         self._forward = forward
-        graphs = config.mode == "reduce-overhead" and device.type == "cuda"
+        self.recorded = config.mode == "reduce-overhead" and device.type == "cuda"
         self.prefill_function = own_copy(_prefill)
         self.decode_one_function = own_copy(_decode)
         self.decode_many_function = own_copy(_decode)
         self._prefill = _compiled(self.prefill_function, config, cudagraphs=False)
-        self._decode_one = _compiled(self.decode_one_function, config, cudagraphs=graphs)
-        self._decode_many = _compiled(self.decode_many_function, config, cudagraphs=graphs)
+        self._decode_one = _compiled(self.decode_one_function, config, cudagraphs=self.recorded)
+        self._decode_many = _compiled(self.decode_many_function, config, cudagraphs=self.recorded)
 
     def prefill(
         self, model: PreTrainedModel, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch

@@ -116,10 +116,11 @@ class PagedModel:
                     self.make_decode_ready(other)
                     break
         with self._progress.task(self._what(f"decode bucket {bucket} ({buckets.index(bucket) + 1} of {len(buckets)})")):
-            for _ in range(_CALLS_TO_RECORD if self.device.type == "cuda" else 1):
+            for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
                 self.upload([], bucket, None)
                 self.run_decode(bucket)
-        self.planner.freeze(bucket)
+        if self.programs.recorded:
+            self.planner.freeze(bucket)
         self._ready.add(bucket)
 
     def _what(self, program: str) -> str:

@@ -110,7 +110,7 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["generate"], 2, "Missing argument 'PROMPT'"),
+        (["generate"], 2, "Missing argument"),
         (["generate", "x", "--max-new-tokens", "0"], 2, "--max-new-tokens"),
         (["generate", "x", "--dtype", "int8"], 2, "--dtype"),
         (["nosuch"], 2, "nosuch"),

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
+import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +31,7 @@ from compiled_llm_ops import flashinfer_backend as backend
 
 try:
     import flashinfer
-except ImportError as error:
+except ModuleNotFoundError as error:
     pytest.skip(f"flashinfer does not import ({error})", allow_module_level=True)
 
 DATA = Path(flashinfer.__file__).parent / "data"
@@ -127,10 +129,14 @@ def planner_call(mocked: Mocked, geometry: Geometry, *, decode: bool) -> tuple[A
     return tuple(wrapper_of(mocked, decode=decode)._cached_module.plan.call_args.args)
 
 
-def plan_parameters(cls: type) -> set[str]:
-    """The names `plan` takes; 0.7's decode hands its keywords on to `_plan_impl`."""
-    planner: Callable[..., Any] = getattr(cls, "_plan_impl", cls.plan)  # type: ignore[attr-defined]
-    parameters = inspect.signature(planner).parameters.values()
+def planning_method(cls: Any) -> Callable[..., Any]:
+    """`plan`, or what 0.7's decode hands its keywords on to."""
+    method: Callable[..., Any] = getattr(cls, "_plan_impl", cls.plan)
+    return method
+
+
+def plan_parameters(cls: Any) -> set[str]:
+    parameters = inspect.signature(planning_method(cls)).parameters.values()
     return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
@@ -139,11 +145,6 @@ def attributes(function: Callable[..., Any], context: type[ast.expr_context]) ->
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, context))
     return {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "self"}
-
-
-def last_overload(cls: type, name: str) -> Callable[..., Any]:
-    method: Callable[..., Any] = getattr(cls, name)
-    return method
 
 
 def cpp(path: str) -> str:
@@ -170,6 +171,7 @@ def macro_cases(macro: str, pattern: str) -> set[int]:
 
 
 SCHEDULER = cpp("include/flashinfer/attention/scheduler.cuh")
+ALLOCATOR = cpp("include/flashinfer/allocator.h")
 
 
 # ---- the public surface
@@ -231,28 +233,28 @@ def test_pages_are_split_into_keys_and_values_along_their_second_dimension() -> 
 
 
 @pytest.mark.parametrize("cls", [DECODE, PREFILL])
-def test_plan_leaves_the_module_and_its_numbers_where_they_are_looked_for(cls: type) -> None:
-    stored = attributes(getattr(cls, "_plan_impl", cls.plan), ast.Store)  # type: ignore[attr-defined]
+def test_plan_leaves_the_module_and_its_numbers_where_they_are_looked_for(cls: Any) -> None:
+    stored = attributes(planning_method(cls), ast.Store)
     assert {"_cached_module", "_plan_info"} <= stored
 
 
 @pytest.mark.parametrize("cls", [DECODE, PREFILL])
-def test_run_reads_what_is_set_before_it(cls: type) -> None:
+def test_run_reads_what_is_set_before_it(cls: Any) -> None:
     table = {"_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf", "_qo_indptr_buf"}
-    loaded = attributes(cls.run, ast.Load)  # type: ignore[attr-defined]
+    loaded = attributes(cls.run, ast.Load)
     assert table | {"_plan_info", "_int_workspace_buffer", "_cached_module"} <= loaded
     if cls is PREFILL:
         assert "_qo_indptr_last" in loaded
 
 
 @pytest.mark.parametrize("cls", [DECODE, PREFILL])
-def test_run_does_not_ask_whether_it_is_captured(cls: type) -> None:
+def test_run_does_not_ask_whether_it_is_captured(cls: Any) -> None:
     """One wrapper serves captured and eager launches: only cuDNN's branch may look."""
-    source = inspect.getsource(inspect.unwrap(cls.run))  # type: ignore[attr-defined]
+    source = inspect.getsource(inspect.unwrap(cls.run))
     for line in source.splitlines():
         if "cuda_graph" in line:
             assert "is_cuda_graph_compatible=" in line, line
-    assert not attributes(cls.run, ast.Load) & {"_fixed_batch_size", "_max_total_num_rows"}  # type: ignore[attr-defined]
+    assert not attributes(cls.run, ast.Load) & {"_fixed_batch_size", "_max_total_num_rows"}
 
 
 def test_alibi_slopes_are_made_once_a_device() -> None:
@@ -308,7 +310,7 @@ def test_launches_add_the_offsets_to_the_workspaces() -> None:
 
 
 def test_full_workspace_is_recognised(mocked: Mocked) -> None:
-    text = re.search(r'"Buffer overflow when allocating memory for " << name << " with size "', cpp(ALLOCATOR))
+    text = re.search(r'"Buffer overflow when allocating memory for " << name << " with size "', ALLOCATOR)
     assert text is not None
     names = re.findall(r'"(batch_(?:decode|prefill)_tmp_[vs])"', SCHEDULER)
     assert {"batch_decode_tmp_v", "batch_decode_tmp_s", "batch_prefill_tmp_v", "batch_prefill_tmp_s"} <= set(names)
@@ -319,9 +321,6 @@ def test_full_workspace_is_recognised(mocked: Mocked) -> None:
     )
     with pytest.raises(RuntimeError, match=r"float workspace of 1024 bytes .* 4096 bytes; raise workspace_bytes"):
         plan.plan(HOST)
-
-
-ALLOCATOR = "include/flashinfer/allocator.h"
 
 
 # ---- what kernels there are
@@ -501,7 +500,7 @@ def test_geometry_without_kernels_raises(mocked: Mocked, change: dict[str, Any],
 def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
     """Ends with 0.6, whose tensor-core kernels reject 512 at their launch."""
     has_kernels = "USE_VO_SPLIT" in cpp("include/flashinfer/attention/prefill.cuh")
-    expectation = nullcontext() if has_kernels else pytest.raises(ValueError, match="flashinfer-python>=0.7")
+    expectation = nullcontext() if has_kernels else pytest.raises(ValueError, match=r"flashinfer-python>=0\.7")
     with expectation:
         make_plan(mocked, CUDA_CORES._replace(head_dim=512), decode=False)
 
@@ -510,13 +509,12 @@ def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
 
 
 @pytest.fixture
-def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("FLASHINFER_NVCC", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    real = backend.shutil.which
-    monkeypatch.setattr(backend.shutil, "which", lambda name: None if name.startswith("/usr") else real(name))
-    return
+    real = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: None if name.startswith("/usr") else real(name))
 
 
 @pytest.mark.usefixtures("bare_machine")
@@ -529,7 +527,7 @@ def test_missing_compilers_are_named_with_the_way_out() -> None:
 
 @pytest.mark.usefixtures("bare_machine")
 def test_kernels_that_come_along_need_no_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert backend.missing_for_cuda() == []
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.library import define
-from compiled_llm_ops.plans import Geometry, find_plan
+from compiled_llm_ops.plans import Geometry, PageTable, find_plan
 
 _SIGNATURE = (
     "(Tensor query, Tensor pages, Tensor qo_indptr, Tensor indptr, Tensor indices, Tensor last_page_len, "
@@ -228,24 +228,23 @@ def _cpu_lse(
 def _launch(
     query: Tensor,
     pages: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    last_page_len: Tensor,
+    table: PageTable,
     scale: float,
     window_left: int,
     logits_soft_cap: float,
     lse: Tensor | None,
 ) -> Tensor:
-    _check(query, pages, qo_indptr, indptr, last_page_len)
+    _check(query, pages, table.qo_indptr, table.indptr, table.last_page_len)
     tokens, heads, head_dim = query.shape
     _, _, kv_heads, page_size, padded = pages.shape
     geometry = Geometry(
         heads, kv_heads, padded, page_size, scale, window_left, logits_soft_cap, query.dtype, pages.dtype
     )
-    plan = find_plan(indptr, last_page_len.shape[0], geometry)
+    plan = find_plan(table.indptr, table.last_page_len.shape[0], geometry)
     query = torch.nn.functional.pad(query, (0, padded - head_dim)) if padded != head_dim else query.contiguous()
     out = torch.empty((tokens, heads, padded), dtype=query.dtype, device=query.device)
-    plan.run(query, pages, out, lse)
+    # The op's own columns, not those that were planned: functionalisation may have put new lengths into a new tensor.
+    plan.run(query, pages, out, lse, table)
     return out if padded == head_dim else out[..., :head_dim].contiguous()
 
 
@@ -260,7 +259,8 @@ def _cuda(
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
 ) -> Tensor:
-    return _launch(query, pages, qo_indptr, indptr, last_page_len, scale, window_left, logits_soft_cap, lse=None)
+    table = PageTable(qo_indptr, indptr, indices, last_page_len)
+    return _launch(query, pages, table, scale, window_left, logits_soft_cap, lse=None)
 
 
 def _cuda_lse(
@@ -274,9 +274,9 @@ def _cuda_lse(
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
+    table = PageTable(qo_indptr, indptr, indices, last_page_len)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    out = _launch(query, pages, qo_indptr, indptr, last_page_len, scale, window_left, logits_soft_cap, lse=lse)
-    return out, lse
+    return _launch(query, pages, table, scale, window_left, logits_soft_cap, lse), lse
 
 
 # ---- fakes

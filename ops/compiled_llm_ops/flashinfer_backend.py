@@ -54,7 +54,7 @@ HEAD_DIMS = (64, 128, 256, 512)
 """Head sizes with kernels: ``DISPATCH_HEAD_DIM`` in FlashInfer's ``utils.cuh``."""
 
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
-"""GQA groups of the CUDA-core decode kernel in every supported version: ``DISPATCH_GQA_GROUP_SIZE`` in ``utils.cuh``."""
+"""GQA groups of the CUDA-core decode kernel in every version: ``DISPATCH_GQA_GROUP_SIZE`` in ``utils.cuh``."""
 
 TENSOR_CORES_PAY_FROM = 4
 """GQA group from which decode is faster on tensor cores."""
@@ -111,6 +111,8 @@ class Workspace:
 
     The pinned buffers the plans are copied from are used in turn and belong to the workspace, since a copy may still
     be on its way when its plan is dropped.
+
+    One thread at a time may plan or launch with the plans of a workspace.
 
     Attributes:
         device: with index.
@@ -355,7 +357,7 @@ def append(
     """Launch the copy of new keys and values into the pages of their rows.
 
     Args:
-        key: ``[T, K, D]``, T at least 1; strides that FlashInfer cannot read are copied first.
+        key: ``[T, K, D]``; strides that FlashInfer cannot read are copied first.
         value: like ``key``.
         pages: ``[P, 2, K, S, D]``, written; keys and values are converted to its dtype.
         token_rows: ``[T]`` int32, the row of each token.
@@ -365,6 +367,8 @@ def append(
     Source:
         FlashInfer ``flashinfer.append_paged_kv_cache``, layout HND.
     """
+    if key.shape[0] == 0:
+        return  # FlashInfer would launch a grid of no blocks, which CUDA rejects
     _flashinfer().append_paged_kv_cache(
         append_key=_readable(key.to(pages.dtype)),
         append_value=_readable(value.to(pages.dtype)),

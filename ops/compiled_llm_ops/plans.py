@@ -61,8 +61,13 @@ class PageTable(NamedTuple):
 class AttentionPlan(Protocol):
     """What a launcher needs of a plan."""
 
-    def run(self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """Attend; ``query`` and ``out`` are ``[T, H, D]`` with D padded, ``lse`` is ``[T, H]`` float32, base 2."""
+    def run(
+        self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor | None, table: PageTable | None = None
+    ) -> None:
+        """Attend; ``query`` and ``out`` are ``[T, H, D]`` with D padded, ``lse`` is ``[T, H]`` float32, base 2.
+
+        ``table`` is the page table on the device where it is not the one that was planned for, with the same pages.
+        """
 
 
 _plans: weakref.WeakValueDictionary[tuple[int, int, Geometry], AttentionPlan] = weakref.WeakValueDictionary()

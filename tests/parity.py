@@ -1,0 +1,32 @@
+"""What parity tests share: prompts of mixed lengths, and the account that must add up after every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def mixed_prompts(lengths: list[int], vocabulary: int, seed: int) -> dict[str, Tensor]:
+    """Left-padded prompts of these lengths and their mask; token ids avoid the special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(lengths)
+    ids = torch.zeros(len(lengths), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, longest - length :] = torch.randint(3, vocabulary, (length,), generator=generator)
+        mask[row, longest - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def greedy(model: PreTrainedModel, inputs: dict[str, Tensor], new_tokens: int, **options: Any) -> Any:
+    return model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, **options)
+
+
+def assert_account_is_empty(model: PreTrainedModel) -> None:
+    account = model.compiled.stats().pages
+    assert account.used == 0
+    assert account.used + account.free + account.cached == account.total
+    assert model.compiled.paged().pool.available == account.free, "pages are promised to nobody"

@@ -1,0 +1,596 @@
+"""FlashInfer's kernels behind our plans, against attention computed by hand from contiguous keys and values.
+
+Shapes: B rows, T packed tokens, L tokens of one row, Q queries of one row, H query heads, K kv heads, D head
+dimension, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm_ops import Geometry, PageTable
+from compiled_llm_ops import flashinfer_backend as backend
+from compiled_llm_ops.flashinfer_backend import FlashInferPlan, Workspace
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SEED = 20240607
+PAGE_SIZE = 16
+GROUPS = [1, 2, 4, 7, 8]
+DTYPES = [torch.bfloat16, torch.float16]
+UNWRITTEN = 100.0
+"""What lies in slots that no token was written to: finite, and far off if it is read."""
+
+seeded = pytest.mark.parametrize("seed", [SEED], ids="seed={}".format)
+by_group = pytest.mark.parametrize("group", GROUPS, ids="group={}".format)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+captured_or_not = pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+
+
+def geometry_of(
+    group: int, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, window_left: int = -1, soft_cap: float = 0.0
+) -> Geometry:
+    scale = head_dim**-0.5 * (3.0 if soft_cap else 1.0)  # large enough logits to be capped
+    padded = backend.padded_head_dim(head_dim)
+    return Geometry(2 * group, 2, padded, PAGE_SIZE, scale, window_left, soft_cap, dtype, dtype)
+
+
+@pytest.fixture(scope="module")
+def workspace() -> Workspace:
+    return Workspace("cuda", 256 * 2**20)
+
+
+# ---- rows: keys and values twice, contiguous for the reference and in pages for the kernels
+
+
+class Layer(NamedTuple):
+    """One layer's cache; `keys` and `values` are `[B, longest, K, D]` with D before padding."""
+
+    geometry: Geometry
+    keys: Tensor
+    values: Tensor
+    pages: Tensor
+
+
+class Rows:
+    """Rows with random keys and values, and pages in random order that hold the first `lengths` of them."""
+
+    def __init__(self, geometries: Sequence[Geometry], lengths: Sequence[int], longest: int, head_dim: int, seed: int):
+        self.generator = torch.Generator("cuda").manual_seed(seed)
+        self.head_dim = head_dim
+        self.lengths = [0] * len(lengths)
+        each = -(-longest // PAGE_SIZE)
+        order = torch.randperm(len(lengths) * each, generator=torch.Generator().manual_seed(seed))
+        self.numbers = (order.to(torch.int32) + 1).view(len(lengths), each)  # page 0 is nobody's
+        self.layers = [self._layer(geometry, longest) for geometry in geometries]
+        self.grow_to(lengths)
+
+    def _layer(self, geometry: Geometry, longest: int) -> Layer:
+        shape = (len(self.lengths), longest, geometry.kv_heads, self.head_dim)
+        stored = (self.numbers.numel() + 1, 2, geometry.kv_heads, PAGE_SIZE, geometry.head_dim)
+        pages = torch.full(stored, UNWRITTEN, dtype=geometry.dtype, device="cuda")
+        pages[..., self.head_dim :] = 0
+        return Layer(geometry, self.random(shape, geometry.dtype), self.random(shape, geometry.dtype), pages)
+
+    def random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.randn(tuple(shape), generator=self.generator, device="cuda").to(dtype)
+
+    def queries(self, layer: Layer, tokens: int) -> Tensor:
+        """`[T, H, D]`, padded with zeros."""
+        return self.padded(
+            layer, self.random((tokens, layer.geometry.query_heads, self.head_dim), layer.geometry.dtype)
+        )
+
+    def padded(self, layer: Layer, states: Tensor) -> Tensor:
+        return torch.nn.functional.pad(states, (0, layer.geometry.head_dim - self.head_dim))
+
+    def grow_to(self, lengths: Sequence[int]) -> None:
+        """Append each row's next tokens to its pages."""
+        spans = list(zip(self.lengths, lengths, strict=True))
+        self.lengths = list(lengths)
+        rows = torch.cat([torch.full((end - start,), row) for row, (start, end) in enumerate(spans)]).int().cuda()
+        positions = torch.cat([torch.arange(start, end) for start, end in spans]).int().cuda()
+        for layer in self.layers:
+            key, value = (
+                self.padded(layer, torch.cat([states[row, start:end] for row, (start, end) in enumerate(spans)]))
+                for states in (layer.keys, layer.values)
+            )
+            backend.append(key, value, layer.pages, rows, positions, on_device(self.table()))
+
+    def table(self, queries: Sequence[int] | None = None) -> PageTable:
+        """The page table on the host; one query a row where None."""
+        counts = torch.tensor([-(-length // PAGE_SIZE) for length in self.lengths])
+        last = torch.tensor([(length - 1) % PAGE_SIZE + 1 for length in self.lengths])
+        indices = torch.cat([self.numbers[row, :count] for row, count in enumerate(counts.tolist())])
+        starts = _starts(torch.tensor(queries) if queries else torch.ones_like(counts))
+        return PageTable(starts.int(), _starts(counts).int(), indices.int(), last.int())
+
+    def expected(
+        self, layer: Layer, query: Tensor, queries: Sequence[int] | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Each row's `[Q, H, D]` and `[Q, H]` (base 2), in float32."""
+        taken, results = 0, []
+        for row, (length, count) in enumerate(zip(self.lengths, queries or [1] * len(self.lengths), strict=True)):
+            own = query[taken : taken + count, :, : self.head_dim]
+            results.append(attention(layer.geometry, own, layer.keys[row, :length], layer.values[row, :length]))
+            taken += count
+        return results
+
+    def check(
+        self, layer: Layer, query: Tensor, out: Tensor, lse: Tensor, queries: Sequence[int] | None = None
+    ) -> None:
+        """Every row by itself, and the padding."""
+        capped = layer.geometry.logits_soft_cap > 0  # the kernels' tanh is an approximation
+        tolerance = (4e-2 if capped else 2e-2) if out.dtype == torch.bfloat16 else 4e-3
+        taken = 0
+        for row, (o, s) in enumerate(self.expected(layer, query, queries)):
+            own = slice(taken, taken + len(o))
+            name = f"row {row} of lengths {self.lengths}, {layer.geometry}"
+            close(out[own, :, : self.head_dim].float(), o, tolerance, name)
+            close(lse[own], s, 5e-2 if capped else 5e-3, f"log-sum-exp of {name}")
+            taken += len(o)
+        assert not out[:taken, :, self.head_dim :].any()
+
+
+def attention(geometry: Geometry, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """`query` `[Q, H, D]` are the last tokens of `keys`, `values` `[L, K, D]`."""
+    group = geometry.query_heads // geometry.kv_heads
+    k, v = (states.float().repeat_interleave(group, dim=1) for states in (keys, values))
+    logits = torch.einsum("qhd,lhd->hql", query.float(), k) * geometry.scale
+    if geometry.logits_soft_cap:
+        logits = geometry.logits_soft_cap * torch.tanh(logits / geometry.logits_soft_cap)
+    position = torch.arange(len(keys) - len(query), len(keys), device="cuda")[:, None]
+    distance = position - torch.arange(len(keys), device="cuda")[None]
+    hidden = distance < 0
+    if geometry.window_left >= 0:
+        hidden |= distance > geometry.window_left
+    logits = logits.masked_fill(hidden, -torch.inf)
+    largest = logits.amax(dim=-1, keepdim=True)
+    weights = torch.exp(logits - largest)
+    total = weights.sum(dim=-1, keepdim=True)
+    out = torch.einsum("hql,lhd->qhd", weights / total, v)
+    return out, ((largest + total.log()) / torch.log(torch.tensor(2.0))).squeeze(-1).T
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
+    torch.testing.assert_close(
+        actual, expected, atol=tolerance, rtol=tolerance, msg=lambda difference: f"{name}: {difference}"
+    )
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def on_device(table: PageTable) -> PageTable:
+    return PageTable(*(column.cuda() for column in table))
+
+
+def upload(table: PageTable, columns: PageTable, *, non_blocking: bool = False) -> None:
+    for column, content in zip(columns, table, strict=True):
+        column[: len(content)].copy_(content, non_blocking=non_blocking)
+
+
+def fixed_columns(rows: Rows) -> PageTable:
+    """Device buffers at fixed addresses that hold any table of these rows."""
+    count = len(rows.lengths)
+    sizes = (count + 1, count + 1, rows.numbers.numel(), count)
+    return PageTable(*(torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes))
+
+
+def make_plan(
+    layer: Layer, columns: PageTable, workspace: Workspace, *, decode: bool = True, static: bool = True
+) -> FlashInferPlan:
+    rows = len(columns.last_page_len)
+    return FlashInferPlan(layer.geometry, columns, rows=rows, decode=decode, workspace=workspace, static=static)
+
+
+def outputs(query: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.full_like(query, UNWRITTEN), torch.full(query.shape[:2], UNWRITTEN, device="cuda")
+
+
+# ---- append
+
+
+@seeded
+@by_dtype
+@pytest.mark.parametrize("head_dim", [128, 96], ids="D={}".format)
+def test_append_puts_tokens_where_the_page_table_says(dtype: torch.dtype, head_dim: int, seed: int) -> None:
+    rows = Rows([geometry_of(2, dtype, head_dim)], [1, 16, 17, 50], 64, head_dim, seed)
+    rows.grow_to([2, 17, 32, 64])
+    (layer,) = rows.layers
+    for row, length in enumerate(rows.lengths):
+        for position in range(length):
+            page, slot = int(rows.numbers[row, position // PAGE_SIZE]), position % PAGE_SIZE
+            stored = layer.pages[page, :, :, slot]
+            assert torch.equal(stored[0, :, :head_dim], layer.keys[row, position]), (row, position)
+            assert torch.equal(stored[1, :, :head_dim], layer.values[row, position]), (row, position)
+    used = sum(rows.lengths) * 2 * 2 * head_dim
+    assert (layer.pages[..., :head_dim] != UNWRITTEN).sum().item() == used
+
+
+@seeded
+def test_append_takes_views_of_fused_projections(seed: int) -> None:
+    geometry = geometry_of(2)
+    rows = Rows([geometry], [20], 48, 128, seed)
+    fused = rows.random((20, 4 + 2 + 2, 128), torch.bfloat16)
+    key, value = fused[:, 4:6], fused[:, 6:8]
+    awkward = torch.empty(20, 2, 129, dtype=torch.bfloat16, device="cuda")[..., 1:]
+    awkward.copy_(value)
+    positions = torch.arange(20, dtype=torch.int32, device="cuda")
+    (layer,) = rows.layers
+    backend.append(key, awkward, layer.pages, torch.zeros_like(positions), positions, on_device(rows.table()))
+    own = layer.pages[rows.numbers[0, :2].long()].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :20]
+    assert torch.equal(own, torch.stack([key, value]))
+
+
+# ---- decode and prefill against the reference
+
+
+def decode_once(
+    geometry: Geometry, head_dim: int, lengths: Sequence[int], workspace: Workspace, *, static: bool, seed: int
+) -> None:
+    rows = Rows([geometry], lengths, max(lengths), head_dim, seed)
+    (layer,) = rows.layers
+    columns = on_device(rows.table())
+    plan = make_plan(layer, columns, workspace, static=static)
+    plan.plan(rows.table())
+    query = rows.queries(layer, len(lengths))
+    out, lse = outputs(query)
+    plan.run(query, layer.pages, out, lse)
+    rows.check(layer, query, out, lse)
+    again, _ = outputs(query)
+    plan.run(query, layer.pages, again, None)
+    assert torch.equal(again, out)
+
+
+def prefill_once(
+    geometry: Geometry,
+    head_dim: int,
+    lengths: Sequence[int],
+    queries: Sequence[int],
+    workspace: Workspace,
+    *,
+    static: bool,
+    seed: int,
+) -> None:
+    rows = Rows([geometry], lengths, max(lengths), head_dim, seed)
+    (layer,) = rows.layers
+    columns = on_device(rows.table(queries))
+    plan = make_plan(layer, columns, workspace, decode=False, static=static)
+    plan.plan(rows.table(queries))
+    query = rows.queries(layer, sum(queries))
+    out, lse = outputs(query)
+    plan.run(query, layer.pages, out, lse)
+    rows.check(layer, query, out, lse, queries)
+
+
+MIXED = [1, 15, 16, 17, 32, 300, 1025]
+EXTENDED = ([5, 16, 17, 40, 333, 1025], [5, 1, 17, 20, 333, 3])
+"""Lengths and queries: whole prompts, and the last tokens of longer rows."""
+
+
+@seeded
+@by_group
+@by_dtype
+@captured_or_not
+def test_decode(group: int, dtype: torch.dtype, static: bool, seed: int, workspace: Workspace) -> None:
+    decode_once(geometry_of(group, dtype), 128, MIXED, workspace, static=static, seed=seed)
+
+
+@seeded
+@by_group
+@by_dtype
+@captured_or_not
+def test_prefill_and_extend(group: int, dtype: torch.dtype, static: bool, seed: int, workspace: Workspace) -> None:
+    prefill_once(geometry_of(group, dtype), 128, *EXTENDED, workspace, static=static, seed=seed)
+
+
+@seeded
+@pytest.mark.parametrize("group", [2, 8], ids="group={}".format)
+@pytest.mark.parametrize("options", [{"window_left": 20}, {"window_left": 0}, {"soft_cap": 5.0}], ids=str)
+def test_sliding_window_and_soft_cap(group: int, options: dict[str, Any], seed: int, workspace: Workspace) -> None:
+    geometry = geometry_of(group, **options)
+    decode_once(geometry, 128, MIXED, workspace, static=True, seed=seed)
+    prefill_once(geometry, 128, *EXTENDED, workspace, static=False, seed=seed)
+
+
+@seeded
+@pytest.mark.parametrize("group", [1, 4], ids="group={}".format)
+def test_head_size_without_kernels_is_padded(group: int, seed: int, workspace: Workspace) -> None:
+    geometry = geometry_of(group, head_dim=96)
+    decode_once(geometry, 96, MIXED, workspace, static=True, seed=seed)
+    prefill_once(geometry, 96, *EXTENDED, workspace, static=False, seed=seed)
+
+
+@seeded
+def test_one_long_row_is_split_over_the_device(seed: int, workspace: Workspace) -> None:
+    for group in (2, 8):
+        decode_once(geometry_of(group), 128, [20_000], workspace, static=True, seed=seed)
+    prefill_once(geometry_of(8), 128, [20_000], [7], workspace, static=False, seed=seed)
+
+
+@seeded
+def test_query_may_be_a_view_of_a_fused_projection(seed: int, workspace: Workspace) -> None:
+    rows = Rows([geometry_of(2)], MIXED, max(MIXED), 128, seed)
+    (layer,) = rows.layers
+    plan = make_plan(layer, on_device(rows.table()), workspace, static=False)
+    plan.plan(rows.table())
+    query = rows.random((len(MIXED), 4 + 2 + 2, 128), torch.bfloat16)[:, :4]
+    out, lse = outputs(query.contiguous())
+    plan.run(query, layer.pages, out, lse)
+    rows.check(layer, query, out, lse)
+
+
+# ---- replay
+
+
+def capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Run once as it is, so that every kernel is loaded, then record."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+class DecodeGraph:
+    """A captured decode step of layers with different attention groups: append, then attend, in each."""
+
+    def __init__(self, rows: Rows, workspace: Workspace) -> None:
+        self.rows = rows
+        self.columns = fixed_columns(rows)
+        self.plans = [make_plan(layer, self.columns, workspace) for layer in rows.layers]
+        count = len(rows.lengths)
+        self.token_rows = torch.arange(count, dtype=torch.int32, device="cuda")
+        self.positions = torch.zeros(count, dtype=torch.int32, device="cuda")
+        self.keys = [torch.zeros_like(layer.keys[:, 0]) for layer in rows.layers]
+        self.values = [torch.zeros_like(layer.values[:, 0]) for layer in rows.layers]
+        self.queries = [rows.queries(layer, count) for layer in rows.layers]
+        self.outputs = [outputs(query) for query in self.queries]
+        self.planned_pages = 0
+        self.stage(plan=True)
+        self.graph = capture(self._step)
+        for plan in self.plans:
+            plan.freeze()
+
+    def stage(self, *, plan: bool) -> None:
+        """Take one token more of each row, not yet in the pages."""
+        rows = self.rows
+        rows.lengths = [length + 1 for length in rows.lengths]
+        newest = torch.tensor(rows.lengths, device="cuda") - 1
+        self.positions.copy_(newest)
+        for index, layer in enumerate(rows.layers):
+            self.keys[index].copy_(layer.keys[self.token_rows.long(), newest])
+            self.values[index].copy_(layer.values[self.token_rows.long(), newest])
+            self.queries[index].copy_(rows.queries(layer, len(newest)))
+        host = rows.table()
+        upload(host, self.columns)
+        if plan or len(host.indices) != self.planned_pages:
+            self.planned_pages = len(host.indices)
+            for each in self.plans:
+                each.plan(host)
+
+    def _step(self) -> None:
+        for index, layer in enumerate(self.rows.layers):
+            backend.append(
+                self.keys[index], self.values[index], layer.pages, self.token_rows, self.positions, self.columns
+            )
+            self.plans[index].run(self.queries[index], layer.pages, *self.outputs[index])
+
+    def replay_and_check(self) -> None:
+        for out, lse in self.outputs:
+            out.fill_(UNWRITTEN)
+            lse.fill_(UNWRITTEN)
+        self.graph.replay()
+        for layer, query, (out, lse) in zip(self.rows.layers, self.queries, self.outputs, strict=True):
+            self.rows.check(layer, query, out, lse)
+
+
+@seeded
+@pytest.mark.parametrize("group", [2, 8], ids="group={}".format)
+@pytest.mark.parametrize("every_step", [True, False], ids=["plan each step", "plan at page boundaries"])
+def test_replays_see_the_plan_of_their_batch(group: int, every_step: bool, seed: int, workspace: Workspace) -> None:
+    """Rows grow by tokens and by leaps; full and windowed layers share a page table and have plans of their own."""
+    geometries = [geometry_of(group), geometry_of(group, window_left=20)]
+    rows = Rows(geometries, [15, 16, 1, 250, 31], 3000, 128, seed)
+    step = DecodeGraph(rows, workspace)
+    step.replay_and_check()
+    leaps = {4: [15, 700, 1, 250, 0], 9: [0, 1, 1600, 0, 2], 14: [300, 300, 300, 1200, 300]}
+    for count in range(20):
+        if count in leaps:
+            rows.grow_to([length + leap for length, leap in zip(rows.lengths, leaps[count], strict=True)])
+        step.stage(plan=every_step)
+        step.replay_and_check()
+
+
+@seeded
+def test_replays_see_the_table_that_was_captured(seed: int, workspace: Workspace) -> None:
+    """`run` may be given columns that an earlier step of the graph computes."""
+    rows = Rows([geometry_of(2)], [15, 16, 40], 64, 128, seed)
+    (layer,) = rows.layers
+    columns = on_device(rows.table())
+    before = columns.last_page_len - 1
+    columns.last_page_len.fill_(1)
+    plan = make_plan(layer, columns, workspace)
+    plan.plan(rows.table())
+    query = rows.queries(layer, 3)
+    out, lse = outputs(query)
+
+    def step() -> None:
+        plan.run(query, layer.pages, out, lse, table=columns._replace(last_page_len=before + 1))
+
+    capture(step).replay()
+    rows.check(layer, query, out, lse)
+
+
+@seeded
+def test_static_prefill_replays_smaller_batches(seed: int, workspace: Workspace) -> None:
+    rows = Rows([geometry_of(4)], [200, 33, 64], 400, 128, seed)
+    (layer,) = rows.layers
+    columns = fixed_columns(rows)
+    plan = make_plan(layer, columns, workspace, decode=False)
+    query = rows.queries(layer, 60)
+    out, lse = outputs(query)
+
+    def prepare(queries: list[int]) -> None:
+        upload(rows.table(queries), columns)
+        plan.plan(rows.table(queries))
+
+    prepare([20, 20, 20])
+    graph = capture(lambda: plan.run(query, layer.pages, out, lse))
+    plan.freeze()
+    for lengths, queries in (([200, 33, 64], [20, 20, 20]), ([260, 40, 200], [1, 40, 3]), ([400, 40, 200], [58, 1, 1])):
+        rows.grow_to(lengths)
+        prepare(queries)
+        graph.replay()
+        rows.check(layer, query, out, lse, queries)
+
+
+# ---- what a captured launch baked in
+
+
+@seeded
+@pytest.mark.parametrize("group", [1, 2, 4, 8], ids="group={}".format)
+@pytest.mark.parametrize("count", [1, 3, 8, 64, 300], ids="rows={}".format)
+def test_every_number_of_a_static_plan_is_constant(count: int, group: int, seed: int) -> None:
+    workspace = Workspace("cuda", 512 * 2**20)
+    choice = torch.Generator().manual_seed(seed)
+    sizes = (count + 1, count + 1, count, count)
+    columns = PageTable(*(torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes))
+    for window_left in (-1, 100):
+        geometry = geometry_of(group, window_left=window_left)
+        plan = FlashInferPlan(geometry, columns, rows=count, decode=True, workspace=workspace, static=True)
+        for batch in range(20):
+            longest = int(torch.randint(1, 300, (), generator=choice))
+            pages = torch.randint(1, longest + 1, (count,), generator=choice)
+            last = torch.randint(1, PAGE_SIZE + 1, (count,), generator=choice)
+            indices = torch.zeros(int(pages.sum()), dtype=torch.int32)
+            plan.plan(PageTable(torch.arange(count + 1).int(), _starts(pages).int(), indices, last.int()))
+            if batch == 0:
+                plan.freeze()
+
+
+@seeded
+def test_changed_number_after_freeze_raises(seed: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows([geometry_of(2)], MIXED, max(MIXED), 128, seed)
+    plan = make_plan(rows.layers[0], on_device(rows.table()), workspace)
+    plan.plan(rows.table())
+    plan.freeze()
+    module = plan._wrapper._cached_module
+    real = module.plan
+
+    def changed(*arguments: Any) -> list[int]:
+        numbers = [int(number) for number in real(*arguments)]
+        return [numbers[0] + 1, *numbers[1:]]
+
+    monkeypatch.setattr(module, "plan", changed)
+    with pytest.raises(RuntimeError, match=r"padded_batch_size was \d+ and is now \d+"):
+        plan.plan(rows.table())
+
+
+# ---- plan() never waits
+
+
+def in_pinned_memory(table: PageTable) -> PageTable:
+    return PageTable(*(column.pin_memory() for column in table))
+
+
+@seeded
+@pytest.mark.parametrize(
+    ("group", "decode"), [(2, True), (8, True), (4, False)], ids=["CUDA-core decode", "tensor-core decode", "prefill"]
+)
+def test_plan_does_not_wait_for_the_device(group: int, decode: bool, seed: int, workspace: Workspace) -> None:
+    """As many plans as there are staging buffers, each launched, while the device sleeps; then all results are right.
+
+    Prefill makes a new plan object for each batch and drops it at once, as a runner does.
+    """
+    rows = Rows([geometry_of(group)], [10, 100, 1, 700], 1000, 128, seed)
+    (layer,) = rows.layers
+    queries = None if decode else [7, 1, 1, 20]
+    tokens = 4 if decode else 29
+    batches = []
+    for _ in range(backend.STAGING_BUFFERS):
+        rows.grow_to([length + step for length, step in zip(rows.lengths, (1, 5, 16, 17), strict=True)])
+        query = rows.queries(layer, tokens)
+        batches.append((rows.lengths, in_pinned_memory(rows.table(queries)), query, *outputs(query)))
+    columns = fixed_columns(rows)
+    kept = make_plan(layer, columns, workspace, decode=decode, static=decode)
+
+    def launch_all() -> None:
+        for _, host, query, out, lse in batches:
+            plan = kept if decode else make_plan(layer, columns, workspace, decode=False, static=False)
+            upload(host, columns, non_blocking=True)
+            plan.plan(host)
+            plan.run(query, layer.pages, out, lse)
+
+    launch_all()  # loads the kernels and fills the allocators' caches
+    for _, _, _, out, lse in batches:
+        out.fill_(UNWRITTEN)
+        lse.fill_(UNWRITTEN)
+    torch.cuda.synchronize()
+    asleep = torch.cuda.Event()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        asleep.record()
+        start = time.perf_counter()
+        launch_all()
+        took, waited = time.perf_counter() - start, asleep.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not waited, f"{len(batches)} plans returned after {took:.3f} s, when the device had woken up"
+    torch.cuda.synchronize()
+    for lengths, _, query, out, lse in batches:
+        rows.lengths = lengths
+        rows.check(layer, query, out, lse, queries)
+
+
+# ---- failing loudly
+
+
+@seeded
+def test_small_workspace_is_named(seed: int) -> None:
+    rows = Rows([geometry_of(2)], [100, 200], 200, 128, seed)
+    plan = make_plan(rows.layers[0], on_device(rows.table()), Workspace("cuda", 4096))
+    with pytest.raises(RuntimeError, match=r"float workspace of 4096 bytes is too small .* raise workspace_bytes"):
+        plan.plan(rows.table())
+
+
+@seeded
+def test_plan_inside_a_capture_raises(seed: int, workspace: Workspace) -> None:
+    rows = Rows([geometry_of(2)], [100, 200], 200, 128, seed)
+    plan = make_plan(rows.layers[0], on_device(rows.table()), workspace)
+    graph, touched = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graph):
+        touched.add_(1)
+        with pytest.raises(RuntimeError, match="plan before the capture"):
+            plan.plan(rows.table())
+
+
+@seeded
+def test_launch_that_was_not_planned_raises(seed: int, workspace: Workspace) -> None:
+    rows = Rows([geometry_of(2)], [100, 200], 200, 128, seed)
+    (layer,) = rows.layers
+    plan = make_plan(layer, on_device(rows.table()), workspace)
+    query = rows.queries(layer, 2)
+    with pytest.raises(RuntimeError, match="nothing was planned"):
+        plan.run(query, layer.pages, *outputs(query))
+    plan.plan(rows.table())
+    with pytest.raises(ValueError, match="planned for query"):
+        plan.run(query[:1], layer.pages, *outputs(query[:1]))
+    with pytest.raises(ValueError, match="planned for query"):
+        plan.run(query, layer.pages[..., :64], *outputs(query))
