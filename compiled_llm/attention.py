@@ -10,6 +10,7 @@ Shapes: T packed tokens (decode: one a row), H query heads, K kv heads, D head d
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -131,14 +132,52 @@ def attention_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
     return list(configs.values())
 
 
-@contextmanager
-def paged_attention_in(configs: list[PretrainedConfig]) -> Iterator[None]:
-    """Point the configs' attention at ours for the duration.
+class AttentionSwitch:
+    """Points a model's attention at ours while one of our calls runs.
 
     At rest a wrapped model keeps the user's own attention implementation, so that whatever does not pass through us
     (its inner modules, training, saving) is untouched. ``_attn_implementation_internal`` is written directly because
     ``set_attn_implementation`` walks all modules, which is too much for each step.
     """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find the configs to switch."""
+        self._configs = attention_configs(model)
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    @contextmanager
+    def paged(self, caller: int | None) -> Iterator[None]:
+        """Use paged attention for the duration.
+
+        Args:
+            caller: the thread that waits for this call; if it is inside ``original`` it cannot leave that before we
+                are done, so its attention is borrowed rather than waited for.
+        """
+        if caller is not None and self._holder == caller:
+            with paged_attention_in(self._configs):
+                yield
+        else:
+            with self._lock, paged_attention_in(self._configs):
+                yield
+
+    @contextmanager
+    def original(self) -> Iterator[None]:
+        """Use the model's own attention for the duration, while other threads may be calling the compiled model."""
+        if self._holder == threading.get_ident():
+            yield
+            return
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
+
+
+@contextmanager
+def paged_attention_in(configs: list[PretrainedConfig]) -> Iterator[None]:
+    """Point the configs' attention at ours for the duration."""
     own = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = NAME

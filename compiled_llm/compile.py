@@ -105,9 +105,12 @@ class Programs:
         self.prefill_function = own_copy(_prefill)
         self.decode_one_function = own_copy(_decode)
         self.decode_many_function = own_copy(_decode)
-        self._prefill = _compiled(self.prefill_function, config, cudagraphs=False)
-        self._decode_one = _compiled(self.decode_one_function, config, cudagraphs=self.recorded)
-        self._decode_many = _compiled(self.decode_many_function, config, cudagraphs=self.recorded)
+        graphs = {"triton.cudagraphs": self.recorded}
+        # At batch 1 a product is a matrix-vector one, whose Triton reduction this search brings near the bandwidth.
+        tuned = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
+        self._prefill = _compiled(self.prefill_function, config, {"triton.cudagraphs": False})
+        self._decode_one = _compiled(self.decode_one_function, config, {**graphs, **tuned})
+        self._decode_many = _compiled(self.decode_many_function, config, graphs)
 
     def prefill(
         self, model: PreTrainedModel, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
@@ -141,7 +144,7 @@ class Programs:
         }
 
 
-def _compiled(function: Callable[..., Any], config: WrapConfig, *, cudagraphs: bool) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], config: WrapConfig, options: dict[str, Any]) -> Callable[..., Any]:
     if config.mode == "eager":
         return function
-    return torch.compile(function, fullgraph=True, dynamic=False, options={"triton.cudagraphs": cudagraphs})
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)

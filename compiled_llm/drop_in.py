@@ -113,7 +113,8 @@ def _forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Run the compiled forward where the cache is ours, else the class's own."""
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, PagedCache):
-        return own(self, *args, **kwargs)
+        with self.compiled.attention.original():
+            return own(self, *args, **kwargs)
     if args:
         kwargs["input_ids"], *rest = args
         if rest:

@@ -29,16 +29,19 @@ class _Job:
     def __init__(self, function: Callable[[], Any], stream: torch.cuda.Stream | None) -> None:
         self.function = function
         self.stream = stream
+        self.caller = threading.get_ident()
+        self.started = False
         self.done = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
+        self.started = True
         try:
             with torch.no_grad(), torch.cuda.stream(self.stream):
                 self.result = self.function()
-        except BaseException as error:  # handed to the caller, who re-raises it
-            self.error = error
+        except BaseException as error:
+            self.error = error  # for the caller to raise
         finally:
             self.function = _nothing
             self.done.set()
@@ -49,15 +52,27 @@ def _nothing() -> None:
 
 
 class DeviceThread:
-    """Runs calls one after the other on a thread of its own; safe to use from any thread."""
+    """Runs calls one after the other on a thread of its own; safe to use from any thread.
+
+    Attributes:
+        caller: identity of the thread that waits for the running call.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """Prepare; the thread starts with the first call."""
+        """Start the thread."""
         self._device = device
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._start = threading.Lock()
-        self._last_stream: torch.cuda.Stream | None = None
+        self._running: list[_Job] = []
+        self._thread = threading.Thread(
+            target=_serve, args=(self._jobs, self._running, device), name="compiled_llm", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, _stop, self._jobs, self._thread)
+
+    @property
+    def caller(self) -> int | None:
+        """Identity of the thread that waits for the running call."""
+        return self._running[0].caller if self._running else None
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` on the thread, on the caller's CUDA stream, and return its result.
@@ -65,48 +80,32 @@ class DeviceThread:
         An exception is re-raised with its traceback. Ctrl-C interrupts the running call and waits until it has
         stopped.
         """
-        thread = self._running_thread()
-        if threading.current_thread() is thread:
+        if threading.current_thread() is self._thread:
             return function(*args, **kwargs)
-        job = _Job(lambda: function(*args, **kwargs), self._ordered_stream())
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        job = _Job(lambda: function(*args, **kwargs), stream)
         self._jobs.put(job)
         try:
             job.done.wait()
         except BaseException:
-            self._interrupt(thread, job)
+            self._interrupt(job)
             raise
         if job.error is not None:
-            raise job.error
+            try:
+                raise job.error
+            finally:
+                del job  # the error's traceback holds this frame: without it, no cycle
         result: T = job.result
         return result
 
-    def _running_thread(self) -> threading.Thread:
-        with self._start:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=_serve, args=(self._jobs, self._device), name="compiled_llm", daemon=True
+    def _interrupt(self, job: _Job) -> None:
+        """Raise KeyboardInterrupt inside a running call and wait for it to stop; one not begun yet will not run."""
+        job.function = _nothing
+        while job.started and not job.done.wait(timeout=0.2):
+            if job in self._running:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
                 )
-                self._thread.start()
-                weakref.finalize(self, _stop, self._jobs, self._thread)
-            return self._thread
-
-    def _ordered_stream(self) -> torch.cuda.Stream | None:
-        """Return the caller's stream, ordered behind the stream that the last call used."""
-        if self._device.type != "cuda":
-            return None
-        stream = torch.cuda.current_stream(self._device)
-        if self._last_stream is not None and stream != self._last_stream:
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
-        return stream
-
-    @staticmethod
-    def _interrupt(thread: threading.Thread, job: _Job) -> None:
-        """Raise KeyboardInterrupt inside a running call and wait for it to stop."""
-        while not job.done.wait(timeout=0.2):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
-            )
 
 
 def _stop(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None:
@@ -116,16 +115,23 @@ def _stop(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> Non
         thread.join()
 
 
-def _serve(jobs: queue.SimpleQueue[_Job | None], device: torch.device) -> None:
+def _serve(jobs: queue.SimpleQueue[_Job | None], running: list[_Job], device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         adopt_cudagraph_trees()
+    last_stream: torch.cuda.Stream | None = None
     while True:
         try:
             job = jobs.get()
             if job is None:
                 return
+            running.append(job)
+            if job.stream is not None and last_stream is not None and job.stream != last_stream:
+                job.stream.wait_stream(last_stream)  # buffers and pages are shared by all streams
+            last_stream = job.stream
             job.run()
-            del job  # or the last result would stay alive until the next call
         except KeyboardInterrupt:  # one that arrived just after its call had ended
             continue
+        finally:
+            running.clear()
+            job = None  # or the last result would stay alive until the next call

@@ -31,6 +31,7 @@ class Source(NamedTuple):
     location: str
     gguf_file: str | None = None
     is_local: bool = True
+    pad_token: str | None = None
 
 
 def load(
@@ -60,7 +61,7 @@ def load(
             loaded: Any = AutoModelForCausalLM.from_pretrained(source.location, dtype=dtype, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise RuntimeError(f"{model} cannot be loaded as a causal LM: {_first_line(error)}") from error
-    _prepare_for_batches(tokenizer)
+    _prepare_for_batches(tokenizer, source.pad_token)
     return loaded.to(device), tokenizer
 
 
@@ -88,7 +89,7 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
 def _locate(model: str) -> Source:
     if model == "demo":
         _require_gguf()
-        return Source(str(demo.fetch()), demo.GGUF_NAME)
+        return Source(str(demo.fetch()), demo.GGUF_NAME, pad_token=demo.PAD_TOKEN)
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -112,10 +113,9 @@ def _require_gguf() -> None:
             raise RuntimeError(f"a GGUF file needs {package} to be loaded: pip install 'compiled-llm[demo]'")
 
 
-def _prepare_for_batches(tokenizer: PreTrainedTokenizerBase) -> None:
+def _prepare_for_batches(tokenizer: PreTrainedTokenizerBase, pad_token: str | None) -> None:
     tokenizer.padding_side = "left"  # a decoder-only model continues at the right end
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.pad_token = pad_token or tokenizer.pad_token or tokenizer.eos_token
 
 
 def _first_line(error: BaseException) -> str:

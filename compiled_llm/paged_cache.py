@@ -5,6 +5,7 @@ Shapes: B rows, Q new tokens a row, V vocabulary.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class PagedLayer(CacheLayerMixin):
     def __init__(self, cache: PagedCache) -> None:
         """Answer for ``cache``."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cache = cache
+        self._cache = weakref.ref(cache)  # a cycle would keep the rows' pages until the garbage collector comes by
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: pages exist already."""
@@ -44,11 +45,12 @@ class PagedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length and offset of keys under a mask for ``query_length`` new tokens."""
-        return self._cache.seen + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
         """Return how many tokens a row has been given, masked ones included."""
-        return self._cache.seen
+        cache = self._cache()
+        return 0 if cache is None else cache.seen
 
     def get_max_length(self) -> int:
         """Return -1: rows grow as far as pages go."""

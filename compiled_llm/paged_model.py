@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.attention import PagedBatch, attention_configs, paged_attention_in
+from compiled_llm.attention import AttentionSwitch, PagedBatch
 from compiled_llm.compat import cudagraph_skips
 from compiled_llm.compile import Forward, Programs
 from compiled_llm.config import WrapConfig
+from compiled_llm.executor import DeviceThread
 from compiled_llm.kv_cache import DecodeBuffers, allocate_pages, bucket_for, buckets_up_to, pages_to_allocate
 from compiled_llm.layers import Layer
 from compiled_llm.page_table import NullRow, PagePool, Row, Stored, build_table
@@ -55,16 +56,34 @@ class Extension(NamedTuple):
 class PagedModel:
     """What a ``Runner`` drives: packed prefill, and decode steps over fixed buffers."""
 
-    def __init__(self, model: PreTrainedModel, forward: Forward, layers: Sequence[Layer], config: WrapConfig) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        forward: Forward,
+        layers: Sequence[Layer],
+        config: WrapConfig,
+        switch: AttentionSwitch,
+        thread: DeviceThread,
+    ) -> None:
         """Allocate pages and buffers; nothing is compiled yet.
+
+        Args:
+            model: the model; only a weak reference is kept.
+            forward: its class's own ``forward``.
+            layers: its attention layers.
+            config: the options of ``wrap``.
+            switch: points the model's attention at the pages.
+            thread: where everything here runs.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
         """
         self.config = config
         self.device = model.device
+        self.dtype = model.dtype
+        self.thread = thread
         self._model = weakref.ref(model)
-        self._configs = attention_configs(model)
+        self._switch = switch
         max_positions = max_positions_of(model)
         count = pages_to_allocate(config, layers, model.dtype, self.device, max_positions)
         with torch.inference_mode(False):
@@ -177,7 +196,7 @@ class PagedModel:
         columns = PageTable(qo_indptr, indptr, self._prefill_indices, last_page_len)
         self.planner.plan_prefill(columns, table)
         packed = PagedBatch(self.pages, rows, cache_positions, *columns)
-        with paged_attention_in(self._configs):
+        with self._switch.paged(self.thread.caller):
             return self.programs.prefill(self._require_model(), ids[None], positions[None], keeps, packed)
 
     # ---- decode
@@ -219,7 +238,7 @@ class PagedModel:
 
     def run_decode(self, bucket: int) -> Tensor:
         """Run one decode step over what lies in the buffers; returns ``[B, V]`` logits, overwritten by the next."""
-        with paged_attention_in(self._configs):
+        with self._switch.paged(self.thread.caller):
             return self.programs.decode(self._require_model(), self.buffers.bucket(bucket), self.pages)
 
     def bucket_for(self, rows: int) -> int:

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from compiled_llm.executor import DeviceThread
 from compiled_llm.page_table import Row
 from compiled_llm.paged_model import Extension, PagedModel
 from compiled_llm.staging import Readback
@@ -32,10 +31,10 @@ class Runner:
         steps: how many steps have been launched.
     """
 
-    def __init__(self, paged: PagedModel, thread: DeviceThread) -> None:
+    def __init__(self, paged: PagedModel) -> None:
         """Start without rows."""
         self._paged = paged
-        self._thread = thread
+        self._thread = paged.thread
         self.rows: list[Row] = []
         self.steps = 0
         self._pending: list[tuple[Row, NDArray[np.int64]]] = []

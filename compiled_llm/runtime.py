@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
+from compiled_llm.attention import AttentionSwitch
+from compiled_llm.checks import check_placement
 from compiled_llm.compat import cudagraph_recordings, cudagraph_skips
 from compiled_llm.compile import Forward
 from compiled_llm.config import WrapConfig
@@ -27,6 +29,7 @@ class CompiledModel:
     Attributes:
         config: the options given to ``wrap``.
         layers: the model's attention layers.
+        attention: switches between paged attention and the model's own.
         counters: what ran where; read them through ``stats``.
     """
 
@@ -44,8 +47,9 @@ class CompiledModel:
         self._model = weakref.ref(model)
         self._forward = forward
         self.layers = list(layers)
-        self._thread = DeviceThread(model.device)
+        self.attention = AttentionSwitch(model)
         self._paged: PagedModel | None = None
+        self._allocation = threading.Lock()
         self._turn = threading.Lock()
 
     def warmup(self, batch_sizes: Iterable[int] | None = None) -> None:
@@ -63,9 +67,9 @@ class CompiledModel:
             if not 1 <= size <= limit:
                 raise ValueError(f"batch_sizes: {size} is not between 1 and max_batch_size={limit}")
         paged = self.paged()
-        self._thread.call(paged.make_prefill_ready)
+        paged.thread.call(paged.make_prefill_ready)
         for bucket in sorted({paged.bucket_for(size) for size in sizes}):
-            self._thread.call(paged.make_decode_ready, bucket)
+            paged.thread.call(paged.make_decode_ready, bucket)
 
     def stats(self) -> Stats:
         """Return what has happened so far."""
@@ -81,7 +85,7 @@ class CompiledModel:
             graphs=sum(graphs.values()),
             recompiles=sum(max(0, count - 1) for count in graphs.values()),
             cudagraph_skips=cudagraph_skips() - paged.skips_before,
-            recordings=self._thread.call(cudagraph_recordings, paged.device),
+            recordings=paged.thread.call(cudagraph_recordings, paged.device),
             buckets=paged.ready_buckets,
             pages=paged.pool.account(),
             page_size=self.config.page_size,
@@ -95,14 +99,22 @@ class CompiledModel:
     # ---- used by the parts of the package that run on a wrapped model
 
     def paged(self) -> PagedModel:
-        """Return the device side, allocating it at the first call."""
-        if self._paged is None:
-            self._paged = self._thread.call(self._allocate)
-        return self._paged
+        """Return the device side; allocated at the first call, and anew after the model was moved or converted."""
+        model = self._model()
+        assert model is not None
+        with self._allocation:
+            paged = self._paged
+            if paged is None or (paged.device, paged.dtype) != (model.device, model.dtype):
+                self._paged = None  # its memory goes back first
+                check_placement(model, self.config)
+                thread = DeviceThread(model.device)
+                paged = thread.call(PagedModel, model, self._forward, self.layers, self.config, self.attention, thread)
+                self._paged = paged
+            return paged
 
     def runner(self) -> Runner:
         """Return a new runner."""
-        return Runner(self.paged(), self._thread)
+        return Runner(self.paged())
 
     def new_cache(self) -> PagedCache:
         """Return an empty cache with a runner of its own."""
@@ -122,10 +134,3 @@ class CompiledModel:
             yield
         finally:
             self._turn.acquire()
-
-    def _allocate(self) -> PagedModel:
-        if self._paged is not None:  # another thread was faster
-            return self._paged
-        model = self._model()
-        assert model is not None
-        return PagedModel(model, self._forward, self.layers, self.config)
