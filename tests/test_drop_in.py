@@ -11,12 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import compiled_llm
 import pytest
 import torch
-from compiled_llm.paged_cache import PagedCache
-from conftest import tiny_llama, tiny_qwen3
-from parity import assert_account_is_empty, greedy, mixed_prompts
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -30,6 +26,11 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
+
+import compiled_llm
+from compiled_llm.paged_cache import PagedCache
+from conftest import tiny_llama, tiny_qwen3
+from parity import assert_account_is_empty, greedy, mixed_prompts
 
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 16}
 
@@ -337,7 +338,6 @@ def test_inputs_may_be_given_as_huggingface_takes_them(models, seed):
 
 
 def test_integer_types_of_the_result_are_huggingfaces(models, seed):
-    plain, wrapped = models
     ids = mixed_prompts([6], 128, seed)["input_ids"].int()
     expected, actual = (model.generate(ids, max_new_tokens=3, do_sample=False) for model in models)
     torch.testing.assert_close(actual, expected)
@@ -494,7 +494,7 @@ def test_autocast_of_the_caller_gives_huggingfaces_tokens(models, inputs, seed, 
 
 
 def test_forward_hooks_on_the_model_fire_once_a_step(models, inputs, seed, caplog):
-    plain, wrapped = models
+    _, wrapped = models
     fired: list[int] = []
     for model in models:
         model.register_forward_hook(lambda *_: fired.append(1))
@@ -547,7 +547,9 @@ def test_a_returned_cache_goes_on_as_huggingfaces_would(ends_early, models, inpu
         results.append(out.sequences)
         more = torch.cat([out.sequences, torch.full((3, 4), 33)], dim=1)
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, more.shape[1] - 9, dtype=torch.long)], dim=1)
-        results.append(greedy(model, {"input_ids": more, "attention_mask": mask}, 12, past_key_values=out.past_key_values))
+        results.append(
+            greedy(model, {"input_ids": more, "attention_mask": mask}, 12, past_key_values=out.past_key_values)
+        )
         del out
     for actual, expected in zip(turns[1], turns[0], strict=True):
         torch.testing.assert_close(actual, expected)
@@ -556,6 +558,7 @@ def test_a_returned_cache_goes_on_as_huggingfaces_would(ends_early, models, inpu
     assert_account_is_empty(wrapped)
 
 
+@pytest.mark.timeout(30)
 def test_a_closed_cache_can_be_used_again(models, inputs):
     plain, wrapped = models
     out = greedy(wrapped, inputs, 12, return_dict_in_generate=True)

@@ -1,0 +1,167 @@
+"""Options are checked where they are given, and kv_memory means what its documentation says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compiled_llm import WrapConfig, kv_cache
+from compiled_llm.config import KVMemory, parse_kv_memory
+from compiled_llm.kv_cache import page_bytes, pages_to_allocate
+from compiled_llm.layers import Layer
+
+CPU = torch.device("cpu")
+LAYERS = [Layer(4, 2, 16, 0.25, -1, 0.0), Layer(4, 2, 16, 0.25, 6, 0.0), Layer(8, 1, 32, 0.2, -1, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        (0.5, KVMemory(fraction=0.5)),
+        (1.0, KVMemory(fraction=1.0)),
+        (1e-9, KVMemory(fraction=1e-9)),
+        (1, KVMemory(nbytes=1)),
+        (2**40, KVMemory(nbytes=2**40)),
+        ("8GiB", KVMemory(nbytes=8 * 2**30)),
+        ("8 gib", KVMemory(nbytes=8 * 2**30)),
+        (" 1.5 GB ", KVMemory(nbytes=1_500_000_000)),
+        ("3MiB", KVMemory(nbytes=3 * 2**20)),
+        ("3mb", KVMemory(nbytes=3_000_000)),
+        ("2KiB", KVMemory(nbytes=2048)),
+        ("2kB", KVMemory(nbytes=2000)),
+        ("100B", KVMemory(nbytes=100)),
+        (".5KiB", KVMemory(nbytes=512)),
+        ("20000 tokens", KVMemory(tokens=20000)),
+        ("1 token", KVMemory(tokens=1)),
+        ("7Tokens", KVMemory(tokens=7)),
+    ],
+)
+def test_kv_memory_is_a_fraction_bytes_or_tokens(value, expected):
+    assert parse_kv_memory(value) == expected
+    assert WrapConfig(kv_memory=value).kv_memory == value
+
+
+IMPOSSIBLE_MEMORY = [
+    *(0.0, -0.1, 1.1, 8.0, math.nan, math.inf, 0, -1, True, False),
+    *("", "8", "GiB", "-8GiB", "0GiB", "0.1B", "8 TokenS per row", "0 tokens", "1.5 tokens", "8PiB", "1.2.3GB", "50%"),
+    *(".GB", ".", "..GB", ". tokens", "1e3 tokens", "8GiB 20000 tokens"),
+    *([8], {"tokens": 8}, object()),
+]
+
+
+@pytest.mark.parametrize("value", IMPOSSIBLE_MEMORY, ids=repr)
+def test_an_impossible_kv_memory_names_itself_and_what_is_possible(value):
+    with pytest.raises(ValueError, match=r"fraction.*bytes.*'8GiB'.*'20000 tokens'") as caught:
+        WrapConfig(kv_memory=value)
+    assert str(caught.value).startswith(f"kv_memory={value!r}: ")
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.text(alphabet="0123456789. GMKiBtokens-", max_size=12))
+def test_any_string_is_read_or_refused_in_words(text):
+    try:
+        memory = parse_kv_memory(text)
+    except ValueError as caught:
+        error = str(caught)
+    else:
+        assert memory is not None
+        (given_value,) = [value for value in dataclasses.astuple(memory) if value is not None]
+        assert given_value > 0
+        return
+    assert error.startswith(f"kv_memory={text!r}: ")
+
+
+@pytest.mark.parametrize("name", ["page_size", "max_batch_size", "workspace_bytes"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, "16", None, True])
+def test_a_count_that_is_no_positive_integer_is_refused(name, value):
+    with pytest.raises(ValueError, match="must be a positive integer") as caught:
+        WrapConfig(**{name: value})
+    assert str(caught.value).startswith(f"{name}={value!r}: ")
+
+
+@pytest.mark.parametrize("value", ["", "Eager", "max-autotune", None, 1, ["eager"]])
+def test_an_impossible_mode_is_refused(value):
+    with pytest.raises(ValueError, match=r"choose one of 'eager', 'compile', 'reduce-overhead'") as caught:
+        WrapConfig(mode=value)
+    assert str(caught.value).startswith(f"mode={value!r}: ")
+
+
+@pytest.mark.parametrize("value", ["yes", None, 1.0])
+def test_an_impossible_progress_is_refused(value):
+    with pytest.raises(ValueError, match="progress="):
+        WrapConfig(progress=value)
+
+
+def test_an_unknown_option_is_refused_with_those_that_exist():
+    with pytest.raises(TypeError, match=r"no option 'batch_size'") as caught:
+        WrapConfig.from_options({"batch_size": 4})
+    for field in dataclasses.fields(WrapConfig):
+        assert field.name in str(caught.value)
+
+
+def test_every_option_is_documented():
+    assert WrapConfig.__doc__ is not None
+    for field in dataclasses.fields(WrapConfig):
+        assert f"        {field.name}: " in WrapConfig.__doc__
+
+
+def test_options_cannot_change_afterwards():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        WrapConfig().page_size = 8  # type: ignore[misc]
+
+
+# ---- from kv_memory to pages; the null page comes on top
+
+
+def pages(max_positions: int = 4096, **options: Any) -> int:
+    return pages_to_allocate(WrapConfig(**options), LAYERS, torch.float32, CPU, max_positions)
+
+
+def test_a_page_takes_keys_and_values_of_all_layers():
+    assert page_bytes(LAYERS, 16, torch.float32, CPU) == 16 * 2 * (2 * 16 + 2 * 16 + 1 * 32) * 4
+    assert page_bytes(LAYERS, 5, torch.bfloat16, CPU) == 5 * 2 * (2 * 16 + 2 * 16 + 1 * 32) * 2
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1, 1), (16, 1), (17, 2), (20000, 1250)])
+def test_tokens_are_rounded_up_to_pages(tokens, count):
+    assert pages(kv_memory=f"{tokens} tokens") == count + 1
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_bytes_are_rounded_down_to_pages(page_size):
+    one = page_bytes(LAYERS, page_size, torch.float32, CPU)
+    assert pages(kv_memory=one, page_size=page_size) == 2
+    assert pages(kv_memory=10 * one - 1, page_size=page_size) == 10
+    assert pages(kv_memory=f"{10 * one} B", page_size=page_size) == 11
+
+
+def test_a_fraction_is_of_what_is_free_and_at_most_what_rows_can_use(monkeypatch):
+    one = page_bytes(LAYERS, 16, torch.float32, CPU)
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 1000 * one)
+    assert pages(kv_memory=0.5) == 501
+    assert pages(kv_memory=1.0) == 1001
+    assert pages() == 251, "a quarter by default on a CPU"
+    assert pages(kv_memory=1.0, max_batch_size=2, max_positions=100) == 2 * 7 + 1
+    assert pages(max_batch_size=1, max_positions=16) == 2
+
+
+@pytest.mark.parametrize("memory", [10, "10 B", 1e-12])
+def test_memory_for_no_page_is_refused_with_the_numbers(memory, monkeypatch):
+    one = page_bytes(LAYERS, 16, torch.float32, CPU)
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 12345678)
+    with pytest.raises(ValueError, match="page_size") as caught:
+        pages(kv_memory=memory)
+    assert f"kv_memory={memory!r}" in str(caught.value)
+    assert f"takes {one} bytes" in str(caught.value)
+    assert "12345678 bytes are free on cpu" in str(caught.value)
+
+
+def test_free_memory_of_this_machine_is_positive():
+    assert kv_cache.free_bytes(CPU) > 0

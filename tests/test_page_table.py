@@ -1,0 +1,244 @@
+"""Pages never get lost, never have two owners, and a promise is kept; the page table says where they are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from compiled_llm.kv_cache import bucket_for, buckets_up_to
+from compiled_llm.page_table import NULL_PAGE, NullRow, OutOfPagesError, PagePool, Row, build_table
+
+deterministic = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+def pages_needed(tokens: int, page_size: int) -> int:
+    return (tokens + page_size - 1) // page_size
+
+
+class Pages(RuleBasedStateMachine):
+    """Rows of one pool, and beside each what it was promised and what it holds."""
+
+    @initialize(pages=st.integers(1, 24), page_size=st.integers(1, 5))
+    def start(self, pages: int, page_size: int) -> None:
+        self.pool, self.size = PagePool(pages + 1, page_size), page_size
+        self.rows: dict[Row, int] = {}  # promised tokens
+
+    def snapshot(self) -> object:
+        return self.pool.account(), self.pool.available, [(r.length, r.limit, tuple(r.pages)) for r in self.rows]
+
+    @rule(tokens=st.integers(0, 40))
+    def admit(self, tokens: int) -> None:
+        before, fits = self.snapshot(), pages_needed(tokens, self.size) <= self.pool.available
+        try:
+            row = Row(self.pool, tokens)
+        except OutOfPagesError:
+            assert not fits
+            assert self.snapshot() == before
+        else:
+            assert fits
+            assert (row.length, row.pages) == (0, [])
+            assert row.limit >= tokens
+            self.rows[row] = tokens
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def grow_within_the_promise(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(list(self.rows)))
+        available, promised = self.pool.available, row.limit
+        row.grow(data.draw(st.integers(0, promised - row.length)))
+        assert (self.pool.available, row.limit) == (available, promised)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), tokens=st.integers(0, 60))
+    def grow_beyond_it(self, data: st.DataObject, tokens: int) -> None:
+        row = data.draw(st.sampled_from(list(self.rows)))
+        before = self.snapshot()
+        missing = pages_needed(row.length + tokens, self.size) - row.limit // self.size
+        try:
+            row.grow(tokens)
+        except OutOfPagesError:
+            assert missing > before[1]  # type: ignore[index]
+            assert self.snapshot() == before
+        else:
+            assert missing <= before[1]  # type: ignore[index]
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), tokens=st.integers(0, 60))
+    def reserve(self, data: st.DataObject, tokens: int) -> None:
+        row = data.draw(st.sampled_from(list(self.rows)))
+        before = self.snapshot()
+        try:
+            row.reserve(tokens)
+        except OutOfPagesError:
+            assert self.snapshot() == before
+        else:
+            assert row.limit >= tokens
+            again = self.snapshot()
+            row.reserve(tokens)
+            assert self.snapshot() == again
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def shrink(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(list(self.rows)))
+        promised, kept = row.limit, row.length - data.draw(st.integers(0, row.length))
+        pages = row.pages[: pages_needed(kept, self.size)]
+        row.shrink(row.length - kept)
+        assert (row.limit, row.length, row.pages) == (promised, kept, pages)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def rewind(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(list(self.rows)))
+        row.position = row.length + 7
+        length = data.draw(st.integers(0, row.length))
+        for _ in range(2):  # the second time there is nothing to do
+            row.rewind(length)
+            assert (row.length, row.position) == (length, length + 7)
+        row.position = row.length
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(list(self.rows)))
+        del self.rows[row]
+        row.free()
+        after = self.snapshot()
+        assert (row.length, row.position, row.pages, row.limit) == (0, 0, [], 0)
+        row.free()
+        assert self.snapshot() == after
+
+    @invariant()
+    def the_account_adds_up(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        account = self.pool.account()
+        assert account.used + account.free + account.cached == account.total
+        assert account.used == sum(len(row.pages) for row in self.rows)
+        promised = sum(row.limit // self.size - len(row.pages) for row in self.rows)
+        assert self.pool.available == account.free - promised >= 0
+
+    @invariant()
+    def each_page_has_one_owner_and_the_null_page_none(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        owned = [page for row in self.rows for page in row.pages]
+        assert len(owned) == len(set(owned))
+        assert set(owned) <= set(range(1, self.pool.total + 1)) - {NULL_PAGE}
+        assert set(owned).isdisjoint(self.pool._free)
+
+    @invariant()
+    def each_row_has_the_pages_its_tokens_take(self) -> None:
+        for row in getattr(self, "rows", ()):
+            assert len(row.pages) == pages_needed(row.length, self.size)
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(deterministic, max_examples=40, stateful_step_count=40)
+
+
+def test_a_promised_row_grows_while_another_takes_all_that_is_free():
+    pool = PagePool(11, 4)
+    promised, greedy = Row(pool, 20), Row(pool, 0)
+    with pytest.raises(OutOfPagesError, match="6 pages are needed and 5 of 10 are available"):
+        greedy.grow(21)
+    greedy.grow(20)
+    with pytest.raises(OutOfPagesError, match="1 pages are needed and 0 of 10 are available"):
+        greedy.grow(1)
+    for _ in range(20):
+        promised.grow(1)
+    assert pool.account() == (10, 10, 0, 0)
+
+
+@pytest.mark.parametrize("tokens", [-1, -40])
+def test_a_negative_promise_is_refused(tokens):
+    pool = PagePool(11, 4)
+    with pytest.raises(ValueError, match=str(tokens)):
+        Row(pool, tokens)
+    assert pool.available == 10
+
+
+@pytest.mark.parametrize("act", [lambda row: row.shrink(6), lambda row: row.rewind(6), lambda row: row.rewind(-1)])
+def test_a_row_cannot_forget_what_it_does_not_hold(act):
+    pool = PagePool(11, 4)
+    row = Row(pool, 12)
+    row.grow(5)
+    with pytest.raises(ValueError, match=r"5|6|-1"):
+        act(row)
+    assert (row.length, len(row.pages)) == (5, 2)
+
+
+# ---- the page table against one built token by token
+
+
+def naive_table(rows: list[tuple[list[int], int]], queries: list[int], page_size: int) -> dict[str, list[int]]:
+    table: dict[str, list[int]] = {"qo_indptr": [0], "indptr": [0], "indices": [], "last_page_len": []}
+    for (pages, length), count in zip(rows, queries, strict=True):
+        slots = [(pages[token // page_size], token % page_size) for token in range(length)]
+        own = [page for index, (page, _) in enumerate(slots) if index % page_size == 0]
+        table["indices"] += own
+        table["indptr"].append(table["indptr"][-1] + len(own))
+        table["qo_indptr"].append(table["qo_indptr"][-1] + count)
+        table["last_page_len"].append(slots[-1][1] + 1)
+    return table
+
+
+@deterministic
+@given(
+    page_size=st.integers(1, 7),
+    lengths=st.lists(st.integers(1, 40), max_size=6),
+    null=st.integers(0, 3),
+    data=st.data(),
+)
+def test_build_table_equals_a_naive_one(page_size, lengths, null, data):
+    pool = PagePool(1000, page_size)
+    rows = [Row(pool, 0) for _ in lengths]
+    for length in range(max(lengths, default=0)):  # page by page in turn, so that rows interleave
+        for row, whole in zip(rows, lengths, strict=True):
+            if length < whole:
+                row.grow(1)
+    queries = [data.draw(st.integers(1, length)) for length in lengths]
+    table = build_table(rows, queries, page_size, len(rows) + null)
+    expected = naive_table(
+        [*((row.pages, row.length) for row in rows), *[([NULL_PAGE], 1)] * null], [*queries, *[1] * null], page_size
+    )
+    assert {name: column.tolist() for name, column in table._asdict().items()} == expected
+    assert all(column.dtype == np.int32 for column in table)
+
+
+def test_a_table_of_padding_alone_reads_and_writes_the_null_page():
+    table = build_table([], [], 4, 3)
+    assert table.indices.tolist() == [NULL_PAGE] * 3
+    assert table.last_page_len.tolist() == [1] * 3
+    assert table.qo_indptr.tolist() == table.indptr.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("length", "pages"), [(1, 1), (4, 1), (5, 2), (9, 3)])
+def test_a_null_row_lies_on_the_null_page(length, pages):
+    assert NullRow(length, 4).pages == [NULL_PAGE] * pages
+
+
+# ---- buckets
+
+
+def test_buckets_are_one_two_four_eight_and_every_eight():
+    assert buckets_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert buckets_up_to(1) == [1]
+    assert buckets_up_to(9) == [1, 2, 4, 8, 9]
+
+
+@pytest.mark.parametrize("most", range(1, 70))
+def test_every_batch_has_the_smallest_bucket_that_holds_it(most):
+    buckets = buckets_up_to(most)
+    assert buckets[-1] == most
+    assert all(small < large for small, large in pairwise(buckets))
+    for rows in range(1, most + 1):
+        bucket = bucket_for(rows, most)
+        assert bucket in buckets
+        assert bucket >= rows
+        assert not [other for other in buckets if rows <= other < bucket]

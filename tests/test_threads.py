@@ -1,0 +1,401 @@
+"""Any thread may call, callbacks may call back, Ctrl-C and the end of the process leave nothing behind."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import ctypes
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+import compiled_llm
+from compiled_llm.executor import DeviceThread
+from compiled_llm.paged_model import PagedModel
+from conftest import tiny_qwen3
+from parity import assert_account_is_empty, greedy, mixed_prompts
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 8, "progress": False}
+PATIENCE = 30.0
+"""Seconds after which something counts as deadlocked."""
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[PreTrainedModel]:
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="compile", **OPTIONS)
+    model.compiled.warmup([1, 2])
+    yield model
+    compiled_llm.unwrap(model)
+
+
+def start(function: Callable[[], Any]) -> Future[Any]:
+    """Run in a fresh thread, a daemon so that a deadlock fails one test and not the process."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    return start(function).result(timeout=PATIENCE)
+
+
+class Callback(BaseStreamer, StoppingCriteria):
+    """Calls a function after each token, as a streamer or as a stopping criterion."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.results: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        if value.dim() == 1:  # the prompt comes first
+            self.results.append(self.function())
+
+    def end(self) -> None:
+        pass
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.results.append(self.function())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def with_callback(kind: str, callback: Callback) -> dict[str, Any]:
+    return {"streamer": callback} if kind == "streamer" else {"stopping_criteria": StoppingCriteriaList([callback])}
+
+
+by_kind = pytest.mark.parametrize("kind", ["streamer", "stopping criterion"])
+
+
+# ---- threads
+
+
+def test_twenty_fresh_threads_get_equal_tokens_and_compile_nothing(compiled, seed):
+    one, many = mixed_prompts([5], 128, seed), mixed_prompts([3, 8], 128, seed)
+    expected = [greedy(compiled, inputs, 8) for inputs in (one, many)]
+    before = compiled.compiled.graphs
+    assert before == {"prefill": 1, "decode, batch 1": 1, "decode, larger batches": 1}
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for number in range(20):
+            inputs = (one, many)[number % 2]
+            torch.testing.assert_close(
+                in_thread(lambda inputs=inputs: greedy(compiled, inputs, 8)), expected[number % 2]
+            )
+    assert compiled.compiled.graphs == before
+    assert_account_is_empty(compiled)
+
+
+def test_concurrent_calls_each_get_their_own_tokens(model, seed):
+    batches = [mixed_prompts([2 + number, 9], 128, seed + number) for number in range(6)]
+    plain = tiny_qwen3(eos_token_id=None)
+    expected = [greedy(plain, inputs, 25) for inputs in batches]
+    for _ in range(2):
+        futures = [start(lambda inputs=inputs: greedy(model, inputs, 25)) for inputs in batches]
+        for future, tokens in zip(futures, expected, strict=True):
+            torch.testing.assert_close(future.result(timeout=PATIENCE), tokens)
+    assert_account_is_empty(model)
+
+
+def test_concurrent_first_calls_allocate_once(seed):
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **OPTIONS)
+    futures = [start(model.compiled.paged) for _ in range(8)]
+    assert len({id(future.result(timeout=PATIENCE)) for future in futures}) == 1
+
+
+def test_concurrent_calls_queue_where_pages_do_not_suffice_for_both(seed):
+    """Both fit by themselves; together they need more pages than there are."""
+    options = {**OPTIONS, "kv_memory": "60 tokens"}
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **options)
+    inputs = mixed_prompts([6], 128, seed)
+    expected = greedy(model, inputs, 40)
+    futures = [start(lambda: greedy(model, inputs, 40)) for _ in range(3)]
+    for future in futures:
+        torch.testing.assert_close(future.result(timeout=PATIENCE), expected)
+    assert_account_is_empty(model)
+
+
+def while_a_step_runs(model: PreTrainedModel, seed: int, function: Callable[[], Any]) -> Any:
+    """Start `function` in another thread in the middle of a compiled call, and return its result."""
+    started: list[Future[Any]] = []
+
+    def hook(*_: Any) -> None:
+        if not started:
+            started.append(start(function))
+            time.sleep(0.1)  # it may have to wait for the step, so the step does not wait for it
+
+    handle = model.model.layers[0].mlp.register_forward_hook(hook)
+    inputs = mixed_prompts([5, 3], 128, seed)
+    tokens = greedy(model, inputs, 6)
+    handle.remove()
+    torch.testing.assert_close(tokens, greedy(model, inputs, 6))
+    return started[0].result(timeout=PATIENCE)
+
+
+def test_a_plain_forward_may_be_called_while_a_compiled_step_runs(model, seed):
+    inputs = mixed_prompts([5], 128, seed)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    logits = while_a_step_runs(model, seed, lambda: model(**inputs).logits.detach())
+    torch.testing.assert_close(logits, expected)
+
+
+def test_huggingfaces_original_path_may_be_taken_while_a_compiled_step_runs(model, seed):
+    inputs = mixed_prompts([5], 128, seed)
+    expected = model.generate(**inputs, max_new_tokens=4, num_beams=2)
+    tokens = while_a_step_runs(model, seed, lambda: model.generate(**inputs, max_new_tokens=4, num_beams=2))
+    torch.testing.assert_close(tokens, expected)
+
+
+def test_a_copy_made_while_a_compiled_step_runs_keeps_the_users_attention(model, seed):
+    own = model.config._attn_implementation
+    twin = while_a_step_runs(model, seed, lambda: copy.deepcopy(model))
+    assert twin.config._attn_implementation == model.config._attn_implementation == own
+
+
+# ---- callbacks
+
+
+@by_kind
+def test_a_callback_may_call_the_model(kind, model, seed):
+    inputs, others = mixed_prompts([5], 128, seed), mixed_prompts([2, 7, 3], 128, seed + 1)
+    expected, inner = greedy(model, inputs, 6), greedy(model, others, 4)
+    callback = Callback(lambda: greedy(model, others, 4))
+    tokens = in_thread(lambda: greedy(model, inputs, 6, **with_callback(kind, callback)))
+    torch.testing.assert_close(tokens, expected)
+    assert len(callback.results) == 6
+    for result in callback.results:
+        torch.testing.assert_close(result, inner)
+    assert_account_is_empty(model)
+
+
+@by_kind
+def test_a_callback_may_join_a_thread_that_calls_the_model(kind, model, seed):
+    inputs, others = mixed_prompts([5, 9], 128, seed), mixed_prompts([7], 128, seed + 1)
+    expected, inner = greedy(model, inputs, 6), greedy(model, others, 4)
+    callback = Callback(lambda: in_thread(lambda: greedy(model, others, 4)))
+    tokens = in_thread(lambda: greedy(model, inputs, 6, **with_callback(kind, callback)))
+    torch.testing.assert_close(tokens, expected)
+    for result in callback.results:
+        torch.testing.assert_close(result, inner)
+    assert_account_is_empty(model)
+
+
+@by_kind
+def test_a_callback_may_look_at_stats_and_sample(kind, model, seed):
+    inputs = mixed_prompts([5], 128, seed)
+
+    def look() -> Any:
+        model.generate(**inputs, max_new_tokens=3, do_sample=True)
+        return model.compiled.stats()
+
+    callback = Callback(look)
+    in_thread(lambda: greedy(model, inputs, 3, **with_callback(kind, callback)))
+    assert [stats.generate_calls["compiled forward"] for stats in callback.results] == [1, 2, 3]
+    assert_account_is_empty(model)
+
+
+@by_kind
+def test_callbacks_run_in_the_callers_thread_and_context(kind, model, seed):
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="lost")
+    variable.set("seen")
+    callback = Callback(lambda: (variable.get(), threading.get_ident()))
+    greedy(model, mixed_prompts([5], 128, seed), 4, **with_callback(kind, callback))
+    assert callback.results == [("seen", threading.get_ident())] * 4
+
+
+@by_kind
+def test_an_exception_in_a_callback_keeps_its_frame_and_gives_everything_back(kind, model, seed):
+    inputs = mixed_prompts([5, 8], 128, seed)
+    expected = greedy(model, inputs, 6)
+    steps = iter(range(100))
+
+    def fails_at_the_third_token() -> None:
+        if next(steps) == 2:
+            raise LookupError("the user's own")
+
+    with pytest.raises(LookupError, match="the user's own") as caught:
+        greedy(model, inputs, 6, **with_callback(kind, Callback(fails_at_the_third_token)))
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1] == "fails_at_the_third_token"
+    assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, inputs, 6), expected)
+
+
+def test_an_exception_in_the_model_gives_everything_back(model, seed):
+    inputs = mixed_prompts([5, 8], 128, seed)
+    expected = greedy(model, inputs, 6)
+    calls = iter(range(100))
+
+    def fails_at_the_third_call(*_: Any) -> None:
+        if next(calls) == 2:
+            raise LookupError("in a layer")
+
+    handle = model.model.layers[1].register_forward_pre_hook(fails_at_the_third_call)
+    with pytest.raises(LookupError, match="in a layer") as caught:
+        greedy(model, inputs, 6)
+    handle.remove()
+    assert "fails_at_the_third_call" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, inputs, 6), expected)
+
+
+# ---- Ctrl-C
+
+
+def interrupt_after(seconds: float) -> threading.Timer:
+    """Press Ctrl-C: the terminal's signal reaches the main thread."""
+    timer = threading.Timer(seconds, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.31, 0.7])
+def test_ctrl_c_arrives_promptly_and_gives_everything_back(delay, model, seed):
+    inputs = mixed_prompts([5, 8], 128, seed)
+    expected = greedy(model, inputs, 6)
+    timer = interrupt_after(delay)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        greedy(model, inputs, 900)
+    assert time.monotonic() - started < delay + 5
+    timer.join()
+    assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, inputs, 6), expected)
+
+
+def test_ctrl_c_interrupts_a_long_call_on_the_device_thread():
+    thread = DeviceThread(torch.device("cpu"))
+
+    def long() -> None:
+        while True:
+            time.sleep(0.01)
+
+    timer = interrupt_after(0.2)
+    with pytest.raises(KeyboardInterrupt):
+        thread.call(long)
+    timer.join()
+    assert in_thread(lambda: thread.call(lambda: 7)) == 7
+
+
+def test_ctrl_c_while_waiting_for_the_turn_does_not_break_anothers_turn(model):
+    runtime = model.compiled
+    holds, ended = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with runtime.turn():
+            holds.set()
+            ended.wait(PATIENCE)
+
+    def take_and_yield() -> Future[Any]:
+        with runtime.turn(), runtime.turn_yielded():
+            other = start(hold)
+            assert holds.wait(PATIENCE)
+            interrupt_after(0.2)
+            threading.Timer(1.0, ended.set).start()
+            others.append(other)
+        return other
+
+    others: list[Future[Any]] = []
+    with pytest.raises(KeyboardInterrupt):
+        take_and_yield()
+    ended.set()
+    others[0].result(timeout=PATIENCE)
+
+    def take() -> bool:
+        with runtime.turn():
+            return True
+
+    assert in_thread(take)
+
+
+def test_an_interrupt_that_comes_too_late_does_not_lose_the_next_call():
+    """Ctrl-C may be aimed at a call that has just ended; the thread then waits for its next job."""
+    thread = DeviceThread(torch.device("cpu"))
+    ident = thread.call(threading.get_ident)
+    time.sleep(0.1)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt))
+    future = start(lambda: thread.call(lambda: 7))
+    assert future.result(timeout=10) == 7
+
+
+def test_the_device_thread_ends_with_its_owner():
+    thread = DeviceThread(torch.device("cpu"))
+    worker = thread.call(threading.current_thread)
+    del thread
+    worker.join(PATIENCE)
+    assert not worker.is_alive()
+
+
+def test_an_exception_in_a_step_does_not_stop_the_thread(model, monkeypatch, seed):
+    inputs = mixed_prompts([5], 128, seed)
+    expected = greedy(model, inputs, 6)
+    with monkeypatch.context() as patched:
+        patched.setattr(PagedModel, "run_decode", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+        with pytest.raises(MemoryError, match="no memory"):
+            greedy(model, inputs, 6)
+    assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, inputs, 6), expected)
+
+
+# ---- the end of the process
+
+ENDINGS = {
+    "falls off the end": "",
+    "exits in a callback": "import sys; sys.exit(0)",
+    "with a cache alive": "kept = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True)",
+    "with a thread that waits": "threading.Thread(target=time.sleep, args=(0.2,)).start()",
+    "with a daemon that generates": "threading.Thread(target=lambda: model.generate(ids, max_new_tokens=900), "
+    "daemon=True).start(); time.sleep(0.1)",
+    "interrupted": "threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()\n"
+    "try:\n    model.generate(ids, max_new_tokens=900)\nexcept KeyboardInterrupt:\n    pass\n"
+    "assert model.compiled.stats().pages.used == 0",
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "ending"), [*(("eager", name) for name in ENDINGS), pytest.param("compile", "falls off the end")]
+)
+def test_the_process_ends_cleanly_with_a_wrapped_model_alive(mode, ending):
+    code = textwrap.dedent(
+        """
+        import signal, threading, time
+        import torch, transformers, compiled_llm
+        config = transformers.LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                                          num_attention_heads=4, num_key_value_heads=2, head_dim=16, eos_token_id=None,
+                                          pad_token_id=0, max_position_embeddings=1024)
+        model = transformers.LlamaForCausalLM(config).eval()
+        compiled_llm.wrap(model, mode=%r, kv_memory="2000 tokens", max_batch_size=4, progress=False)
+        ids = torch.tensor([[3, 4, 5]])
+        assert model.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 8)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code % mode + ENDINGS[ending]], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "terminate called" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Error" not in done.stderr
