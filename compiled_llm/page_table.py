@@ -94,6 +94,7 @@ class Row:
         pages: page numbers, in order.
         length: tokens stored.
         position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
+        slot: its entry in the sampling tables; None where the row is greedy.
     """
 
     def __init__(self, pool: PagePool, tokens: int) -> None:
@@ -108,6 +109,8 @@ class Row:
         self.pages: list[int] = []
         self.length = 0
         self.position = 0
+        self.slot: int | None = None
+        self._free_slots: list[int] = []
 
     @property
     def limit(self) -> int:
@@ -146,8 +149,16 @@ class Row:
         self.shrink(extra)
         self.position -= extra
 
+    def take_slot(self, free: list[int]) -> None:
+        """Take an entry of the sampling tables; ``free`` gets it back with the pages."""
+        self._free_slots = free
+        self.slot = free.pop()
+
     def free(self) -> None:
         """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
+        if self.slot is not None:
+            self._free_slots.append(self.slot)
+            self.slot = None
         pages, reserved = self.pages, self._reserved
         self.pages, self._reserved, self.length, self.position = [], 0, 0, 0
         self._pool.give_back(pages, reserved)

@@ -27,6 +27,7 @@ from compiled_llm.layers import Layer
 from compiled_llm.page_table import NullRow, PagePool, Row, Stored, build_table
 from compiled_llm.plan import Planner, attention_groups
 from compiled_llm.progress import ProgressDisplay
+from compiled_llm.sampler import Sampler
 from compiled_llm.staging import Staging
 from compiled_llm_ops import PageTable
 
@@ -100,6 +101,8 @@ class PagedModel:
         self.skips_before = cudagraph_skips()
         self._progress = ProgressDisplay(config.progress)
         self._ready: set[int | str] = set()
+        self._sampler: Sampler | None = None
+        self._sampling_ready: set[int] = set()
         self._owner: weakref.ref[Runner] | None = None
 
     # ---- readiness: compile and record on null rows, never on somebody's tokens
@@ -116,7 +119,8 @@ class PagedModel:
         with self._progress.task(self._what("prefill")):
             rows, kept = next(sizes for sizes in _PREFILL_SIZES if self._distinct(*_symbols(*sizes)))
             null = [_null_extension(2, self.config.page_size) for _ in range(rows)]
-            self._run_prefill(null, np.zeros(kept, dtype=np.int64))
+            logits, _ = self._run_prefill(null, np.zeros(kept, dtype=np.int64))
+            self._vocabulary = logits.shape[-1]
         self._ready.add("prefill")
 
     def _distinct(self, *sizes: int) -> bool:
@@ -141,6 +145,33 @@ class PagedModel:
         if self.programs.recorded:
             self.planner.freeze(bucket)
         self._ready.add(bucket)
+
+    @property
+    def sampler(self) -> Sampler:
+        """What chooses the tokens of sampled rows; allocated at the first call, after prefill is ready."""
+        if self._sampler is None:
+            self._sampler = Sampler(
+                self.config, self._vocabulary, self.staging, self.device, cudagraphs=self.programs.recorded
+            )
+        return self._sampler
+
+    def make_sampling_ready(self, bucket: int) -> None:
+        """Compile the choosing of tokens for the bucket and record it, if that has not happened yet."""
+        if bucket in self._sampling_ready:
+            return
+        self.make_decode_ready(bucket)
+        self.claim(None)
+        with self._progress.task(self._what(f"sampling for bucket {bucket}")):
+            for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
+                self.upload([], bucket, None)
+                self.sampler.seat([], bucket)
+                self.sampler.choose_next(self.run_decode(bucket), self.buffers.bucket(bucket))
+        self._sampling_ready.add(bucket)
+
+    def graph_counts(self) -> dict[str, int]:
+        """Return how many graphs each program has been compiled into; more than one is a recompile."""
+        counts = self.programs.graph_counts()
+        return counts if self._sampler is None else counts | self._sampler.graph_counts()
 
     def _what(self, program: str) -> str:
         if self.config.mode == "eager":

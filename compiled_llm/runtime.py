@@ -76,7 +76,7 @@ class CompiledModel:
         counters, paged = self.counters, self._paged
         if paged is None:
             return Stats(dict(counters.generate_calls), dict(counters.slow_paths))
-        graphs = paged.programs.graph_counts()
+        graphs = paged.graph_counts()
         return Stats(
             generate_calls=dict(counters.generate_calls),
             slow_paths=dict(counters.slow_paths),
@@ -94,7 +94,7 @@ class CompiledModel:
     @property
     def graphs(self) -> dict[str, int]:
         """How many graphs each program is compiled into."""
-        return {} if self._paged is None else self._paged.programs.graph_counts()
+        return {} if self._paged is None else self._paged.graph_counts()
 
     # ---- used by the parts of the package that run on a wrapped model
 

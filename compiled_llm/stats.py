@@ -12,8 +12,8 @@ from compiled_llm.page_table import PageAccount
 
 logger = logging.getLogger("compiled_llm.generate")
 
-Path = Literal["fast loop", "compiled forward", "original"]
-"""The fast loop; HuggingFace's loop over the compiled forward; HuggingFace's loop over the original forward."""
+Path = Literal["fast loop", "processed loop", "compiled forward", "original"]
+"""Our loop; our loop with processors between steps; HuggingFace's loop over the compiled forward, or the original."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Stats:
         slow_paths: why calls did not take the fast loop, and how often.
         steps: prefills and decode steps launched by the fast loop.
         replans: page tables planned for decode; between them steps only replay.
-        graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches).
+        graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), and 2 more once
+            something was sampled (at batch 1, at larger batches).
         graph_breaks: always 0: programs compile whole or raise.
         recompiles: graphs compiled again although they existed.
         cudagraph_skips: times Inductor did not record a CUDA graph although it was asked to.
