@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -171,13 +172,17 @@ class Stored(Protocol):
     length: int
 
 
-class NullRow:
-    """A row of padding: all its tokens go to the null page."""
+@dataclass
+class Span:
+    """The first ``length`` tokens of a row."""
 
-    def __init__(self, length: int, page_size: int) -> None:
-        """Pretend to hold ``length`` tokens."""
-        self.length = length
-        self.pages = [NULL_PAGE] * -(-length // page_size)
+    pages: list[int]
+    length: int
+
+    @classmethod
+    def null(cls, length: int, page_size: int) -> Span:
+        """Return a row of padding, whose tokens all go to the null page."""
+        return cls([NULL_PAGE] * -(-length // page_size), length)
 
 
 class HostTable(NamedTuple):

@@ -8,7 +8,7 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, V vocabulary,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.executor import DeviceThread
 from compiled_llm.kv_cache import DecodeBuffers, allocate_pages, bucket_for, buckets_up_to, pages_to_allocate
 from compiled_llm.layers import Layer
-from compiled_llm.page_table import NullRow, PagePool, Row, Stored, build_table
+from compiled_llm.page_table import PagePool, Row, Span, Stored, build_table
 from compiled_llm.plan import Planner, attention_groups
 from compiled_llm.progress import ProgressDisplay
 from compiled_llm.sampler import Sampler
@@ -187,7 +187,7 @@ class PagedModel:
 
         Args:
             batch: at most ``max_batch_size`` rows, each already grown by its tokens.
-            keep: ``[L]``, which packed tokens' logits are wanted; each row's last where None.
+            keep: ``[L]`` ascending, which packed tokens' logits are wanted; each row's last where None.
 
         Returns:
             ``[L, V]`` logits, and ``[L]`` int64, the most likely next tokens.
@@ -195,11 +195,22 @@ class PagedModel:
         self.make_prefill_ready()
         if keep is None:
             keep = np.cumsum([len(extension.ids) for extension in batch]) - 1
+        start, parts = 0, []
+        for chunk in _chunks(batch, self.config.prefill_tokens, self.config.page_size):
+            end = start + sum(len(extension.ids) for extension in chunk)
+            parts.append(self._prefill_chunk(chunk, keep[(keep >= start) & (keep < end)] - start))
+            start = end
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([logits for logits, _ in parts]), torch.cat([tokens for _, tokens in parts])
+
+    def _prefill_chunk(self, batch: list[Extension], keep: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         wanted = len(keep)
-        if len(batch) == 1:  # a symbolic size is at least 2
+        # A symbolic size is at least 2.
+        if len(batch) == 1:
             batch = [*batch, _null_extension(1, self.config.page_size)]
-        if wanted == 1:
-            keep = np.repeat(keep, 2)
+        if wanted < 2:
+            keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
         logits, tokens = self._run_prefill(batch, keep)
         return logits[:wanted], tokens[:wanted]
 
@@ -293,5 +304,32 @@ def max_positions_of(model: PreTrainedModel) -> int:
     return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**17))
 
 
+def _chunks(batch: list[Extension], most: int, page_size: int) -> Iterator[list[Extension]]:
+    """Cut packed tokens into pieces of at most ``most``; a row that is cut attends to its earlier pieces in pages."""
+    chunk: list[Extension] = []
+    room = most
+    for extension in batch:
+        start, count = 0, len(extension.ids)
+        while start < count:
+            stop = min(count, start + room)
+            chunk.append(_part(extension, start, stop, page_size))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield chunk
+                chunk, room = [], most
+    if chunk:
+        yield chunk
+
+
+def _part(extension: Extension, start: int, stop: int, page_size: int) -> Extension:
+    """Return tokens ``start`` to ``stop`` of an extension, with the row as it is once they are stored."""
+    if (start, stop) == (0, len(extension.ids)):
+        return extension
+    length = extension.row.length - len(extension.ids) + stop
+    row = Span(extension.row.pages[: -(-length // page_size)], length)
+    return Extension(row, extension.ids[start:stop], extension.positions[start:stop])
+
+
 def _null_extension(length: int, page_size: int) -> Extension:
-    return Extension(NullRow(length, page_size), np.zeros(length, np.int64), np.arange(length, dtype=np.int64))
+    return Extension(Span.null(length, page_size), np.zeros(length, np.int64), np.arange(length, dtype=np.int64))
