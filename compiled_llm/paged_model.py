@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,7 +23,14 @@ from compiled_llm.compat import cudagraph_skips
 from compiled_llm.compile import Forward, Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import DeviceThread
-from compiled_llm.kv_cache import DecodeBuffers, allocate_pages, bucket_for, buckets_up_to, pages_to_allocate
+from compiled_llm.kv_cache import (
+    DecodeBuffers,
+    allocate_pages,
+    bucket_for,
+    buckets_up_to,
+    pages_to_allocate,
+    reserved_bytes,
+)
 from compiled_llm.layers import Layer
 from compiled_llm.page_table import PagePool, Row, Span, Stored, build_table
 from compiled_llm.plan import Planner, attention_groups
@@ -103,6 +111,7 @@ class PagedModel:
         self._ready: set[int | str] = set()
         self._sampler: Sampler | None = None
         self._sampling_ready: set[int] = set()
+        self._graph_bytes = 0
         self._owner: weakref.ref[Runner] | None = None
 
     # ---- readiness: compile and record on null rows, never on somebody's tokens
@@ -138,7 +147,8 @@ class PagedModel:
                 if self._distinct(other, other + 1):
                     self.make_decode_ready(other)
                     break
-        with self._progress.task(self._what(f"decode bucket {bucket} ({buckets.index(bucket) + 1} of {len(buckets)})")):
+        what = f"decode bucket {bucket} ({buckets.index(bucket) + 1} of {len(buckets)})"
+        with self._progress.task(self._what(what)), self._recording():
             for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
                 self.upload([], bucket, None)
                 self.run_decode(bucket)
@@ -161,17 +171,37 @@ class PagedModel:
             return
         self.make_decode_ready(bucket)
         self.claim(None)
-        with self._progress.task(self._what(f"sampling for bucket {bucket}")):
+        with self._progress.task(self._what(f"sampling for bucket {bucket}")), self._recording():
             for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
                 self.upload([], bucket, None)
                 self.sampler.seat([], bucket)
                 self.sampler.choose_next(self.run_decode(bucket), self.buffers.bucket(bucket))
         self._sampling_ready.add(bucket)
 
+    def memory(self) -> dict[str, int]:
+        """Return where device memory went, in bytes."""
+        model = self._require_model()
+        weights = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+        tables = () if self._sampler is None else self._sampler.tables
+        return {
+            "weights": sum(weights.values()),
+            "pages": sum(pages.nbytes for pages in self.pages),
+            "workspace": self.planner.workspace_bytes,
+            "buffers": self.buffers.nbytes + self._prefill_indices.nbytes + sum(table.nbytes for table in tables),
+            "graphs": self._graph_bytes,
+        }
+
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         counts = self.programs.graph_counts()
         return counts if self._sampler is None else counts | self._sampler.graph_counts()
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Count what the block takes from the allocator for good."""
+        before = reserved_bytes(self.device)
+        yield
+        self._graph_bytes += max(0, reserved_bytes(self.device) - before)
 
     def _what(self, program: str) -> str:
         if self.config.mode == "eager":

@@ -89,6 +89,7 @@ class CompiledModel:
             buckets=paged.ready_buckets,
             pages=paged.pool.account(),
             page_size=self.config.page_size,
+            memory=paged.memory(),
         )
 
     @property
