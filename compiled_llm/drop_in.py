@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from compiled_llm import generate as loop
-from compiled_llm.checks import check_fits, check_prompt, check_ready
+from compiled_llm.checks import check_fits, check_prompt, check_ready, pages_needed
 from compiled_llm.config import WrapConfig
 from compiled_llm.layers import Layer
 from compiled_llm.paged_cache import PagedCache
@@ -102,20 +103,24 @@ class WrappedModel:
             generation_config,
             streamer,
         )
+        reason = "synced_gpus" if synced_gpus else loop.obstacle(model, call)
+        paged = runtime.paged()
+        wanted = pages_needed(paged, input_ids, call.attention_mask, generation_config)
         try:
-            if not cache.seen:
-                check_fits(model, runtime.paged(), input_ids, call.attention_mask, generation_config)
-            reason = "synced_gpus" if synced_gpus else loop.obstacle(model, call)
-            if reason is not None:
+            if reason is None:
+                with runtime.turn.taken(fits=lambda: wanted <= paged.pool.available):
+                    check_fits(model, paged, input_ids, call.attention_mask, generation_config)
+                    result = _own_loop(call)
+                    if not returned:
+                        cache.close()
+            else:
+                if not cache.seen:
+                    check_fits(model, paged, input_ids, call.attention_mask, generation_config)
                 runtime.counters.took("compiled forward", reason)
                 result = huggingface(**model_kwargs)
-            else:
-                result = _own_loop(call)
-        except BaseException:
-            cache.close()
-            raise
-        if not returned:
-            cache.close()
+        finally:
+            if not returned or sys.exc_info()[0] is not None:
+                cache.close()
         return result
 
 

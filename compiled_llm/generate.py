@@ -82,7 +82,7 @@ def _has_own_positions(input_ids: Tensor, attention_mask: Tensor | None, positio
 
 
 def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
-    """Generate with tokens chosen inside the graph, and read one step late.
+    """Generate with tokens chosen inside the graph, and read one step late; the caller holds the turn.
 
     Args:
         call: the call; its cache is empty.
@@ -97,26 +97,24 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     """
     sequences = _Sequences(call)
     runner = call.cache.runner
-    with call.runtime.turn():
-        prompts = prompts_of(call.input_ids, call.attention_mask)
-        rows = [
-            runner.admit(prompt, sequences.most_new, sampling)
-            for prompt, sampling in zip(prompts, settings, strict=True)
-        ]
-        while not sequences.done:
-            tokens = runner.step() if runner.steps < sequences.most_new else runner.drain()
-            if not tokens:
-                continue
-            with call.runtime.turn_yielded():
-                ended = sequences.append([tokens.get(row, 0) for row in rows])
-            if not call.config.return_dict_in_generate:  # else the cache goes to the user, rows and all
-                for index in ended:
-                    runner.release(rows[index])
-        # The loop ran a step ahead of what it read. As in HuggingFace's caches, the last token is not fed in.
-        for row, prompt in zip(rows, prompts, strict=True):
-            if row in runner.rows:
-                row.rewind(len(prompt) + sequences.generated - 1)
-        call.cache.seen = sequences.length - 1
+    prompts = prompts_of(call.input_ids, call.attention_mask)
+    rows = [
+        runner.admit(prompt, sequences.most_new, sampling) for prompt, sampling in zip(prompts, settings, strict=True)
+    ]
+    while not sequences.done:
+        tokens = runner.step() if runner.steps < sequences.most_new else runner.drain()
+        if not tokens:
+            continue
+        with call.runtime.turn.yielded():
+            ended = sequences.append([tokens.get(row, 0) for row in rows])
+        if not call.config.return_dict_in_generate:  # else the cache goes to the user, rows and all
+            for index in ended:
+                runner.release(rows[index])
+    # The loop ran a step ahead of what it read. As in HuggingFace's caches, the last token is not fed in.
+    for row, prompt in zip(rows, prompts, strict=True):
+        if row in runner.rows:
+            row.rewind(len(prompt) + sequences.generated - 1)
+    call.cache.seen = sequences.length - 1
     call.runtime.counters.add_steps(runner.steps)
     return sequences.finish()
 
@@ -124,8 +122,8 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
 def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with HuggingFace's processors run between steps, on the device, in the caller's thread.
 
-    Each step is read before the next is launched, as in HuggingFace's own loop: that is what processors of any kind
-    and recorded scores cost.
+    The caller holds the turn. Each step is read before the next is launched, as in HuggingFace's own loop: that is
+    what processors of any kind and recorded scores cost.
 
     Returns:
         As ``fast_loop``.
@@ -136,21 +134,20 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     sequences = _Sequences(call)
     runner, device = call.cache.runner, call.input_ids.device
     seeds = new_seeds(len(call.input_ids)).to(device) if call.config.do_sample else None
-    with call.runtime.turn():
-        prompts = prompts_of(call.input_ids, call.attention_mask)
-        rows = [runner.add_row(len(prompt) + sequences.most_new) for prompt in prompts]
-        logits = runner.extend(rows, prompts, [np.arange(len(prompt), dtype=np.int64) for prompt in prompts])
-        while True:
-            with call.runtime.turn_yielded():
-                raw = logits.to(device=device, dtype=torch.float32, copy=True)
-                scores = call.processors(cast(torch.LongTensor, sequences.result()), raw)
-                sequences.record(scores, raw)
-                positions = torch.tensor([row.position for row in rows], device=device)
-                sequences.append(draw(scores, seeds, positions).tolist())
-            if sequences.done:
-                break
-            logits = runner.decode(sequences.last().to(logits.device), [row.position for row in rows])
-        call.cache.seen = sequences.length - 1
+    prompts = prompts_of(call.input_ids, call.attention_mask)
+    rows = [runner.add_row(len(prompt) + sequences.most_new) for prompt in prompts]
+    logits = runner.extend(rows, prompts, [np.arange(len(prompt), dtype=np.int64) for prompt in prompts])
+    while True:
+        with call.runtime.turn.yielded():
+            raw = logits.to(device=device, dtype=torch.float32, copy=True)
+            scores = call.processors(cast(torch.LongTensor, sequences.result()), raw)
+            sequences.record(scores, raw)
+            positions = torch.tensor([row.position for row in rows], device=device)
+            sequences.append(draw(scores, seeds, positions).tolist())
+        if sequences.done:
+            break
+        logits = runner.decode(sequences.last().to(logits.device), [row.position for row in rows])
+    call.cache.seen = sequences.length - 1
     call.runtime.counters.add_steps(sequences.generated)
     return sequences.finish()
 
