@@ -130,6 +130,14 @@ def check_prompt(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tens
             raise ValueError(f"attention_mask: row {row} is all padding; leave it out of the batch")
 
 
+def pages_needed(
+    paged: PagedModel, input_ids: Tensor, attention_mask: Tensor | None, generation_config: GenerationConfig
+) -> int:
+    """Return how many pages the prompts may need with all that they may grow by."""
+    new = int(generation_config.max_length) - input_ids.shape[1]
+    return sum(paged.pool.pages_for(len(prompt) + new) for prompt in prompts_of(input_ids, attention_mask))
+
+
 def check_fits(
     model: PreTrainedModel,
     paged: PagedModel,
@@ -156,7 +164,7 @@ def check_fits(
             f"split the batch, or wrap(model, max_batch_size={len(prompts)})"
         )
     pool = paged.pool
-    needed = sum(pool.pages_for(prompt + new) for prompt in prompts)
+    needed = pages_needed(paged, input_ids, attention_mask, generation_config)
     if needed > pool.available:
         raise ValueError(
             f"input_ids and max_new_tokens={new}: {len(prompts)} rows of up to {longest} tokens need {needed} pages of "

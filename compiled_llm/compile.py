@@ -108,9 +108,9 @@ class Programs:
         graphs = {"triton.cudagraphs": self.recorded}
         # At batch 1 a product is a matrix-vector one, whose Triton reduction this search brings near the bandwidth.
         tuned = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
-        self._prefill = _compiled(self.prefill_function, config, {"triton.cudagraphs": False})
-        self._decode_one = _compiled(self.decode_one_function, config, {**graphs, **tuned})
-        self._decode_many = _compiled(self.decode_many_function, config, graphs)
+        self._prefill = compiled(self.prefill_function, config, {"triton.cudagraphs": False})
+        self._decode_one = compiled(self.decode_one_function, config, {**graphs, **tuned})
+        self._decode_many = compiled(self.decode_many_function, config, graphs)
 
     def prefill(
         self, model: PreTrainedModel, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
@@ -144,7 +144,8 @@ class Programs:
         }
 
 
-def _compiled(function: Callable[..., Any], config: WrapConfig, options: dict[str, Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], config: WrapConfig, options: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function compiled as ``config.mode`` says, with Inductor ``options`` of its own."""
     if config.mode == "eager":
         return function
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)

@@ -40,6 +40,8 @@ class WrapConfig:
             string is bytes with a unit (``"8GiB"``) or tokens (``"20000 tokens"``). By default 0.8 of what is free on
             a CUDA device and 0.25 of what is free on a CPU, but never more than ``max_batch_size`` rows of the model's
             full length can use.
+        prefill_tokens: most tokens computed at once in prefill; longer prompts are computed in pieces, so that they
+            need no more memory for activations.
         workspace_bytes: FlashInfer's scratch memory, in bytes, on CUDA.
         progress: show on stderr what is being compiled or recorded.
     """
@@ -48,6 +50,7 @@ class WrapConfig:
     page_size: int = 16
     max_batch_size: int = 64
     kv_memory: float | int | str | None = None
+    prefill_tokens: int = 8192
     workspace_bytes: int = 256 * 2**20
     progress: bool = True
 
@@ -59,7 +62,7 @@ class WrapConfig:
         """
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(map(repr, get_args(Mode)))}")
-        for name in ("page_size", "max_batch_size", "workspace_bytes"):
+        for name in ("page_size", "max_batch_size", "prefill_tokens", "workspace_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a positive integer")

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -24,11 +25,12 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from compiled_llm import generate as loop
-from compiled_llm.checks import check_fits, check_prompt, check_ready
+from compiled_llm.checks import check_fits, check_prompt, check_ready, pages_needed
 from compiled_llm.config import WrapConfig
 from compiled_llm.layers import Layer
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.runtime import CompiledModel
+from compiled_llm.sampling import read_processors
 
 _PAGED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
@@ -90,23 +92,51 @@ class WrappedModel:
             return huggingface(**model_kwargs)
         model, runtime = cast(PreTrainedModel, self), self.compiled
         returned = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+        call = loop.Call(
+            runtime,
+            cache,
+            input_ids,
+            model_kwargs.get("attention_mask"),
+            model_kwargs.get("position_ids"),
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+        )
+        reason = "synced_gpus" if synced_gpus else loop.obstacle(model, call)
+        paged = runtime.paged()
+        wanted = pages_needed(paged, input_ids, call.attention_mask, generation_config)
         try:
-            if not cache.seen:
-                check_fits(model, runtime.paged(), input_ids, model_kwargs.get("attention_mask"), generation_config)
-            reason = loop.obstacle(model, generation_config, logits_processor, model_kwargs, input_ids, synced_gpus)
-            if reason is not None:
+            if reason is None:
+                with runtime.turn.taken(fits=lambda: wanted <= paged.pool.available):
+                    check_fits(model, paged, input_ids, call.attention_mask, generation_config)
+                    result = _own_loop(call)
+                    if not returned:
+                        cache.close()
+            else:
+                if not cache.seen:
+                    check_fits(model, paged, input_ids, call.attention_mask, generation_config)
                 runtime.counters.took("compiled forward", reason)
                 result = huggingface(**model_kwargs)
-            else:
-                runtime.counters.took("fast loop")
-                mask = model_kwargs.get("attention_mask")
-                result = loop.fast_loop(runtime, cache, input_ids, mask, stopping_criteria, generation_config, streamer)
-        except BaseException:
-            cache.close()
-            raise
-        if not returned:
-            cache.close()
+        finally:
+            if not returned or sys.exc_info()[0] is not None:
+                cache.close()
         return result
+
+
+def _own_loop(call: loop.Call) -> Any:
+    """Run the fast loop, or the one that lets processors see each step."""
+    counters, do_sample = call.runtime.counters, bool(call.config.do_sample)
+    if not do_sample and not call.processors and not call.wants_scores:
+        counters.took("fast loop")
+        return loop.fast_loop(call, [None] * len(call.input_ids))
+    settings = None if call.wants_scores else read_processors(call.processors, do_sample, call.input_ids)
+    if settings is None:
+        names = sorted({type(processor).__name__ for processor in call.processors})
+        counters.took("processed loop", "output_scores or output_logits" if call.wants_scores else ", ".join(names))
+        return loop.processed_loop(call)
+    counters.took("fast loop")
+    return loop.fast_loop(call, settings)
 
 
 def _forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,10 +8,12 @@ variables, debugger and tracebacks. The thread's own grad mode and autocast stat
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import queue
 import threading
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -35,9 +37,11 @@ class _Job:
         self.result: Any = None
         self.error: BaseException | None = None
 
-    def run(self) -> None:
+    def run(self, after: torch.cuda.Stream | None) -> None:
         self.started = True
         try:
+            if self.stream is not None and after is not None and after != self.stream:
+                self.stream.wait_stream(after)  # buffers and pages are shared by all streams
             with torch.no_grad(), torch.cuda.stream(self.stream):
                 self.result = self.function()
         except BaseException as error:
@@ -51,28 +55,80 @@ def _nothing() -> None:
     return None
 
 
-class DeviceThread:
-    """Runs calls one after the other on a thread of its own; safe to use from any thread.
+class _Worker:
+    """A thread that runs jobs for ever.
 
-    Attributes:
-        caller: identity of the thread that waits for the running call.
+    It is never ended: a thread that ends while the interpreter shuts down runs destructors that need the interpreter,
+    which aborts the process. Asleep, it does no harm, so workers are kept and used again.
+
+    A KeyboardInterrupt may arrive between any two instructions, so a job stays at the head of the queue until it is
+    done, and one is sent only under the guard, while its job runs.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start the thread."""
+        self.current: _Job | None = None
+        self._jobs: deque[_Job] = deque()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._guard = threading.Lock()
+        self._last_stream: torch.cuda.Stream | None = None
+        self.thread = threading.Thread(target=self._serve, args=(device,), name="compiled_llm", daemon=True)
+        self.thread.start()
+        _workers.append(self)
+
+    def put(self, job: _Job) -> None:
+        self._jobs.append(job)
+        self._wake.put(None)
+
+    def interrupt(self, job: _Job) -> None:
+        """Raise KeyboardInterrupt inside the job if it is running."""
+        with self._guard:
+            if self.current is job and not job.done.is_set():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+                )
+
+    def _serve(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            adopt_cudagraph_trees()
+        while True:
+            try:
+                while self._jobs and not _exiting.is_set():
+                    self._run_first()
+                self._wake.get()
+            except KeyboardInterrupt:  # one that arrived while its job was ending
+                continue
+
+    def _run_first(self) -> None:
+        job = self._jobs[0]
+        if job.started and not job.done.is_set():  # interrupted before it could say so
+            job.error = KeyboardInterrupt()
+            job.done.set()
+        if not job.started:
+            with self._guard:
+                self.current = job
+            job.run(after=self._last_stream)
+            self._last_stream = job.stream
+        with self._guard:
+            self.current = None
+        self._jobs.popleft()
+
+
+class DeviceThread:
+    """Runs calls one after the other on a thread of its own; safe to use from any thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take an idle thread for the device, or start one."""
         self._device = device
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._running: list[_Job] = []
-        self._thread = threading.Thread(
-            target=_serve, args=(self._jobs, self._running, device), name="compiled_llm", daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, _stop, self._jobs, self._thread)
+        idle = _idle[device]
+        self._worker = idle.pop() if idle else _Worker(device)
+        weakref.finalize(self, idle.append, self._worker).atexit = False
 
     @property
     def caller(self) -> int | None:
         """Identity of the thread that waits for the running call."""
-        return self._running[0].caller if self._running else None
+        job = self._worker.current
+        return None if job is None else job.caller
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` on the thread, on the caller's CUDA stream, and return its result.
@@ -80,11 +136,11 @@ class DeviceThread:
         An exception is re-raised with its traceback. Ctrl-C interrupts the running call and waits until it has
         stopped.
         """
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._worker.thread:
             return function(*args, **kwargs)
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         job = _Job(lambda: function(*args, **kwargs), stream)
-        self._jobs.put(job)
+        self._worker.put(job)
         try:
             job.done.wait()
         except BaseException:
@@ -102,36 +158,19 @@ class DeviceThread:
         """Raise KeyboardInterrupt inside a running call and wait for it to stop; one not begun yet will not run."""
         job.function = _nothing
         while job.started and not job.done.wait(timeout=0.2):
-            if job in self._running:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
-                )
+            self._worker.interrupt(job)
 
 
-def _stop(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None:
-    """End the thread and wait for it: one that still runs while the interpreter shuts down aborts the process."""
-    jobs.put(None)
-    if threading.current_thread() is not thread:
-        thread.join()
+_idle: defaultdict[torch.device, list[_Worker]] = defaultdict(list)
+_workers: list[_Worker] = []
+_exiting = threading.Event()
 
 
-def _serve(jobs: queue.SimpleQueue[_Job | None], running: list[_Job], device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        adopt_cudagraph_trees()
-    last_stream: torch.cuda.Stream | None = None
-    while True:
-        try:
-            job = jobs.get()
-            if job is None:
-                return
-            running.append(job)
-            if job.stream is not None and last_stream is not None and job.stream != last_stream:
-                job.stream.wait_stream(last_stream)  # buffers and pages are shared by all streams
-            last_stream = job.stream
-            job.run()
-        except KeyboardInterrupt:  # one that arrived just after its call had ended
-            continue
-        finally:
-            running.clear()
-            job = None  # or the last result would stay alive until the next call
+@atexit.register
+def _finish_running_calls() -> None:
+    """Let calls of daemon threads end, and no others begin: the interpreter is about to go."""
+    _exiting.set()
+    for worker in _workers:
+        job = worker.current
+        if job is not None:
+            job.done.wait()

@@ -1,14 +1,17 @@
-"""The fast loop: greedy decoding that stays one step ahead of the tokens it has read.
+"""The decoding loops: one that stays a step ahead of what it has read, and one that lets processors see each step.
 
-HuggingFace's ``generate`` prepares everything as always (inputs, config, cache, stopping criteria) and then calls the
-model's ``_sample``; for a wrapped model that leads here. What this loop lacks goes back to HuggingFace's own.
+HuggingFace's ``generate`` prepares everything as always (inputs, config, cache, processors, stopping criteria) and
+then calls the model's ``_sample``; for a wrapped model that leads here. What these loops lack goes back to
+HuggingFace's own.
 
-Shapes: B rows, G tokens generated so far.
+Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -20,35 +23,51 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from compiled_llm.paged_cache import PagedCache
+from compiled_llm.sampling import NOT_A_TOKEN, Sampling, draw, new_seeds
 
 if TYPE_CHECKING:
     from compiled_llm.runtime import CompiledModel
 
 
-def obstacle(
-    model: PreTrainedModel,
-    generation_config: GenerationConfig,
-    logits_processor: LogitsProcessorList,
-    model_kwargs: dict[str, Any],
-    input_ids: Tensor,
-    synced_gpus: bool,
-) -> str | None:
-    """Return why the fast loop cannot serve this call on a ``PagedCache``, or None."""
-    if generation_config.do_sample:
-        return "sampling (do_sample=True)"
-    if len(logits_processor) > 0:
-        names = ", ".join(sorted({type(processor).__name__ for processor in logits_processor}))
-        return f"logits processors ({names})"
-    for output in ("output_scores", "output_logits"):
-        if generation_config.return_dict_in_generate and getattr(generation_config, output):
-            return output
-    if synced_gpus:
-        return "synced_gpus"
-    if model_kwargs["past_key_values"].seen:
+@dataclass(frozen=True)
+class Call:
+    """One call of ``generate``, as HuggingFace has prepared it.
+
+    Attributes:
+        runtime: the wrapped model's ``compiled``.
+        cache: it owns the rows.
+        input_ids: ``[B, T]`` int64 prompts, padded on the left.
+        attention_mask: ``[B, T]``, 0 where padded; None where nothing is.
+        position_ids: ``[B, T]`` or ``[1, T]``, or None.
+        processors: what changes logits, settings such as the temperature included.
+        criteria: what ends rows.
+        config: everything else.
+        streamer: gets each step's tokens.
+    """
+
+    runtime: CompiledModel
+    cache: PagedCache
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    streamer: BaseStreamer | None
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the caller gets each step's scores or logits."""
+        return bool(self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits))
+
+
+def obstacle(model: PreTrainedModel, call: Call) -> str | None:
+    """Return why our loops cannot serve this call, or None."""
+    if call.cache.seen:
         return "a cache that holds tokens already"
     if model._forward_hooks or model._forward_pre_hooks:
         return "forward hooks on the model itself"
-    if _has_own_positions(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")):
+    if _has_own_positions(call.input_ids, call.attention_mask, call.position_ids):
         return "position_ids of your own"
     return None
 
@@ -62,56 +81,75 @@ def _has_own_positions(input_ids: Tensor, attention_mask: Tensor | None, positio
     return bool(((counted != position_ids) & (mask != 0).to(position_ids.device)).any())
 
 
-def fast_loop(
-    runtime: CompiledModel,
-    cache: PagedCache,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    streamer: BaseStreamer | None,
-) -> Tensor | GenerateDecoderOnlyOutput:
-    """Generate greedily.
+def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
+    """Generate with tokens chosen inside the graph, and read one step late; the caller holds the turn.
 
     Args:
-        runtime: the wrapped model's ``compiled``.
-        cache: an empty cache; it owns the rows afterwards.
-        input_ids: ``[B, T]`` int64 prompts, padded.
-        attention_mask: ``[B, T]``, 0 where padded; None where nothing is.
-        stopping_criteria: HuggingFace's, ready to be asked.
-        generation_config: HuggingFace's, ready to be used.
-        streamer: gets each step's tokens.
+        call: the call; its cache is empty.
+        settings: how each row chooses its tokens; the most likely ones where None.
 
     Returns:
         ``[B, T + G]`` int64 on the device of ``input_ids``; in HuggingFace's output class, with the cache, where
         ``return_dict_in_generate`` asks for it.
+
+    Raises:
+        RuntimeError: a row's logits are NaN or all -inf.
     """
-    sequences = _Sequences(input_ids, stopping_criteria, generation_config)
-    runner = cache.runner
-    with runtime.turn():
-        prompts = prompts_of(input_ids, attention_mask)
-        rows = [runner.admit(prompt, sequences.most_new) for prompt in prompts]
-        while not sequences.done:
-            tokens = runner.step() if runner.steps < sequences.most_new else runner.drain()
-            if not tokens:
-                continue
-            with runtime.turn_yielded():
-                ended = sequences.append([tokens.get(row, 0) for row in rows], streamer)
-            if not generation_config.return_dict_in_generate:  # else the cache goes to the user, rows and all
-                for index in ended:
-                    runner.release(rows[index])
-        # The loop ran a step ahead of what it read. As in HuggingFace's caches, the last token is not fed in.
-        for row, prompt in zip(rows, prompts, strict=True):
-            if row in runner.rows:
-                row.rewind(len(prompt) + sequences.generated - 1)
-        cache.seen = input_ids.shape[1] + sequences.generated - 1
-    runtime.counters.add_steps(runner.steps)
-    if streamer is not None:
-        streamer.end()
-    ids = sequences.result(input_ids.device)
-    if generation_config.return_dict_in_generate:
-        return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache)  # type: ignore[arg-type]
-    return ids
+    sequences = _Sequences(call)
+    runner = call.cache.runner
+    prompts = prompts_of(call.input_ids, call.attention_mask)
+    rows = [
+        runner.admit(prompt, sequences.most_new, sampling) for prompt, sampling in zip(prompts, settings, strict=True)
+    ]
+    while not sequences.done:
+        tokens = runner.step() if runner.steps < sequences.most_new else runner.drain()
+        if not tokens:
+            continue
+        with call.runtime.turn.yielded():
+            ended = sequences.append([tokens.get(row, 0) for row in rows])
+        if not call.config.return_dict_in_generate:  # else the cache goes to the user, rows and all
+            for index in ended:
+                runner.release(rows[index])
+    # The loop ran a step ahead of what it read. As in HuggingFace's caches, the last token is not fed in.
+    for row, prompt in zip(rows, prompts, strict=True):
+        if row in runner.rows:
+            row.rewind(len(prompt) + sequences.generated - 1)
+    call.cache.seen = sequences.length - 1
+    call.runtime.counters.add_steps(runner.steps)
+    return sequences.finish()
+
+
+def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
+    """Generate with HuggingFace's processors run between steps, on the device, in the caller's thread.
+
+    The caller holds the turn. Each step is read before the next is launched, as in HuggingFace's own loop: that is
+    what processors of any kind and recorded scores cost.
+
+    Returns:
+        As ``fast_loop``.
+
+    Raises:
+        RuntimeError: a row's scores are NaN or all -inf.
+    """
+    sequences = _Sequences(call)
+    runner, device = call.cache.runner, call.input_ids.device
+    seeds = new_seeds(len(call.input_ids)).to(device) if call.config.do_sample else None
+    prompts = prompts_of(call.input_ids, call.attention_mask)
+    rows = [runner.add_row(len(prompt) + sequences.most_new) for prompt in prompts]
+    logits = runner.extend(rows, prompts, [np.arange(len(prompt), dtype=np.int64) for prompt in prompts])
+    while True:
+        with call.runtime.turn.yielded():
+            raw = logits.to(device=device, dtype=torch.float32, copy=True)
+            scores = call.processors(cast(torch.LongTensor, sequences.result()), raw)
+            sequences.record(scores, raw)
+            positions = torch.tensor([row.position for row in rows], device=device)
+            sequences.append(draw(scores, seeds, positions).tolist())
+        if sequences.done:
+            break
+        logits = runner.decode(sequences.last().to(logits.device), [row.position for row in rows])
+    call.cache.seen = sequences.length - 1
+    call.runtime.counters.add_steps(sequences.generated)
+    return sequences.finish()
 
 
 def prompts_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[NDArray[np.int64]]:
@@ -129,48 +167,86 @@ class _Sequences:
     Attributes:
         generated: G, how many tokens each row has got.
         most_new: how many it can get at most.
-        done: whether every row has ended.
     """
 
-    def __init__(self, input_ids: Tensor, criteria: StoppingCriteriaList, generation_config: GenerationConfig) -> None:
-        batch, prompt = input_ids.shape
-        max_length = min(entry.max_length for entry in criteria if isinstance(entry, MaxLengthCriteria))
-        self.most_new = max_length - prompt
+    def __init__(self, call: Call) -> None:
+        batch, self._prompt = call.input_ids.shape
+        max_length = min(entry.max_length for entry in call.criteria if isinstance(entry, MaxLengthCriteria))
+        self.most_new = max_length - self._prompt
         self.generated = 0
+        self._call = call
         self._ids = torch.empty((batch, max_length), dtype=torch.int64)
-        self._ids[:, :prompt] = input_ids
-        self._prompt = prompt
-        self._device = input_ids.device
+        self._ids[:, : self._prompt] = call.input_ids
         self._unfinished = np.ones(batch, dtype=bool)
-        self._eos = [entry.eos_token_id.cpu().numpy() for entry in criteria if isinstance(entry, EosTokenCriteria)]
+        self._eos = [entry.eos_token_id.cpu().numpy() for entry in call.criteria if isinstance(entry, EosTokenCriteria)]
         # Without an EOS criterion HuggingFace lets a row that another criterion ended run on, unpadded.
-        self._pads = any(hasattr(entry, "eos_token_id") for entry in criteria)
-        pad = generation_config._pad_token_tensor
+        self._pads = any(hasattr(entry, "eos_token_id") for entry in call.criteria)
+        pad = call.config._pad_token_tensor
         self._pad_token = 0 if pad is None else int(pad)
         self._custom: list[StoppingCriteria] = [
-            entry for entry in criteria if type(entry) not in (MaxLengthCriteria, EosTokenCriteria)
+            entry for entry in call.criteria if type(entry) not in (MaxLengthCriteria, EosTokenCriteria)
         ]
+        self._scores: tuple[Tensor, ...] | None = () if self._wants("output_scores") else None
+        self._logits: tuple[Tensor, ...] | None = () if self._wants("output_logits") else None
+
+    def _wants(self, output: str) -> bool:
+        return bool(self._call.config.return_dict_in_generate and getattr(self._call.config, output))
+
+    @property
+    def length(self) -> int:
+        """Prompt columns and tokens generated."""
+        return self._prompt + self.generated
 
     @property
     def done(self) -> bool:
+        """Whether every row has ended."""
         return self.generated == self.most_new or not self._unfinished.any()
 
-    def append(self, tokens: list[int], streamer: BaseStreamer | None) -> list[int]:
+    def record(self, scores: Tensor, logits: Tensor) -> None:
+        """Keep a step's scores and logits where the caller asked for them."""
+        if self._scores is not None:
+            self._scores += (scores,)
+        if self._logits is not None:
+            self._logits += (logits,)
+
+    def append(self, tokens: Sequence[int]) -> list[int]:
         """Take one token a row; return the rows that this ended and that need no more steps."""
         before = self._unfinished.copy()
         step = np.array(tokens, dtype=np.int64)
+        for row in np.flatnonzero(before & (step == NOT_A_TOKEN)):
+            raise RuntimeError(
+                f"row {row}: no token can be chosen after {self.generated} new ones, because its logits are NaN or all "
+                "-inf; check the weights and their dtype, or the logits processors that mask tokens"
+            )
         if self._pads:
             step[~before] = self._pad_token
-        self._ids[:, self._prompt + self.generated] = torch.from_numpy(step)
+        self._ids[:, self.length] = torch.from_numpy(step)
         self.generated += 1
         for eos in self._eos:
             self._unfinished &= ~np.isin(step, eos)
         for entry in self._custom:
-            self._unfinished &= ~entry(self.result(self._device), None).cpu().numpy()
-        if streamer is not None:
-            streamer.put(torch.from_numpy(step))
+            self._unfinished &= ~entry(self.result(), self._scores).cpu().numpy()
+        if self._call.streamer is not None:
+            self._call.streamer.put(torch.from_numpy(step))
         return np.flatnonzero(before & ~self._unfinished).tolist() if self._pads else []
 
-    def result(self, device: torch.device) -> Tensor:
-        """``[B, T + G]`` int64."""
-        return self._ids[:, : self._prompt + self.generated].to(device)
+    def last(self) -> Tensor:
+        """``[B]`` int64 on the host: the last token of each row."""
+        return self._ids[:, self.length - 1]
+
+    def result(self) -> Tensor:
+        """``[B, T + G]`` int64 on the caller's device."""
+        return self._ids[:, : self.length].to(self._call.input_ids.device)
+
+    def finish(self) -> Tensor | GenerateDecoderOnlyOutput:
+        """End the stream and return what ``generate`` returns."""
+        if self._call.streamer is not None:
+            self._call.streamer.end()
+        if not self._call.config.return_dict_in_generate:
+            return self.result()
+        return GenerateDecoderOnlyOutput(
+            sequences=self.result(),  # type: ignore[arg-type]
+            scores=self._scores,  # type: ignore[arg-type]
+            logits=self._logits,  # type: ignore[arg-type]
+            past_key_values=self._call.cache,
+        )

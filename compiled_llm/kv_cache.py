@@ -73,6 +73,11 @@ def free_bytes(device: torch.device) -> int:
         return 8 * 2**30
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """Return what PyTorch's allocator holds on a CUDA device, in bytes; 0 on a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
 def allocate_pages(
     count: int, layers: Sequence[Layer], page_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
@@ -134,6 +139,11 @@ class DecodeBuffers:
             token_rows=torch.arange(max_rows, dtype=torch.int32, device=device),
         )
         self._buckets: dict[int, DecodeInputs] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all buffers, in bytes."""
+        return sum(tensor.nbytes for tensor in self._whole)
 
     def bucket(self, rows: int) -> DecodeInputs:
         """Return the views for a bucket of ``rows``, always the same tensor objects.

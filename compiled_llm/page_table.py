@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -94,6 +95,7 @@ class Row:
         pages: page numbers, in order.
         length: tokens stored.
         position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
+        slot: its entry in the sampling tables; None where the row is greedy.
     """
 
     def __init__(self, pool: PagePool, tokens: int) -> None:
@@ -108,6 +110,8 @@ class Row:
         self.pages: list[int] = []
         self.length = 0
         self.position = 0
+        self.slot: int | None = None
+        self._free_slots: list[int] = []
 
     @property
     def limit(self) -> int:
@@ -146,8 +150,16 @@ class Row:
         self.shrink(extra)
         self.position -= extra
 
+    def take_slot(self, free: list[int]) -> None:
+        """Take an entry of the sampling tables; ``free`` gets it back with the pages."""
+        self._free_slots = free
+        self.slot = free.pop()
+
     def free(self) -> None:
         """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
+        if self.slot is not None:
+            self._free_slots.append(self.slot)
+            self.slot = None
         pages, reserved = self.pages, self._reserved
         self.pages, self._reserved, self.length, self.position = [], 0, 0, 0
         self._pool.give_back(pages, reserved)
@@ -160,13 +172,17 @@ class Stored(Protocol):
     length: int
 
 
-class NullRow:
-    """A row of padding: all its tokens go to the null page."""
+@dataclass
+class Span:
+    """The first ``length`` tokens of a row."""
 
-    def __init__(self, length: int, page_size: int) -> None:
-        """Pretend to hold ``length`` tokens."""
-        self.length = length
-        self.pages = [NULL_PAGE] * -(-length // page_size)
+    pages: list[int]
+    length: int
+
+    @classmethod
+    def null(cls, length: int, page_size: int) -> Span:
+        """Return a row of padding, whose tokens all go to the null page."""
+        return cls([NULL_PAGE] * -(-length // page_size), length)
 
 
 class HostTable(NamedTuple):

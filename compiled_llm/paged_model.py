@@ -8,7 +8,8 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, V vocabulary,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,11 +23,19 @@ from compiled_llm.compat import cudagraph_skips
 from compiled_llm.compile import Forward, Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import DeviceThread
-from compiled_llm.kv_cache import DecodeBuffers, allocate_pages, bucket_for, buckets_up_to, pages_to_allocate
+from compiled_llm.kv_cache import (
+    DecodeBuffers,
+    allocate_pages,
+    bucket_for,
+    buckets_up_to,
+    pages_to_allocate,
+    reserved_bytes,
+)
 from compiled_llm.layers import Layer
-from compiled_llm.page_table import NullRow, PagePool, Row, Stored, build_table
+from compiled_llm.page_table import PagePool, Row, Span, Stored, build_table
 from compiled_llm.plan import Planner, attention_groups
 from compiled_llm.progress import ProgressDisplay
+from compiled_llm.sampler import Sampler
 from compiled_llm.staging import Staging
 from compiled_llm_ops import PageTable
 
@@ -100,6 +109,9 @@ class PagedModel:
         self.skips_before = cudagraph_skips()
         self._progress = ProgressDisplay(config.progress)
         self._ready: set[int | str] = set()
+        self._sampler: Sampler | None = None
+        self._sampling_ready: set[int] = set()
+        self._graph_bytes = 0
         self._owner: weakref.ref[Runner] | None = None
 
     # ---- readiness: compile and record on null rows, never on somebody's tokens
@@ -116,7 +128,8 @@ class PagedModel:
         with self._progress.task(self._what("prefill")):
             rows, kept = next(sizes for sizes in _PREFILL_SIZES if self._distinct(*_symbols(*sizes)))
             null = [_null_extension(2, self.config.page_size) for _ in range(rows)]
-            self._run_prefill(null, np.zeros(kept, dtype=np.int64))
+            logits, _ = self._run_prefill(null, np.zeros(kept, dtype=np.int64))
+            self._vocabulary = logits.shape[-1]
         self._ready.add("prefill")
 
     def _distinct(self, *sizes: int) -> bool:
@@ -134,13 +147,61 @@ class PagedModel:
                 if self._distinct(other, other + 1):
                     self.make_decode_ready(other)
                     break
-        with self._progress.task(self._what(f"decode bucket {bucket} ({buckets.index(bucket) + 1} of {len(buckets)})")):
+        what = f"decode bucket {bucket} ({buckets.index(bucket) + 1} of {len(buckets)})"
+        with self._progress.task(self._what(what)), self._recording():
             for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
                 self.upload([], bucket, None)
                 self.run_decode(bucket)
         if self.programs.recorded:
             self.planner.freeze(bucket)
         self._ready.add(bucket)
+
+    @property
+    def sampler(self) -> Sampler:
+        """What chooses the tokens of sampled rows; allocated at the first call, after prefill is ready."""
+        if self._sampler is None:
+            self._sampler = Sampler(
+                self.config, self._vocabulary, self.staging, self.device, cudagraphs=self.programs.recorded
+            )
+        return self._sampler
+
+    def make_sampling_ready(self, bucket: int) -> None:
+        """Compile the choosing of tokens for the bucket and record it, if that has not happened yet."""
+        if bucket in self._sampling_ready:
+            return
+        self.make_decode_ready(bucket)
+        self.claim(None)
+        with self._progress.task(self._what(f"sampling for bucket {bucket}")), self._recording():
+            for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
+                self.upload([], bucket, None)
+                self.sampler.seat([], bucket)
+                self.sampler.choose_next(self.run_decode(bucket), self.buffers.bucket(bucket))
+        self._sampling_ready.add(bucket)
+
+    def memory(self) -> dict[str, int]:
+        """Return where device memory went, in bytes."""
+        model = self._require_model()
+        weights = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+        tables = () if self._sampler is None else self._sampler.tables
+        return {
+            "weights": sum(weights.values()),
+            "pages": sum(pages.nbytes for pages in self.pages),
+            "workspace": self.planner.workspace_bytes,
+            "buffers": self.buffers.nbytes + self._prefill_indices.nbytes + sum(table.nbytes for table in tables),
+            "graphs": self._graph_bytes,
+        }
+
+    def graph_counts(self) -> dict[str, int]:
+        """Return how many graphs each program has been compiled into; more than one is a recompile."""
+        counts = self.programs.graph_counts()
+        return counts if self._sampler is None else counts | self._sampler.graph_counts()
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Count what the block takes from the allocator for good."""
+        before = reserved_bytes(self.device)
+        yield
+        self._graph_bytes += max(0, reserved_bytes(self.device) - before)
 
     def _what(self, program: str) -> str:
         if self.config.mode == "eager":
@@ -156,7 +217,7 @@ class PagedModel:
 
         Args:
             batch: at most ``max_batch_size`` rows, each already grown by its tokens.
-            keep: ``[L]``, which packed tokens' logits are wanted; each row's last where None.
+            keep: ``[L]`` ascending, which packed tokens' logits are wanted; each row's last where None.
 
         Returns:
             ``[L, V]`` logits, and ``[L]`` int64, the most likely next tokens.
@@ -164,11 +225,22 @@ class PagedModel:
         self.make_prefill_ready()
         if keep is None:
             keep = np.cumsum([len(extension.ids) for extension in batch]) - 1
+        start, parts = 0, []
+        for chunk in _chunks(batch, self.config.prefill_tokens, self.config.page_size):
+            end = start + sum(len(extension.ids) for extension in chunk)
+            parts.append(self._prefill_chunk(chunk, keep[(keep >= start) & (keep < end)] - start))
+            start = end
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([logits for logits, _ in parts]), torch.cat([tokens for _, tokens in parts])
+
+    def _prefill_chunk(self, batch: list[Extension], keep: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         wanted = len(keep)
-        if len(batch) == 1:  # a symbolic size is at least 2
+        # A symbolic size is at least 2.
+        if len(batch) == 1:
             batch = [*batch, _null_extension(1, self.config.page_size)]
-        if wanted == 1:
-            keep = np.repeat(keep, 2)
+        if wanted < 2:
+            keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
         logits, tokens = self._run_prefill(batch, keep)
         return logits[:wanted], tokens[:wanted]
 
@@ -262,5 +334,32 @@ def max_positions_of(model: PreTrainedModel) -> int:
     return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**17))
 
 
+def _chunks(batch: list[Extension], most: int, page_size: int) -> Iterator[list[Extension]]:
+    """Cut packed tokens into pieces of at most ``most``; a row that is cut attends to its earlier pieces in pages."""
+    chunk: list[Extension] = []
+    room = most
+    for extension in batch:
+        start, count = 0, len(extension.ids)
+        while start < count:
+            stop = min(count, start + room)
+            chunk.append(_part(extension, start, stop, page_size))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield chunk
+                chunk, room = [], most
+    if chunk:
+        yield chunk
+
+
+def _part(extension: Extension, start: int, stop: int, page_size: int) -> Extension:
+    """Return tokens ``start`` to ``stop`` of an extension, with the row as it is once they are stored."""
+    if (start, stop) == (0, len(extension.ids)):
+        return extension
+    length = extension.row.length - len(extension.ids) + stop
+    row = Span(extension.row.pages[: -(-length // page_size)], length)
+    return Extension(row, extension.ids[start:stop], extension.positions[start:stop])
+
+
 def _null_extension(length: int, page_size: int) -> Extension:
-    return Extension(NullRow(length, page_size), np.zeros(length, np.int64), np.arange(length, dtype=np.int64))
+    return Extension(Span.null(length, page_size), np.zeros(length, np.int64), np.arange(length, dtype=np.int64))

@@ -56,6 +56,11 @@ class Planner:
 
             self._workspace = Workspace(device, config.workspace_bytes)
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Size of FlashInfer's float workspace, in bytes; 0 on a CPU."""
+        return 0 if self._workspace is None else self._workspace.float_buffer.nbytes
+
     def plan_decode(self, inputs: DecodeInputs, table: HostTable) -> None:
         """Plan a decode step over ``inputs``, whose buffers hold, or are about to hold, ``table``."""
         self.replans += 1

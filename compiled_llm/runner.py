@@ -20,6 +20,7 @@ from torch import Tensor
 
 from compiled_llm.page_table import Row
 from compiled_llm.paged_model import Extension, PagedModel
+from compiled_llm.sampling import Sampling
 from compiled_llm.staging import Readback
 
 
@@ -37,7 +38,7 @@ class Runner:
         self._thread = paged.thread
         self.rows: list[Row] = []
         self.steps = 0
-        self._pending: list[tuple[Row, NDArray[np.int64]]] = []
+        self._pending: list[tuple[Row, NDArray[np.int64], Sampling | None]] = []
         # The rows in the order in which the device holds their next tokens: in the decode buffers while seated
         # there, in _tokens otherwise.
         self._order: list[Row] = []
@@ -48,12 +49,13 @@ class Runner:
 
     # ---- the three verbs
 
-    def admit(self, prompt: ArrayLike, max_new_tokens: int) -> Row:
+    def admit(self, prompt: ArrayLike, max_new_tokens: int, sampling: Sampling | None = None) -> Row:
         """Let a prompt in; the next ``step`` prefills it together with all others that are waiting.
 
         Args:
             prompt: token ids, at least one.
             max_new_tokens: how many tokens the row may grow by; its pages are promised now.
+            sampling: how it chooses its tokens; the most likely ones where None.
 
         Raises:
             ValueError: the prompt is empty, or ``max_batch_size`` rows are in already.
@@ -63,7 +65,7 @@ class Runner:
         if len(ids) == 0:
             raise ValueError("prompt is empty: give at least one token")
         row = self.add_row(len(ids) + max_new_tokens)
-        self._pending.append((row, ids))
+        self._pending.append((row, ids, sampling))
         return row
 
     def step(self, forced: Tensor | None = None) -> dict[Row, int]:
@@ -75,7 +77,8 @@ class Runner:
             forced: ``[B]`` int64, tokens for the rows to feed in, in the order of ``rows``, instead of their own.
 
         Returns:
-            The next token of each row that took part in the step before.
+            The next token of each row that took part in the step before; ``sampling.NOT_A_TOKEN`` for one whose
+            logits cannot be sampled from.
 
         Raises:
             RuntimeError: there is nothing to run.
@@ -86,7 +89,7 @@ class Runner:
     def release(self, row: Row) -> None:
         """Take a row out and give its pages back."""
         self.rows.remove(row)
-        self._pending = [(waiting, ids) for waiting, ids in self._pending if waiting is not row]
+        self._pending = [entry for entry in self._pending if entry[0] is not row]
         row.free()
 
     # ---- around them
@@ -174,12 +177,18 @@ class Runner:
         self._launched.append((rows, Readback(tokens)))
 
     def _prefill_pending(self) -> tuple[list[Row], Tensor]:
-        rows = [row for row, _ in self._pending]
-        ids = [tokens for _, tokens in self._pending]
+        rows = [row for row, _, _ in self._pending]
+        ids = [tokens for _, tokens, _ in self._pending]
         positions = [np.arange(len(tokens), dtype=np.int64) for tokens in ids]
+        sampled = [(row, sampling) for row, _, sampling in self._pending if sampling is not None and row.slot is None]
+        if sampled:
+            self._paged.make_prefill_ready()  # the vocabulary is known afterwards
+            self._paged.sampler.admit([row for row, _ in sampled], [sampling for _, sampling in sampled])
         self._logits, tokens = self._extend(rows, ids, positions, None)
+        if any(row.slot is not None for row in rows):
+            tokens = self._paged.sampler.choose_first(self._logits, rows)
         self._pending.clear()
-        self._hold(rows, tokens)
+        self._hold(rows, tokens.clamp(min=0))
         return rows, tokens
 
     def _extend(
@@ -215,7 +224,11 @@ class Runner:
     def _decode(self, forced: Tensor | None) -> tuple[list[Row], Tensor]:
         rows, paged = self.rows, self._paged
         bucket = paged.bucket_for(len(rows))
-        paged.make_decode_ready(bucket)
+        sampled = any(row.slot is not None for row in rows)
+        if sampled:
+            paged.make_sampling_ready(bucket)
+        else:
+            paged.make_decode_ready(bucket)
         pages = sum(len(row.pages) for row in rows)
         try:
             with _grown(rows, [1] * len(rows)):
@@ -227,6 +240,9 @@ class Runner:
                     if forced is not None:
                         paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(forced)
                 logits = paged.run_decode(bucket)
+                tokens = paged.buffers.bucket(bucket).tokens
+                if sampled:
+                    tokens = paged.sampler.choose_next(logits, paged.buffers.bucket(bucket))
         except BaseException:
             paged.claim(None)
             self._order, self._tokens = [], None
@@ -234,7 +250,7 @@ class Runner:
         for row in rows:
             row.position += 1
         self._logits = logits[: len(rows)]
-        return list(rows), paged.buffers.bucket(bucket).tokens[: len(rows)]
+        return list(rows), tokens[: len(rows)]
 
     def _seat(self, bucket: int, forced: Tensor | None) -> None:
         """Move this runner's rows, in their present order, into the decode buffers."""
@@ -242,6 +258,8 @@ class Runner:
         tokens = forced if forced is not None else self._next_tokens()
         self._paged.claim(self)
         self._paged.upload(self.rows, bucket, tokens)
+        if any(row.slot is not None for row in self.rows):
+            self._paged.sampler.seat(self.rows, bucket)
         self._order, self._tokens = list(self.rows), None
 
     def _next_tokens(self) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from transformers import PreTrainedModel
 
@@ -21,6 +20,7 @@ from compiled_llm.paged_cache import PagedCache
 from compiled_llm.paged_model import PagedModel
 from compiled_llm.runner import Runner
 from compiled_llm.stats import Counters, Stats
+from compiled_llm.turn import Turn
 
 
 class CompiledModel:
@@ -30,6 +30,7 @@ class CompiledModel:
         config: the options given to ``wrap``.
         layers: the model's attention layers.
         attention: switches between paged attention and the model's own.
+        turn: whose loop runs.
         counters: what ran where; read them through ``stats``.
     """
 
@@ -50,7 +51,7 @@ class CompiledModel:
         self.attention = AttentionSwitch(model)
         self._paged: PagedModel | None = None
         self._allocation = threading.Lock()
-        self._turn = threading.Lock()
+        self.turn = Turn()
 
     def warmup(self, batch_sizes: Iterable[int] | None = None) -> None:
         """Allocate pages, compile, and record every bucket that batches of these sizes use.
@@ -76,7 +77,7 @@ class CompiledModel:
         counters, paged = self.counters, self._paged
         if paged is None:
             return Stats(dict(counters.generate_calls), dict(counters.slow_paths))
-        graphs = paged.programs.graph_counts()
+        graphs = paged.graph_counts()
         return Stats(
             generate_calls=dict(counters.generate_calls),
             slow_paths=dict(counters.slow_paths),
@@ -89,12 +90,13 @@ class CompiledModel:
             buckets=paged.ready_buckets,
             pages=paged.pool.account(),
             page_size=self.config.page_size,
+            memory=paged.memory(),
         )
 
     @property
     def graphs(self) -> dict[str, int]:
         """How many graphs each program is compiled into."""
-        return {} if self._paged is None else self._paged.programs.graph_counts()
+        return {} if self._paged is None else self._paged.graph_counts()
 
     # ---- used by the parts of the package that run on a wrapped model
 
@@ -119,18 +121,3 @@ class CompiledModel:
     def new_cache(self) -> PagedCache:
         """Return an empty cache with a runner of its own."""
         return PagedCache(self.runner(), len(self.layers))
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait for the turn to run a loop: concurrent ones would push each other out of the decode buffers."""
-        with self._turn:
-            yield
-
-    @contextmanager
-    def turn_yielded(self) -> Iterator[None]:
-        """Let others run while a callback of the user's does, which may itself call the model."""
-        self._turn.release()
-        try:
-            yield
-        finally:
-            self._turn.acquire()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
 
 from compiled_llm.page_table import PageAccount
 
 logger = logging.getLogger("compiled_llm.generate")
 
-Path = Literal["fast loop", "compiled forward", "original"]
-"""The fast loop; HuggingFace's loop over the compiled forward; HuggingFace's loop over the original forward."""
+Path = Literal["fast loop", "processed loop", "compiled forward", "original"]
+"""Our loop; our loop with processors between steps; HuggingFace's loop over the compiled forward, or the original."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,8 @@ class Stats:
         slow_paths: why calls did not take the fast loop, and how often.
         steps: prefills and decode steps launched by the fast loop.
         replans: page tables planned for decode; between them steps only replay.
-        graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches).
+        graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), and 2 more once
+            something was sampled (at batch 1, at larger batches).
         graph_breaks: always 0: programs compile whole or raise.
         recompiles: graphs compiled again although they existed.
         cudagraph_skips: times Inductor did not record a CUDA graph although it was asked to.
@@ -33,6 +39,8 @@ class Stats:
         buckets: decode batch sizes that are ready.
         pages: the page account, or None while nothing is allocated.
         page_size: tokens in a page.
+        memory: bytes on the device: ``weights``, ``pages``, ``workspace`` (FlashInfer's), ``buffers`` (page tables and
+            sampling settings) and ``graphs`` (what recording CUDA graphs took from the allocator).
     """
 
     generate_calls: dict[str, int] = field(default_factory=dict)
@@ -47,6 +55,37 @@ class Stats:
     buckets: list[int] = field(default_factory=list)
     pages: PageAccount | None = None
     page_size: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """A table."""
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for name, value in self._rows():
+            table.add_row(name, value)
+        console = Console(width=100, file=io.StringIO(), record=True)
+        console.print(table)
+        return "\n".join(line.rstrip() for line in console.export_text().splitlines())
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        calls = ", ".join(f"{count} {path}" for path, count in self.generate_calls.items())
+        yield "generate", calls or "not called"
+        for reason, count in self.slow_paths.items():
+            yield "", f"{count} not in the fast loop: {reason}"
+        yield "steps", f"{self.steps}, page tables planned {self.replans} times"
+        yield (
+            "graphs",
+            f"{self.graphs}, {self.graph_breaks} graph breaks, {self.recompiles} recompiles; recorded "
+            f"{self.recordings}, {self.cudagraph_skips} skips",
+        )
+        yield "batch sizes", ", ".join(map(str, self.buckets)) or "none ready"
+        if self.pages is not None:
+            yield (
+                "pages",
+                f"{self.pages.used} used, {self.pages.cached} cached, {self.pages.free} free of {self.pages.total} "
+                f"({self.pages.total * self.page_size} tokens)",
+            )
+        for name, size in self.memory.items():
+            yield f"memory: {name}", f"{size / 2**20:,.1f} MiB"
 
 
 class Counters:

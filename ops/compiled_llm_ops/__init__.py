@@ -7,12 +7,14 @@ launcher for CUDA and a kernel in plain PyTorch for the CPU.
 from compiled_llm_ops.attention import paged_attention, paged_attention_lse
 from compiled_llm_ops.pages import append_paged_kv
 from compiled_llm_ops.plans import AttentionPlan, Geometry, PageTable, find_plan, register_plan
+from compiled_llm_ops.sampling import filter_logits
 
 __all__ = [
     "AttentionPlan",
     "Geometry",
     "PageTable",
     "append_paged_kv",
+    "filter_logits",
     "find_plan",
     "paged_attention",
     "paged_attention_lse",

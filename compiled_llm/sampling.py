@@ -1,0 +1,263 @@
+"""Choosing the next token inside the graph, with settings and random numbers for each row.
+
+A draw is the largest of ``logits / temperature + Gumbel noise``. The noise comes from a counter-based generator keyed
+by the row's seed and counted by the token's position, so a replayed graph draws anew each step (positions advance in
+the graph), and a row draws the same tokens whatever else runs in its batch.
+
+Shapes: B rows, V vocabulary, X rows with settings of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from compiled_llm_ops import filter_logits
+
+NOT_A_TOKEN = -1
+"""Stands for the next token of a row whose logits are NaN or all -inf."""
+
+# The order in which HuggingFace applies them, which is ours too.
+_ORDER: tuple[type[LogitsProcessor], ...] = (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one row chooses its tokens.
+
+    Attributes:
+        temperature: divides the logits; 0.0 takes the most likely token.
+        top_k: draw among the k most likely; 0 for all.
+        top_p: draw among the most likely that together exceed this probability; 1.0 for all.
+        min_p: draw among those at least this times as likely as the most likely; 0.0 for all.
+        repetition_penalty: divides positive logits of tokens seen before, multiplies negative ones; 1.0 for none.
+        seed: decides the row's draws.
+        seen: ``[n]`` int64, tokens of the prompt that count as seen.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    seen: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
+def read_processors(processors: LogitsProcessorList, do_sample: bool, input_ids: Tensor) -> list[Sampling] | None:
+    """Return each row's settings, drawing the rows' seeds from torch's default generator if ``do_sample``.
+
+    Args:
+        processors: what HuggingFace's ``generate`` prepared.
+        do_sample: draw, or take the most likely token.
+        input_ids: ``[B, T]``, prompts as HuggingFace's processors see them, padding included.
+
+    Returns:
+        One entry a row, or None if there is a processor that the graph does not have.
+    """
+    if not all(_is_in_graph(processor) for processor in processors):
+        return None
+    ranks = [_ORDER.index(type(processor)) for processor in processors]
+    if ranks != sorted(set(ranks)):
+        return None
+    found = {type(processor): processor for processor in processors}
+
+    def setting(kind: type[LogitsProcessor], name: str, default: float) -> float:
+        return float(getattr(found[kind], name)) if kind in found else default
+
+    rows = input_ids.shape[0]
+    seeds = new_seeds(rows).tolist() if do_sample else [0] * rows
+    penalty = found.get(RepetitionPenaltyLogitsProcessor)
+    seen = [np.zeros(0, dtype=np.int64)] * rows if penalty is None else _seen(penalty, input_ids)
+    return [
+        Sampling(
+            temperature=setting(TemperatureLogitsWarper, "temperature", 1.0) if do_sample else 0.0,
+            top_k=int(setting(TopKLogitsWarper, "top_k", 0)),
+            top_p=setting(TopPLogitsWarper, "top_p", 1.0),
+            min_p=setting(MinPLogitsWarper, "min_p", 0.0),
+            repetition_penalty=setting(RepetitionPenaltyLogitsProcessor, "penalty", 1.0),
+            seed=seed,
+            seen=tokens,
+        )
+        for seed, tokens in zip(seeds, seen, strict=True)
+    ]
+
+
+def _is_in_graph(processor: LogitsProcessor) -> bool:
+    return (
+        type(processor) in _ORDER
+        and getattr(processor, "min_tokens_to_keep", 1) == 1
+        and getattr(processor, "filter_value", -math.inf) == -math.inf
+    )
+
+
+def _seen(penalty: LogitsProcessor, input_ids: Tensor) -> list[NDArray[np.int64]]:
+    """Return the prompt tokens of each row that HuggingFace's penalty counts."""
+    ids = input_ids.cpu().numpy()
+    ignored = getattr(penalty, "prompt_ignore_length", None)
+    starts = np.broadcast_to(np.asarray(0 if ignored is None else ignored), len(ids))
+    return [np.unique(row[start:]) for row, start in zip(ids, starts, strict=True)]
+
+
+class SamplingTables(NamedTuple):
+    """Every row's settings on the device; the last of the X entries is that of padding rows.
+
+    Attributes:
+        temperature: ``[X]`` float32.
+        top_k: ``[X]`` int32.
+        top_p: ``[X]`` float32.
+        min_p: ``[X]`` float32.
+        penalty: ``[X]`` float32.
+        seed: ``[X]`` int64.
+        seen: ``[X, V]`` bool.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    penalty: Tensor
+    seed: Tensor
+    seen: Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, vocabulary: int, device: torch.device) -> SamplingTables:
+        """Allocate for ``rows`` rows and one for padding; all choose greedily."""
+        entries = rows + 1
+        return cls(
+            torch.zeros(entries, dtype=torch.float32, device=device),
+            torch.zeros(entries, dtype=torch.int32, device=device),
+            torch.ones(entries, dtype=torch.float32, device=device),
+            torch.zeros(entries, dtype=torch.float32, device=device),
+            torch.ones(entries, dtype=torch.float32, device=device),
+            torch.zeros(entries, dtype=torch.int64, device=device),
+            torch.zeros(entries, vocabulary, dtype=torch.bool, device=device),
+        )
+
+
+def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Tensor:
+    """Choose each row's next token and mark it as seen.
+
+    Args:
+        logits: ``[B, V]``.
+        slots: ``[B]`` int64, each row's entry in ``tables``.
+        positions: ``[B]`` int64, the position of the token that is chosen.
+        tables: the settings; ``seen`` is written.
+
+    Returns:
+        ``[B]`` int64; ``NOT_A_TOKEN`` for a row whose logits are NaN or all -inf.
+    """
+    scores = logits.float()
+    penalty = tables.penalty[slots][:, None]
+    penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
+    scores = torch.where(tables.seen[slots], penalised, scores)
+    temperature = tables.temperature[slots][:, None]
+    greedy = temperature == 0
+    scores = scores / torch.where(greedy, 1.0, temperature)
+    filtered = filter_logits(scores, tables.top_k[slots], tables.top_p[slots], tables.min_p[slots])
+    noise = gumbel_noise(tables.seed[slots], positions, logits.shape[-1])
+    chosen = _largest(filtered, torch.where(greedy, filtered, filtered + noise))
+    tables.seen[slots, chosen.clamp(min=0)] = True
+    return chosen
+
+
+def draw(scores: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
+    """Draw from scores that processors have finished with.
+
+    Args:
+        scores: ``[B, V]`` float32.
+        seeds: ``[B]`` int64; the most likely token is taken where None.
+        positions: ``[B]`` int64, the position of the token that is drawn.
+
+    Returns:
+        ``[B]`` int64; ``NOT_A_TOKEN`` for a row whose scores are NaN or all -inf.
+    """
+    if seeds is None:
+        return _largest(scores, scores)
+    return _largest(scores, scores + gumbel_noise(seeds, positions, scores.shape[-1]))
+
+
+def new_seeds(rows: int) -> Tensor:
+    """Return ``[rows]`` int64 from torch's default generator, so that ``torch.manual_seed`` decides all draws."""
+    return torch.randint(2**62, (rows,))
+
+
+def _largest(scores: Tensor, noisy: Tensor) -> Tensor:
+    best = scores.amax(dim=-1)
+    usable = (best > -math.inf) & (best < math.inf)  # both are False for NaN
+    return torch.where(usable, noisy.argmax(dim=-1), NOT_A_TOKEN)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
+    """Return ``[B, count]`` float32 of standard Gumbel noise, a function of its arguments alone.
+
+    Args:
+        seeds: ``[B]`` int64, not negative.
+        positions: ``[B]`` int64, not negative; another position gives other noise.
+        count: numbers a row.
+    """
+    index = torch.arange(count, dtype=torch.int64, device=seeds.device)[None, :]
+    # The generator has a key of 32 bits: the seed's upper half goes into the counter.
+    counter = (positions ^ (seeds >> 32)) & _MASK
+    bits = philox(index, counter[:, None], (seeds & _MASK)[:, None])
+    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32  # fine-grained near 0, where the largest noise comes from
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1.0 - 2.0**-24)))
+
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIER = 0xD256D193
+_WEYL = 0x9E3779B9
+
+
+def philox(low: Tensor, high: Tensor, key: Tensor) -> Tensor:
+    """Return the first word of Philox2x32-10 of the counter ``(low, high)`` under ``key``; all words in int64.
+
+    Source:
+        Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+    """
+    for _ in range(10):
+        # A product of two 32-bit words in pieces of 16 bits, since 64 signed bits do not hold it.
+        below = (low & 0xFFFF) * _MULTIPLIER
+        above = (low >> 16) * _MULTIPLIER
+        product_high = (above + (below >> 16)) >> 16
+        product_low = (below + ((above & 0xFFFF) << 16)) & _MASK
+        low, high = product_high ^ key ^ high, product_low
+        key = (key + _WEYL) & _MASK
+    return low
+
+
+def upload_settings(tables: SamplingTables, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
+    """Write the settings of newly admitted rows into their entries."""
+    device = tables.temperature.device
+    where = torch.tensor(list(slots), device=device)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    for column, name in zip(tables[:-1], names, strict=True):
+        values = torch.tensor([getattr(entry, name) for entry in settings], dtype=column.dtype)
+        column[where] = values.to(device, non_blocking=True)
+    tables.seen[where] = False
+    vocabulary = tables.seen.shape[1]
+    for slot, entry in zip(slots, settings, strict=True):
+        known = entry.seen[entry.seen < vocabulary]
+        if len(known):
+            tables.seen[slot, torch.from_numpy(known).to(device)] = True
