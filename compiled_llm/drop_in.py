@@ -25,7 +25,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from compiled_llm import generate as loop
-from compiled_llm.checks import check_fits, check_prompt, check_ready, pages_needed
+from compiled_llm.attention import set_implementations
+from compiled_llm.checks import check_fits, check_ids, check_prompt, check_ready, pages_needed
 from compiled_llm.config import WrapConfig
 from compiled_llm.layers import Layer
 from compiled_llm.paged_cache import PagedCache
@@ -51,7 +52,7 @@ class WrappedModel:
         check_ready(model)
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
         if input_ids is not None:
-            check_prompt(model, input_ids, kwargs.get("attention_mask"))
+            check_prompt(model, input_ids, kwargs.get("attention_mask"), kwargs.get("past_key_values") is not None)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(
@@ -91,7 +92,6 @@ class WrappedModel:
         if not isinstance(cache, PagedCache):
             return huggingface(**model_kwargs)
         model, runtime = cast(PreTrainedModel, self), self.compiled
-        returned = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
         call = loop.Call(
             runtime,
             cache,
@@ -105,21 +105,22 @@ class WrappedModel:
         )
         reason = "synced_gpus" if synced_gpus else loop.obstacle(model, call)
         paged = runtime.paged()
-        wanted = pages_needed(paged, input_ids, call.attention_mask, generation_config)
+        prompts = [len(prompt) for prompt in loop.prompts_of(input_ids, call.attention_mask)]
+        wanted = pages_needed(paged, prompts, call.most_new)
         try:
             if reason is None:
                 with runtime.turn.taken(fits=lambda: wanted <= paged.pool.available):
-                    check_fits(model, paged, input_ids, call.attention_mask, generation_config)
+                    check_fits(model, paged, prompts, call.most_new)
                     result = _own_loop(call)
-                    if not returned:
+                    if not call.returns_cache:
                         cache.close()
             else:
                 if not cache.seen:
-                    check_fits(model, paged, input_ids, call.attention_mask, generation_config)
+                    check_fits(model, paged, prompts, call.most_new)
                 runtime.counters.took("compiled forward", reason)
                 result = huggingface(**model_kwargs)
         finally:
-            if not returned or sys.exc_info()[0] is not None:
+            if not call.returns_cache or sys.exc_info()[0] is not None:
                 cache.close()
         return result
 
@@ -156,6 +157,7 @@ def _forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
                 "pass a DynamicCache, or none, to run the model's own forward"
             )
     check_ready(self)
+    check_ids(kwargs.get("input_ids"))
     keep = kwargs.get("logits_to_keep")
     output = cache.forward(
         kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"), 0 if keep is None else keep
@@ -200,11 +202,13 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
         def reduce_ex(self: Any, protocol: int) -> Any:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}
-            return _blank, (base,), (state, self.compiled.layers, self.compiled.config)
+            compiled = self.compiled
+            return _blank, (base,), (state, compiled.layers, compiled.config, compiled.attention.own_implementations())
 
-        def setstate(self: Any, payload: tuple[dict[str, Any], list[Layer], WrapConfig]) -> None:
-            state, layers, config = payload
+        def setstate(self: Any, payload: tuple[dict[str, Any], list[Layer], WrapConfig, list[str | None]]) -> None:
+            state, layers, config, implementations = payload
             base.__setstate__(self, state)
+            set_implementations(self, implementations)  # another thread's step may have been running
             self.compiled = CompiledModel(self, base.forward, layers, config)
 
         members = {

@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from compiled_llm.page_table import Row
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.sampling import NOT_A_TOKEN, Sampling, draw, new_seeds
 
@@ -54,6 +55,17 @@ class Call:
     criteria: StoppingCriteriaList
     config: GenerationConfig
     streamer: BaseStreamer | None
+
+    @property
+    def most_new(self) -> int:
+        """How many tokens each row can get at most; HuggingFace checks lengths after a token, so never none."""
+        lengths = [entry.max_length for entry in self.criteria if isinstance(entry, MaxLengthCriteria)]
+        return max(1, min(lengths) - self.input_ids.shape[1])
+
+    @property
+    def returns_cache(self) -> bool:
+        """Whether the cache, rows and all, goes to the user."""
+        return bool(self.config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False))
 
     @property
     def wants_scores(self) -> bool:
@@ -101,22 +113,50 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     rows = [
         runner.admit(prompt, sequences.most_new, sampling) for prompt, sampling in zip(prompts, settings, strict=True)
     ]
+    ends: dict[Row, int] = {}
     while not sequences.done:
         tokens = runner.step() if runner.steps < sequences.most_new else runner.drain()
         if not tokens:
             continue
         with call.runtime.turn.yielded():
             ended = sequences.append([tokens.get(row, 0) for row in rows])
-        if not call.config.return_dict_in_generate:  # else the cache goes to the user, rows and all
+        if call.returns_cache:
+            ends.update({rows[index]: sequences.generated for index in ended})
+        else:
             for index in ended:
                 runner.release(rows[index])
-    # The loop ran a step ahead of what it read. As in HuggingFace's caches, the last token is not fed in.
-    for row, prompt in zip(rows, prompts, strict=True):
-        if row in runner.rows:
-            row.rewind(len(prompt) + sequences.generated - 1)
-    call.cache.seen = sequences.length - 1
+    if call.returns_cache:
+        _settle(call, rows, [len(prompt) for prompt in prompts], ends, sequences)
     call.runtime.counters.add_steps(runner.steps)
     return sequences.finish()
+
+
+def _settle(call: Call, rows: list[Row], prompts: list[int], ends: dict[Row, int], sequences: _Sequences) -> None:
+    """Leave in the cache what HuggingFace leaves there: all columns but the last, pads after a row's end included.
+
+    The loop ran a step ahead of what it read, and rows that had ended went on with tokens of their own.
+
+    Args:
+        call: the call.
+        rows: all its rows.
+        prompts: tokens in each row's prompt.
+        ends: how many tokens a row had got when it ended.
+        sequences: where pads come from.
+    """
+    stored = sequences.generated - 1
+    late: list[tuple[Row, int]] = []
+    for row, prompt in zip(rows, prompts, strict=True):
+        own = min(stored, ends.get(row, stored))
+        row.rewind(prompt + own)
+        if own < stored:
+            late.append((row, stored - own))
+    if late:
+        call.cache.runner.extend(
+            [row for row, _ in late],
+            [np.full(count, sequences.pad_token, dtype=np.int64) for _, count in late],
+            [row.position + np.arange(count) for row, count in late],
+        )
+    call.cache.seen = sequences.length - 1
 
 
 def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
@@ -135,7 +175,7 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     runner, device = call.cache.runner, call.input_ids.device
     seeds = new_seeds(len(call.input_ids)).to(device) if call.config.do_sample else None
     prompts = prompts_of(call.input_ids, call.attention_mask)
-    rows = [runner.add_row(len(prompt) + sequences.most_new) for prompt in prompts]
+    rows = [runner.add_row(len(prompt) + sequences.most_new - 1) for prompt in prompts]
     logits = runner.extend(rows, prompts, [np.arange(len(prompt), dtype=np.int64) for prompt in prompts])
     while True:
         with call.runtime.turn.yielded():
@@ -167,22 +207,22 @@ class _Sequences:
     Attributes:
         generated: G, how many tokens each row has got.
         most_new: how many it can get at most.
+        pad_token: what follows in a row that has ended.
     """
 
     def __init__(self, call: Call) -> None:
         batch, self._prompt = call.input_ids.shape
-        max_length = min(entry.max_length for entry in call.criteria if isinstance(entry, MaxLengthCriteria))
-        self.most_new = max_length - self._prompt
+        self.most_new = call.most_new
         self.generated = 0
         self._call = call
-        self._ids = torch.empty((batch, max_length), dtype=torch.int64)
+        self._ids = torch.empty((batch, self._prompt + self.most_new), dtype=torch.int64)
         self._ids[:, : self._prompt] = call.input_ids
         self._unfinished = np.ones(batch, dtype=bool)
         self._eos = [entry.eos_token_id.cpu().numpy() for entry in call.criteria if isinstance(entry, EosTokenCriteria)]
         # Without an EOS criterion HuggingFace lets a row that another criterion ended run on, unpadded.
         self._pads = any(hasattr(entry, "eos_token_id") for entry in call.criteria)
         pad = call.config._pad_token_tensor
-        self._pad_token = 0 if pad is None else int(pad)
+        self.pad_token = 0 if pad is None else int(pad)
         self._custom: list[StoppingCriteria] = [
             entry for entry in call.criteria if type(entry) not in (MaxLengthCriteria, EosTokenCriteria)
         ]
@@ -219,13 +259,15 @@ class _Sequences:
                 "-inf; check the weights and their dtype, or the logits processors that mask tokens"
             )
         if self._pads:
-            step[~before] = self._pad_token
+            step[~before] = self.pad_token
         self._ids[:, self.length] = torch.from_numpy(step)
         self.generated += 1
         for eos in self._eos:
             self._unfinished &= ~np.isin(step, eos)
         for entry in self._custom:
-            self._unfinished &= ~entry(self.result(), self._scores).cpu().numpy()
+            ids = self.result()
+            ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device) | entry(ids, self._scores)
+            self._unfinished &= ~ended.cpu().numpy()
         if self._call.streamer is not None:
             self._call.streamer.put(torch.from_numpy(step))
         return np.flatnonzero(before & ~self._unfinished).tolist() if self._pads else []

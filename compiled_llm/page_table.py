@@ -102,8 +102,11 @@ class Row:
         """Promise pages for ``tokens``.
 
         Raises:
+            ValueError: ``tokens`` is negative.
             OutOfPagesError: the pool cannot promise that many; nothing changed.
         """
+        if tokens < 0:
+            raise ValueError(f"a row cannot have room for {tokens} tokens")
         self._pool = pool
         self._reserved = pool.pages_for(tokens)
         pool.reserve(self._reserved)
@@ -137,15 +140,37 @@ class Row:
             self.pages.append(self._pool.take_reserved())
             self._reserved -= 1
 
+    def mark(self) -> tuple[int, int]:
+        """Return what ``restore`` needs to undo growth."""
+        return self.length, self._reserved + len(self.pages)
+
+    def restore(self, mark: tuple[int, int]) -> None:
+        """Undo all growth since ``mark``, and the promises made for it."""
+        length, pages = mark
+        self.shrink(self.length - length)
+        extra = self._reserved + len(self.pages) - pages
+        self._pool.give_back((), reserved=extra)
+        self._reserved -= extra
+
     def shrink(self, tokens: int) -> None:
-        """Forget the last ``tokens``; pages left empty become promised ones again."""
+        """Forget the last ``tokens``; pages left empty become promised ones again.
+
+        Raises:
+            ValueError: the row does not hold that many.
+        """
+        if not 0 <= tokens <= self.length:
+            raise ValueError(f"a row of {self.length} tokens cannot forget {tokens}")
         self.length -= tokens
         keep = self._pool.pages_for(self.length)
         self._reserved += self._pool.untake(self.pages[keep:])
         del self.pages[keep:]
 
     def rewind(self, length: int) -> None:
-        """Forget all tokens after the first ``length``."""
+        """Forget all tokens after the first ``length``.
+
+        Raises:
+            ValueError: the row is shorter than that.
+        """
         extra = self.length - length
         self.shrink(extra)
         self.position -= extra

@@ -10,12 +10,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.attention import AttentionSwitch, PagedBatch
@@ -114,6 +114,11 @@ class PagedModel:
         self._graph_bytes = 0
         self._owner: weakref.ref[Runner] | None = None
 
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model can take."""
+        return cast(nn.Embedding, self._require_model().get_input_embeddings()).num_embeddings
+
     # ---- readiness: compile and record on null rows, never on somebody's tokens
 
     @property
@@ -129,7 +134,7 @@ class PagedModel:
             rows, kept = next(sizes for sizes in _PREFILL_SIZES if self._distinct(*_symbols(*sizes)))
             null = [_null_extension(2, self.config.page_size) for _ in range(rows)]
             logits, _ = self._run_prefill(null, np.zeros(kept, dtype=np.int64))
-            self._vocabulary = logits.shape[-1]
+            self._logits_width = logits.shape[-1]
         self._ready.add("prefill")
 
     def _distinct(self, *sizes: int) -> bool:
@@ -161,7 +166,7 @@ class PagedModel:
         """What chooses the tokens of sampled rows; allocated at the first call, after prefill is ready."""
         if self._sampler is None:
             self._sampler = Sampler(
-                self.config, self._vocabulary, self.staging, self.device, cudagraphs=self.programs.recorded
+                self.config, self._logits_width, self.staging, self.device, cudagraphs=self.programs.recorded
             )
         return self._sampler
 

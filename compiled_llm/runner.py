@@ -39,10 +39,12 @@ class Runner:
         self.rows: list[Row] = []
         self.steps = 0
         self._pending: list[tuple[Row, NDArray[np.int64], Sampling | None]] = []
-        # The rows in the order in which the device holds their next tokens: in the decode buffers while seated
-        # there, in _tokens otherwise.
+        # The rows in the order in which the device holds their next tokens: in _tokens, or where that is None in the
+        # decode buffers.
         self._order: list[Row] = []
         self._tokens: Tensor | None = None
+        # What the decode buffers say of each row, if they are ours: anything else must be uploaded anew.
+        self._left: list[tuple[Row, int, int]] = []
         self._logits: Tensor | None = None
         self._launched: deque[tuple[list[Row], Readback]] = deque()
         self._finalizer = weakref.finalize(self, _free, self.rows)
@@ -58,14 +60,24 @@ class Runner:
             sampling: how it chooses its tokens; the most likely ones where None.
 
         Raises:
-            ValueError: the prompt is empty, or ``max_batch_size`` rows are in already.
+            ValueError: the prompt is empty or not of tokens of the model, ``max_new_tokens`` is negative, or
+                ``max_batch_size`` rows are in already.
             OutOfPagesError: the pages it may need are not free; nothing was taken.
         """
-        ids = np.asarray(prompt, dtype=np.int64).reshape(-1)
-        if len(ids) == 0:
+        given = np.asarray(prompt)
+        if given.size == 0:
             raise ValueError("prompt is empty: give at least one token")
-        row = self.add_row(len(ids) + max_new_tokens)
-        self._pending.append((row, ids, sampling))
+        vocabulary = self._paged.vocabulary
+        if given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= vocabulary:
+            raise ValueError(
+                f"prompt: token ids are integers from 0 to {vocabulary - 1}; got {given.dtype} from {given.min()} to "
+                f"{given.max()}"
+            )
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: must not be negative")
+        # The last token is chosen but never stored.
+        row = self.add_row(given.size + max(0, max_new_tokens - 1))
+        self._pending.append((row, given.astype(np.int64).reshape(-1), sampling))
         return row
 
     def step(self, forced: Tensor | None = None) -> dict[Row, int]:
@@ -82,12 +94,22 @@ class Runner:
 
         Raises:
             RuntimeError: there is nothing to run.
+            ValueError: ``forced`` does not have one integer a row.
+            OutOfPagesError: a row has outgrown what it was promised, and no page is free; nothing has changed.
         """
+        if forced is not None and not self._pending:
+            self._check_tokens(forced)
         self._thread.call(self._launch, forced)
         return self._read() if len(self._launched) > 1 else {}
 
     def release(self, row: Row) -> None:
-        """Take a row out and give its pages back."""
+        """Take a row out and give its pages back.
+
+        Raises:
+            ValueError: it is not one of this runner's.
+        """
+        if row not in self.rows:
+            raise ValueError("release: the row is not one of this runner's; has it been released already?")
         self.rows.remove(row)
         self._pending = [entry for entry in self._pending if entry[0] is not row]
         row.free()
@@ -110,7 +132,8 @@ class Runner:
         self.rows.clear()
         self._pending.clear()
         self._launched.clear()
-        self._order, self._tokens, self._logits = [], None, None
+        self._forget()
+        self._logits, self.steps = None, 0
 
     def add_row(self, tokens: int) -> Row:
         """Add an empty row with pages promised for ``tokens``, for ``extend``.
@@ -163,6 +186,20 @@ class Runner:
         """Take this runner's tokens out of the decode buffers, before another's move in."""
         if self._order and self._tokens is None:
             self._tokens = self._paged.buffers.bucket(self._paged.bucket_for(len(self._order))).tokens.clone()
+        if self._logits is not None:
+            self._logits = self._logits.clone()  # the next replay overwrites them
+        self._left = []
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        if tokens.shape != (len(self.rows),) or tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"forced: one integer token for each of {len(self.rows)} rows is needed; got {tokens.dtype} "
+                f"{list(tokens.shape)}"
+            )
+
+    def _forget(self) -> None:
+        """Hold no next tokens any more."""
+        self._order, self._tokens, self._left = [], None, []
 
     # ---- on the device thread
 
@@ -214,9 +251,7 @@ class Runner:
 
     def _decode_given(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
         for row, position in zip(self.rows, positions, strict=True):
-            if row.position != position:
-                row.position = position
-                self._order = []  # the decode buffers hold another position
+            row.position = position
         self._decode(tokens)
         assert self._logits is not None
         return self._logits.clone()
@@ -229,45 +264,47 @@ class Runner:
             paged.make_sampling_ready(bucket)
         else:
             paged.make_decode_ready(bucket)
+        seated = paged.owned_by(self) and self._left == [(row, row.length, row.position) for row in rows]
+        if not seated and forced is None:
+            self.unseat()
+            forced = self._next_tokens()
         pages = sum(len(row.pages) for row in rows)
-        try:
-            with _grown(rows, [1] * len(rows)):
-                if not paged.owned_by(self) or self._order != rows:
+        with _grown(rows, [1] * len(rows)):
+            try:
+                if not seated:
                     self._seat(bucket, forced)
-                else:
-                    if sum(len(row.pages) for row in rows) != pages:
-                        paged.upload(rows, bucket, None)
-                    if forced is not None:
-                        paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(forced)
+                elif sum(len(row.pages) for row in rows) != pages:
+                    paged.upload(rows, bucket, forced)
+                elif forced is not None:
+                    paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(forced)
                 logits = paged.run_decode(bucket)
                 tokens = paged.buffers.bucket(bucket).tokens
                 if sampled:
                     tokens = paged.sampler.choose_next(logits, paged.buffers.bucket(bucket))
-        except BaseException:
-            paged.claim(None)
-            self._order, self._tokens = [], None
-            raise
+            except BaseException:  # the buffers may have advanced
+                self._forget()
+                paged.claim(None)
+                raise
         for row in rows:
             row.position += 1
+        self._order, self._tokens = list(rows), None
+        self._left = [(row, row.length, row.position) for row in rows]
         self._logits = logits[: len(rows)]
         return list(rows), tokens[: len(rows)]
 
-    def _seat(self, bucket: int, forced: Tensor | None) -> None:
+    def _seat(self, bucket: int, tokens: Tensor | None) -> None:
         """Move this runner's rows, in their present order, into the decode buffers."""
-        self.unseat()
-        tokens = forced if forced is not None else self._next_tokens()
         self._paged.claim(self)
         self._paged.upload(self.rows, bucket, tokens)
         if any(row.slot is not None for row in self.rows):
             self._paged.sampler.seat(self.rows, bucket)
-        self._order, self._tokens = list(self.rows), None
 
     def _next_tokens(self) -> Tensor:
-        if self._tokens is None:
+        seats = {row: seat for seat, row in enumerate(self._order)}
+        if self._tokens is None or any(row not in seats for row in self.rows):
             raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
         if self._order == self.rows:
             return self._tokens[: len(self.rows)]
-        seats = {row: seat for seat, row in enumerate(self._order)}
         (order,) = self._paged.staging.to_device([np.array([seats[row] for row in self.rows], dtype=np.int64)])
         return self._tokens[order]
 
@@ -279,15 +316,14 @@ class Runner:
 @contextmanager
 def _grown(rows: Sequence[Row], counts: Sequence[int]) -> Iterator[None]:
     """Grow rows for the block; if it fails, nothing has been stored and they shrink again."""
-    grown: list[tuple[Row, int]] = []
+    marks = [row.mark() for row in rows]
     try:
         for row, count in zip(rows, counts, strict=True):
             row.grow(count)
-            grown.append((row, count))
         yield
     except BaseException:
-        for row, count in grown:
-            row.shrink(count)
+        for row, mark in zip(rows, marks, strict=True):
+            row.restore(mark)
         raise
 
 

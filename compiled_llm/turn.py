@@ -13,9 +13,9 @@ class Turn:
     def __init__(self) -> None:
         """Start free."""
         self._condition = threading.Condition()
-        self._taken = False
+        self._holder: object | None = None
         self._loops = 0
-        self._callbacks = threading.local()
+        self._local = threading.local()
 
     @contextmanager
     def taken(self, fits: Callable[[], bool]) -> Iterator[None]:
@@ -25,30 +25,32 @@ class Turn:
             fits: whether there are pages enough; if not, loops in progress are waited for, except from inside one of
                 their callbacks, which they wait for.
         """
-        nested = getattr(self._callbacks, "depth", 0) > 0
+        outer, mine = getattr(self._local, "loop", None), object()
         with self._condition:
-            self._condition.wait_for(lambda: not self._taken and (nested or self._loops == 0 or fits()))
-            self._taken = True
+            self._condition.wait_for(lambda: self._holder is None and (outer or self._loops == 0 or fits()))
+            self._holder = mine
             self._loops += 1
+        self._local.loop = mine
         try:
             yield
         finally:
+            self._local.loop = outer
             with self._condition:
-                self._taken = False
+                if self._holder is mine:  # not so if Ctrl-C came while waiting to have it back
+                    self._holder = None
                 self._loops -= 1
                 self._condition.notify_all()
 
     @contextmanager
     def yielded(self) -> Iterator[None]:
         """Let others have the turn while the block runs."""
-        self._callbacks.depth = getattr(self._callbacks, "depth", 0) + 1
+        mine = self._local.loop
         with self._condition:
-            self._taken = False
+            self._holder = None
             self._condition.notify_all()
         try:
             yield
         finally:
-            self._callbacks.depth -= 1
             with self._condition:
-                self._condition.wait_for(lambda: not self._taken)
-                self._taken = True
+                self._condition.wait_for(lambda: self._holder is None)
+                self._holder = mine

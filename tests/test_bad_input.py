@@ -291,7 +291,7 @@ PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
     "short mask": ({"input_ids": ids([[3, 4]]), "attention_mask": ids([[1]])}, r"attention_mask: shape \(1, 1\)"),
     "long mask": ({"input_ids": ids([[3, 4]]), "attention_mask": ids([[1, 1, 1]])}, r"attention_mask: shape \(1, 3\)"),
     "flat mask": ({"input_ids": ids([[3, 4]]), "attention_mask": ids([1, 1])}, r"attention_mask: shape \(2,\)"),
-    "mask as a list": ({"input_ids": ids([[3, 4]]), "attention_mask": [[1, 1]]}, r"attention_mask.*tensor.*list"),
+    "mask as a list": ({"input_ids": ids([[3, 4]]), "attention_mask": [[1, 1]]}, r"attention_mask.*list.*tensor"),
     "too many rows": ({"input_ids": torch.full((5, 2), 3)}, r"5 rows.*max_batch_size=4.*max_batch_size=5"),
     "beyond the positions": (
         {"input_ids": torch.full((1, 20), 3), "max_new_tokens": 1005},

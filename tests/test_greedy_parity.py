@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
-import compiled_llm
 import pytest
 import torch
+from transformers import PreTrainedModel
+
+import compiled_llm
 from conftest import tiny_llama, tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
-from transformers import PreTrainedModel
 
 NEW_TOKENS = 200
 # Below, at and above buckets (1, 2, 4, 8), one after the other on the same model.

@@ -297,8 +297,14 @@ def append_cases() -> list[tuple[Any, ...]]:
     return cases
 
 
+def filter_cases() -> list[tuple[Any, ...]]:
+    top_k, top_p, min_p = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0.7, 1.0]), torch.tensor([0.1, 0.0])
+    return [(torch.randn(2, 11), top_k, top_p, min_p), (torch.randn(11, 2).T, top_k, top_p, min_p)]
+
+
 CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "append_paged_kv": append_cases,
+    "filter_logits": filter_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
 }

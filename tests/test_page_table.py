@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from compiled_llm.kv_cache import bucket_for, buckets_up_to
-from compiled_llm.page_table import NULL_PAGE, NullRow, OutOfPagesError, PagePool, Row, build_table
+from compiled_llm.page_table import NULL_PAGE, OutOfPagesError, PagePool, Row, Span, build_table
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -220,7 +220,7 @@ def test_a_table_of_padding_alone_reads_and_writes_the_null_page():
 
 @pytest.mark.parametrize(("length", "pages"), [(1, 1), (4, 1), (5, 2), (9, 3)])
 def test_a_null_row_lies_on_the_null_page(length, pages):
-    assert NullRow(length, 4).pages == [NULL_PAGE] * pages
+    assert Span.null(length, 4).pages == [NULL_PAGE] * pages
 
 
 # ---- buckets

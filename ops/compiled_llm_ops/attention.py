@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import check_int32, define
 from compiled_llm_ops.plans import Geometry, PageTable, find_plan
 
 _SIGNATURE = (
@@ -110,8 +110,8 @@ def paged_attention_lse(
     return out, lse
 
 
-def _check(query: Tensor, pages: Tensor, qo_indptr: Tensor, indptr: Tensor, last_page_len: Tensor) -> None:
-    if query.dim() != 3 or pages.dim() != 5:
+def _check(query: Tensor, pages: Tensor, table: PageTable) -> None:
+    if query.dim() != 3 or pages.dim() != 5 or pages.shape[1] != 2:
         raise ValueError(
             "paged_attention: query must be [T, H, D] and pages [P, 2, K, S, D]; got "
             f"{tuple(query.shape)} and {tuple(pages.shape)}"
@@ -121,12 +121,13 @@ def _check(query: Tensor, pages: Tensor, qo_indptr: Tensor, indptr: Tensor, last
             f"paged_attention: {query.shape[1]} query heads of size {query.shape[2]} do not fit pages with "
             f"{pages.shape[2]} kv heads of size {pages.shape[4]}"
         )
-    rows = last_page_len.shape[0]
-    if qo_indptr.shape[0] != rows + 1 or indptr.shape[0] != rows + 1:
+    rows = table.last_page_len.shape[0]
+    if table.qo_indptr.shape[0] != rows + 1 or table.indptr.shape[0] != rows + 1:
         raise ValueError(
             f"paged_attention: qo_indptr and indptr must be [{rows + 1}] for {rows} rows; got "
-            f"[{qo_indptr.shape[0]}] and [{indptr.shape[0]}]"
+            f"[{table.qo_indptr.shape[0]}] and [{table.indptr.shape[0]}]"
         )
+    check_int32("paged_attention", **table._asdict())
 
 
 # ---- CPU: one row after the other, in plain PyTorch
@@ -194,7 +195,7 @@ def _cpu(
 ) -> Tensor:
     if logits_soft_cap > 0:
         return _cpu_lse(query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap)[0]
-    _check(query, pages, qo_indptr, indptr, last_page_len)
+    _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len))
     out = torch.empty(query.shape, dtype=query.dtype)
     for tokens, key, value in _rows(query, pages, qo_indptr, indptr, indices, last_page_len):
         visible = _visible(tokens.stop - tokens.start, key.shape[1], window_left)
@@ -213,7 +214,7 @@ def _cpu_lse(
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    _check(query, pages, qo_indptr, indptr, last_page_len)
+    _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len))
     out = torch.empty(query.shape, dtype=query.dtype)
     lse = torch.empty(query.shape[:2], dtype=torch.float32)
     for tokens, key, value in _rows(query, pages, qo_indptr, indptr, indices, last_page_len):
@@ -234,7 +235,7 @@ def _launch(
     logits_soft_cap: float,
     lse: Tensor | None,
 ) -> Tensor:
-    _check(query, pages, table.qo_indptr, table.indptr, table.last_page_len)
+    _check(query, pages, table)
     tokens, heads, head_dim = query.shape
     _, _, kv_heads, page_size, padded = pages.shape
     geometry = Geometry(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NAMESPACE = "compiled_llm"
 
@@ -38,3 +39,14 @@ def define(
     _library.impl(name, cuda, "CUDA")
     overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     return overload
+
+
+def check_int32(op: str, **columns: Tensor) -> None:
+    """Check the columns of a page table, which kernels read by their address.
+
+    Raises:
+        ValueError: one is not int32.
+    """
+    for name, column in columns.items():
+        if column.dtype != torch.int32:
+            raise ValueError(f"{op}: {name} must be int32; got {column.dtype}")

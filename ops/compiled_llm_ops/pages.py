@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import check_int32, define
 
 
 def append_paged_kv(
@@ -46,11 +46,19 @@ def append_paged_kv(
     _append_paged_kv(key, value, pages, token_rows, token_positions, indptr, indices, last_page_len)
 
 
-def _check(key: Tensor, value: Tensor, pages: Tensor, token_rows: Tensor, token_positions: Tensor) -> None:
-    if key.shape != value.shape or key.dim() != 3:
+def _check(
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    token_rows: Tensor,
+    token_positions: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+) -> None:
+    if key.shape != value.shape or key.dim() != 3 or key.dtype != value.dtype:
         raise ValueError(
-            f"append_paged_kv: key and value must be [T, K, D] of one shape; got {tuple(key.shape)} and "
-            f"{tuple(value.shape)}"
+            f"append_paged_kv: key and value must be [T, K, D] of one shape and dtype; got {tuple(key.shape)} "
+            f"{key.dtype} and {tuple(value.shape)} {value.dtype}"
         )
     if pages.dim() != 5 or pages.shape[1:3] != (2, key.shape[1]) or pages.shape[4] < key.shape[2]:
         raise ValueError(
@@ -62,6 +70,13 @@ def _check(key: Tensor, value: Tensor, pages: Tensor, token_rows: Tensor, token_
             f"append_paged_kv: token_rows and token_positions must be [{key.shape[0]}], one entry a token; got "
             f"{tuple(token_rows.shape)} and {tuple(token_positions.shape)}"
         )
+    check_int32(
+        "append_paged_kv",
+        token_rows=token_rows,
+        token_positions=token_positions,
+        indptr=indptr,
+        indices=indices,
+    )
 
 
 def _fake(
@@ -87,7 +102,7 @@ def _cpu(
     indices: Tensor,
     last_page_len: Tensor,
 ) -> None:
-    _check(key, value, pages, token_rows, token_positions)
+    _check(key, value, pages, token_rows, token_positions, indptr, indices)
     page_size, head_dim = pages.shape[3], key.shape[2]
     page = indices[indptr[token_rows] + token_positions // page_size]
     slot = token_positions % page_size
@@ -108,7 +123,7 @@ def _cuda(
     from compiled_llm_ops.flashinfer_backend import append
     from compiled_llm_ops.plans import PageTable
 
-    _check(key, value, pages, token_rows, token_positions)
+    _check(key, value, pages, token_rows, token_positions, indptr, indices)
     if padding := pages.shape[4] - key.shape[2]:
         key, value = (torch.nn.functional.pad(x, (0, padding)) for x in (key, value))
     append(key, value, pages, token_rows, token_positions, PageTable(indptr, indptr, indices, last_page_len))
