@@ -1,11 +1,39 @@
 """Run a HuggingFace causal language model as one compiled graph over FlashInfer's paged attention."""
 
-from compiled_llm.config import WrapConfig
-from compiled_llm.layers import UnsupportedModelError
-from compiled_llm.page_table import OutOfPagesError
-from compiled_llm.stats import Stats
-from compiled_llm.wrap import unwrap, wrap
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compiled_llm.config import WrapConfig
+    from compiled_llm.layers import UnsupportedModelError
+    from compiled_llm.page_table import OutOfPagesError
+    from compiled_llm.stats import Stats
+    from compiled_llm.wrapping import unwrap, wrap
 
 __version__ = "0.1.0"
 
 __all__ = ["OutOfPagesError", "Stats", "UnsupportedModelError", "WrapConfig", "unwrap", "wrap"]
+
+# Imported at first use: torch and transformers take seconds, which `compiled-llm --help` need not.
+_HOMES = {
+    "OutOfPagesError": "compiled_llm.page_table",
+    "Stats": "compiled_llm.stats",
+    "UnsupportedModelError": "compiled_llm.layers",
+    "WrapConfig": "compiled_llm.config",
+    "unwrap": "compiled_llm.wrapping",
+    "wrap": "compiled_llm.wrapping",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import queue
 import threading
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -70,6 +71,7 @@ class _Worker:
         self._jobs: deque[_Job] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._guard = threading.Lock()
+        self.last_call = time.monotonic()
         self._last_stream: torch.cuda.Stream | None = None
         self.thread = threading.Thread(target=self._serve, args=(device,), name="compiled_llm", daemon=True)
         self.thread.start()
@@ -108,6 +110,7 @@ class _Worker:
             with self._guard:
                 self.current = job
             job.run(after=self._last_stream)
+            self.last_call = time.monotonic()
             self._last_stream = job.stream
         with self._guard:
             self.current = None
@@ -138,6 +141,8 @@ class DeviceThread:
         """
         if threading.current_thread() is self._worker.thread:
             return function(*args, **kwargs)
+        if _exiting.is_set():
+            threading.Event().wait()  # for ever: only a daemon thread gets here, and the interpreter is about to go
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         job = _Job(lambda: function(*args, **kwargs), stream)
         self._worker.put(job)
@@ -146,11 +151,12 @@ class DeviceThread:
         except BaseException:
             self._interrupt(job)
             raise
-        if job.error is not None:
+        error, job.error = job.error, None
+        if error is not None:
             try:
-                raise job.error
+                raise error
             finally:
-                del job  # the error's traceback holds this frame: without it, no cycle
+                del error  # its traceback holds this frame and the job's: neither may hold it
         result: T = job.result
         return result
 
@@ -168,9 +174,14 @@ _exiting = threading.Event()
 
 @atexit.register
 def _finish_running_calls() -> None:
-    """Let calls of daemon threads end, and no others begin: the interpreter is about to go."""
+    """Let running calls of daemon threads end, and those threads come to rest at their next one.
+
+    A thread that is inside torch while the interpreter shuts down aborts the process.
+    """
     _exiting.set()
     for worker in _workers:
         job = worker.current
         if job is not None:
             job.done.wait()
+        if time.monotonic() - worker.last_call < 1.0:
+            time.sleep(0.1)

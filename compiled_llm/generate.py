@@ -9,16 +9,16 @@ Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -223,7 +223,7 @@ class _Sequences:
         self._pads = any(hasattr(entry, "eos_token_id") for entry in call.criteria)
         pad = call.config._pad_token_tensor
         self.pad_token = 0 if pad is None else int(pad)
-        self._custom: list[StoppingCriteria] = [
+        self._custom: list[Callable[..., Any]] = [
             entry for entry in call.criteria if type(entry) not in (MaxLengthCriteria, EosTokenCriteria)
         ]
         self._scores: tuple[Tensor, ...] | None = () if self._wants("output_scores") else None

@@ -129,3 +129,16 @@ def probe_layers(model: PreTrainedModel, batch_argument: str) -> list[Layer]:
 def accepts_logits_to_keep(model: PreTrainedModel) -> bool:
     """Whether the model's forward can compute the logits of chosen tokens only."""
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
+
+
+def inner_hooks(model: PreTrainedModel) -> frozenset[tuple[int, int]]:
+    """Return what identifies the forward hooks on the model's inner modules.
+
+    They are compiled along with their modules, and Dynamo's guards do not notice when they change.
+    """
+    return frozenset(
+        (id(module), hook)
+        for module in model.modules()
+        if module is not model and (module._forward_hooks or module._forward_pre_hooks)
+        for hook in (*module._forward_hooks, *module._forward_pre_hooks)
+    )

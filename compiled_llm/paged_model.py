@@ -8,7 +8,7 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, V vocabulary,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -31,7 +31,7 @@ from compiled_llm.kv_cache import (
     pages_to_allocate,
     reserved_bytes,
 )
-from compiled_llm.layers import Layer
+from compiled_llm.layers import Layer, inner_hooks
 from compiled_llm.page_table import PagePool, Row, Span, Stored, build_table
 from compiled_llm.plan import Planner, attention_groups
 from compiled_llm.progress import ProgressDisplay
@@ -89,7 +89,7 @@ class PagedModel:
         """
         self.config = config
         self.device = model.device
-        self.dtype = model.dtype
+        self.fits = self.fingerprint(model)
         self.thread = thread
         self._model = weakref.ref(model)
         self._switch = switch
@@ -113,6 +113,11 @@ class PagedModel:
         self._sampling_ready: set[int] = set()
         self._graph_bytes = 0
         self._owner: weakref.ref[Runner] | None = None
+
+    @staticmethod
+    def fingerprint(model: PreTrainedModel) -> tuple[Hashable, ...]:
+        """Return what must not change: where the model is, of what type, and the hooks compiled into its graphs."""
+        return model.device, model.dtype, inner_hooks(model)
 
     @property
     def vocabulary(self) -> int:

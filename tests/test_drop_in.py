@@ -352,18 +352,16 @@ class Halve(LogitsProcessor):
         return scores
 
 
-OVER_COMPILED_FORWARD = {
-    "sampling": {"do_sample": True},
-    "sampling, top k and p": {"do_sample": True, "top_k": 7, "top_p": 0.8, "temperature": 0.7},
-    "several samples": {"do_sample": True, "num_return_sequences": 3},
-    "repetition_penalty": {"repetition_penalty": 1.8},
+WITH_PROCESSORS = {
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
     "min_length": {"min_length": 30, "eos_token_id": list(range(64))},
     "min_new_tokens": {"min_new_tokens": 12, "eos_token_id": list(range(64))},
     "a processor of one's own": {"logits_processor": LogitsProcessorList([Halve()])},
     "output_scores": {"return_dict_in_generate": True, "output_scores": True},
     "output_logits": {"return_dict_in_generate": True, "output_logits": True},
-    "prefill_chunk_size": {"prefill_chunk_size": 4, "repetition_penalty": 1.1},
+}
+OVER_COMPILED_FORWARD = {
+    "positions of one's own": {"position_ids": torch.arange(2, 20, 2)[None].expand(3, -1)},
 }
 ON_ORIGINAL_FORWARD = {
     "beam search": {"num_beams": 3},
@@ -412,10 +410,15 @@ def run_twice_and_compare(models: tuple[PreTrainedModel, PreTrainedModel], optio
 @pytest.mark.parametrize("name", OVER_COMPILED_FORWARD)
 def test_huggingfaces_loop_over_the_compiled_forward(name, inputs, seed, caplog):
     models = pair()
-    one = {"prompt lookup"}
-    inputs = {key: value[:1, -4:] for key, value in inputs.items()} if name in one else inputs
     run_twice_and_compare(models, {**inputs, "max_new_tokens": 25, **OVER_COMPILED_FORWARD[name]}, seed)
     assert_slow(models[1], "compiled forward", caplog)
+
+
+@pytest.mark.parametrize("name", WITH_PROCESSORS)
+def test_processors_and_scores_run_between_steps(name, inputs, seed, caplog):
+    models = pair()
+    run_twice_and_compare(models, {**inputs, "max_new_tokens": 25, **WITH_PROCESSORS[name]}, seed)
+    assert_slow(models[1], "processed loop", caplog)
 
 
 @pytest.mark.parametrize("name", ON_ORIGINAL_FORWARD)

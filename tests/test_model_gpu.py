@@ -174,7 +174,7 @@ def forced_logits(model: PreTrainedModel, prompts: list[Tensor], forced: Tensor)
     """`[T + 1, B, V]`, the wrapped model's logits after the prompts and after each row of `forced` `[T, B]`."""
     runner = model.compiled.runner()
     for prompt in prompts:
-        runner.admit(prompt.cpu().numpy(), len(forced))
+        runner.admit(prompt.cpu().numpy(), len(forced) + 1)
     runner.step()
     logits = [runner.logits()]
     for tokens in forced:
@@ -402,7 +402,7 @@ def test_unwrap_gives_device_memory_back(seed: int) -> None:
 
 
 def test_twenty_fresh_threads_get_the_same_tokens_and_record_nothing(small: PreTrainedModel, seed: int) -> None:
-    """All at once, every other one on a stream of its own, every fourth through HuggingFace's loop."""
+    """All at once, every other one on a stream of its own, every fourth with scores, which takes another loop."""
     batches = [prompts_on_device(lengths, seed) for lengths in ([20], [3, 40, 9], [1, 2, 3, 4, 5, 6], [16, 17, 31])]
     together, outcomes = threading.Barrier(20), [None] * 20
 
@@ -568,7 +568,7 @@ def play(
     model: PreTrainedModel, schedule: list[Step], *, plan_each_step: bool = False
 ) -> tuple[list[Tensor], list[dict[int, int]]]:
     """Run a schedule as fast as it goes; return each step's `[B, V]` logits and each row's token."""
-    runner = model.compiled.runner()
+    paged, runner = model.compiled.paged(), model.compiled.runner()
     rows: dict[int, Row] = {}
     forced = [None if step.forced is None else torch.tensor(step.forced).to(DEVICE) for step in schedule]
     logits, arrived = [], []
@@ -576,9 +576,9 @@ def play(
         for number in step.released:
             runner.release(rows[number])
         for number, prompt in step.admitted.items():
-            rows[number] = runner.admit(prompt, PROMISE)
+            rows[number] = runner.admit(prompt, PROMISE + 1)
         if plan_each_step and not step.admitted:
-            runner._order = []  # the runner takes the decode buffers for somebody else's: it uploads and plans anew
+            paged.thread.call(paged.claim, None)  # the runner is not in the decode buffers: it uploads and plans anew
         arrived.append(runner.step(tokens))
         logits.append(runner.logits())
     while last := runner.drain():

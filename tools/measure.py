@@ -459,8 +459,8 @@ def report(figures: dict[str, Any]) -> str:
     bounds = ", ".join(f"{bound:,.0f} at batch {batch}" for batch, bound in figures["bounds"].items())
     lines += [
         "",
-        f"Read bandwidth, measured in this run: {figures['read_bandwidth'] / 1e12:.3f} TB/s. Reading the weights and the "
-        f"pages at that rate, decode reaches (tokens/s): {bounds}.",
+        f"Read bandwidth, measured in this run: {figures['read_bandwidth'] / 1e12:.3f} TB/s. Reading weights and pages "
+        f"at that rate, decode reaches (tokens/s): {bounds}.",
     ]
     for entry in figures["accounting"]:
         lines += ["", *account_of(entry)]

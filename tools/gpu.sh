@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, what is cheap and can fail first.
+#
+# usage: tools/gpu.sh [checks] [tests] [measure]       all three without arguments
+#   checks    imports, versions, the ops' tests
+#   tests     all other GPU tests
+#   measure   tools/measure.py; MEASURE holds its arguments (default: --size 0.6B)
+#
+# Logs go to OUT (default: build/gpu). If a folder .whl exists, the wheels in it are installed into SITE (default:
+# build/site) first and used; the Python that runs is PYTHON (default: python3). The checkout itself is what is tested.
+# Failing checks end the script; failing tests do not keep it from measuring.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3}
+out=${OUT:-build/gpu}
+site=${SITE:-build/site}
+stages=("$@")
+if ((${#stages[@]} == 0)); then
+  stages=(checks tests measure)
+fi
+for stage in "${stages[@]}"; do
+  case $stage in
+  checks | tests | measure) ;;
+  *)
+    echo "tools/gpu.sh: no stage $stage; there are checks, tests and measure" >&2
+    exit 2
+    ;;
+  esac
+done
+
+mkdir -p "$out"
+export PYTHONPATH=$PWD:$PWD/ops${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+if compgen -G '.whl/*.whl' >/dev/null; then
+  mkdir -p "$site"
+  site=$(cd "$site" && pwd)
+  "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .whl/*.whl
+  export PYTHONPATH=$site:$PYTHONPATH PATH=$site/bin:$PATH # FlashInfer calls ninja
+fi
+
+say() { printf '\n== %s, %(%H:%M:%S)T\n' "$1" -1; }
+
+# run_tests LOG ARGUMENT...: GPU tests. pytest-timeout, which the project's options name, may be absent.
+run_tests() {
+  local log=$1 options=()
+  shift
+  "$python" -c 'import pytest_timeout' 2>/dev/null || options=(-o 'addopts=-ra --strict-markers')
+  "$python" -m pytest "${options[@]}" -p no:cacheprovider -m gpu -v --durations=12 "$@" 2>&1 | tee "$out/$log"
+}
+
+checks() {
+  say 'imports and versions'
+  "$python" - 2>&1 <<'PYTHON' | tee "$out/versions.log"
+import importlib
+import shutil
+import sys
+
+missing = []
+for name in ("torch", "transformers", "numpy", "rich", "pytest", "flashinfer", "compiled_llm", "compiled_llm_ops"):
+    try:
+        module = importlib.import_module(name)
+        print(name, getattr(module, "__version__", ""), flush=True)
+    except ImportError as error:
+        missing.append(f"{name}: {error}")
+for line in missing:
+    print("missing:", line)
+if missing:
+    sys.exit(1)
+
+import torch
+from compiled_llm_ops.flashinfer_backend import missing_for_cuda
+
+print("python", sys.version.split()[0], "CUDA", torch.version.cuda, "nvcc", shutil.which("nvcc"))
+if not torch.cuda.is_available():
+    sys.exit("torch sees no CUDA device")
+print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+if problems := missing_for_cuda():
+    sys.exit("\n".join(problems))
+PYTHON
+  say 'the ops'
+  run_tests ops.log -x tests/test_ops_gpu.py
+}
+
+tests() {
+  local files=() file
+  for file in $(grep -lE 'mark\.gpu' tests/test_*.py); do
+    # The checks have run these already.
+    if [[ $file != tests/test_ops_gpu.py || " ${stages[*]} " != *' checks '* ]]; then
+      files+=("$file")
+    fi
+  done
+  say "${files[*]}"
+  run_tests model.log -rP "${files[@]}"
+}
+
+measure() {
+  say "tools/measure.py ${MEASURE:---size 0.6B}"
+  local -a options
+  read -ra options <<<"${MEASURE:---size 0.6B}"
+  "$python" tools/measure.py "${options[@]}" --json "$out/measure.json" | tee "$out/measure.md"
+}
+
+status=0
+for stage in "${stages[@]}"; do
+  if [[ $stage == checks ]]; then
+    checks
+  else
+    "$stage" || status=$?
+  fi
+done
+say "done with status $status"
+exit "$status"
