@@ -3,14 +3,17 @@
 | what | for | ends when |
 | --- | --- | --- |
 | ``cudagraph_trees._initialize_tls`` / ``local`` | cudagraph trees on a thread of ours | torch < 2.13 is dropped |
+| ``eval_frame.remove_from_cache`` | freeing a dropped model's graphs | Dynamo forgets code that nobody holds |
 | ``eval_frame._debug_get_cache_entry_list`` | counting a function's graphs | torch reports them per function |
 | ``cudagraph_trees.get_container`` | counting recordings | torch reports them |
 """
 
 from __future__ import annotations
 
+import importlib
+import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -34,6 +37,14 @@ def adopt_cudagraph_trees() -> None:
         local.tree_manager_locks = defaultdict(Lock)
 
 
+def prepare_cudagraph_trees() -> None:
+    """Let the calling thread be the one that imports cudagraph trees, and so keep them for the user's own graphs.
+
+    Before torch 2.13 only the importing thread has them; ours get theirs from ``adopt_cudagraph_trees``.
+    """
+    importlib.import_module("torch._inductor.cudagraph_trees")
+
+
 def own_copy(function: F) -> F:
     """Return the function with a code object of its own.
 
@@ -45,6 +56,18 @@ def own_copy(function: F) -> F:
     copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy  # type: ignore[return-value]
+
+
+def forget_when_gone(owner: object, functions: Sequence[Callable[..., Any]]) -> None:
+    """Free the graphs of functions made by ``own_copy`` once ``owner`` is gone; Dynamo itself never forgets code."""
+    weakref.finalize(owner, _forget, list(functions)).atexit = False
+
+
+def _forget(functions: list[Callable[..., Any]]) -> None:
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    for function in functions:
+        remove_from_cache(function)
 
 
 def graph_count(function: Callable[..., Any]) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.attention import BATCH_ARGUMENT, PagedBatch
-from compiled_llm.compat import graph_count, own_copy
+from compiled_llm.compat import forget_when_gone, graph_count, own_copy
 from compiled_llm.config import WrapConfig
 from compiled_llm.kv_cache import DecodeInputs
 
@@ -108,6 +108,7 @@ class Programs:
         graphs = {"triton.cudagraphs": self.recorded}
         # At batch 1 a product is a matrix-vector one, whose Triton reduction this search brings near the bandwidth.
         tuned = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
+        forget_when_gone(self, [self.prefill_function, self.decode_one_function, self.decode_many_function])
         self._prefill = compiled(self.prefill_function, config, {"triton.cudagraphs": False})
         self._decode_one = compiled(self.decode_one_function, config, {**graphs, **tuned})
         self._decode_many = compiled(self.decode_many_function, config, graphs)

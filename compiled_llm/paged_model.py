@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.attention import AttentionSwitch, PagedBatch
-from compiled_llm.compat import cudagraph_skips
+from compiled_llm.compat import cudagraph_recordings, cudagraph_skips
 from compiled_llm.compile import Forward, Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import DeviceThread
@@ -106,7 +106,8 @@ class PagedModel:
             attention_groups(layers, config.page_size, model.dtype, self.device), config, self.device
         )
         self.programs = Programs(config, forward, self.device)
-        self.skips_before = cudagraph_skips()
+        self.cudagraph_skips = 0
+        self._recordings_before = cudagraph_recordings(self.device)
         self._progress = ProgressDisplay(config.progress)
         self._ready: set[int | str] = set()
         self._sampler: Sampler | None = None
@@ -208,10 +209,15 @@ class PagedModel:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Count what the block takes from the allocator for good."""
-        before = reserved_bytes(self.device)
+        """Count what the block takes from the allocator for good, and what it was asked to record and did not."""
+        nbytes, skips = reserved_bytes(self.device), cudagraph_skips()
         yield
-        self._graph_bytes += max(0, reserved_bytes(self.device) - before)
+        self._graph_bytes += max(0, reserved_bytes(self.device) - nbytes)
+        self.cudagraph_skips += cudagraph_skips() - skips
+
+    def recordings(self) -> int:
+        """Return how many CUDA graphs have been recorded."""
+        return max(0, cudagraph_recordings(self.device) - self._recordings_before)
 
     def _what(self, program: str) -> str:
         if self.config.mode == "eager":

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from compiled_llm.attention import AttentionSwitch
 from compiled_llm.checks import check_placement
-from compiled_llm.compat import cudagraph_recordings, cudagraph_skips
 from compiled_llm.compile import Forward
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import DeviceThread
@@ -85,8 +84,8 @@ class CompiledModel:
             replans=paged.planner.replans,
             graphs=sum(graphs.values()),
             recompiles=sum(max(0, count - 1) for count in graphs.values()),
-            cudagraph_skips=cudagraph_skips() - paged.skips_before,
-            recordings=paged.thread.call(cudagraph_recordings, paged.device),
+            cudagraph_skips=paged.cudagraph_skips,
+            recordings=paged.thread.call(paged.recordings),
             buckets=paged.ready_buckets,
             pages=paged.pool.account(),
             page_size=self.config.page_size,

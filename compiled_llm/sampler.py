@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm.compat import graph_count, own_copy
+from compiled_llm.compat import forget_when_gone, graph_count, own_copy
 from compiled_llm.compile import compiled
 from compiled_llm.config import WrapConfig
 from compiled_llm.kv_cache import DecodeInputs, mark_static
@@ -49,6 +49,7 @@ class Sampler:
         self._free = list(range(entries))
         self._buckets: dict[int, Tensor] = {}
         self._one_function, self._many_function = own_copy(_choose_next), own_copy(_choose_next)
+        forget_when_gone(self, [self._one_function, self._many_function])
         options = {"triton.cudagraphs": cudagraphs}
         self._one = compiled(self._one_function, config, options)
         self._many = compiled(self._many_function, config, options)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedModel
 
 from compiled_llm.attention import BATCH_ARGUMENT, attention_configs, paged_attention_in
 from compiled_llm.checks import check_model, check_placement
+from compiled_llm.compat import prepare_cudagraph_trees
 from compiled_llm.config import WrapConfig
 from compiled_llm.drop_in import WrappedModel, wrapped_class
 from compiled_llm.layers import probe_layers
@@ -49,6 +51,8 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         return model
     checked = check_model(model)
     check_placement(checked, config)
+    if checked.device.type == "cuda":
+        prepare_cudagraph_trees()
     with paged_attention_in(attention_configs(checked)):
         layers = probe_layers(checked, BATCH_ARGUMENT)
     base = type(checked)
@@ -66,4 +70,5 @@ def unwrap(model: ModelT) -> ModelT:
     if isinstance(model, WrappedModel):
         model.__class__ = type(model).__mro__[2]
         del model.compiled
+        gc.collect()  # what tracing left behind refers to the buffers
     return model
