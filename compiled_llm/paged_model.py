@@ -93,11 +93,11 @@ class PagedModel:
         self.thread = thread
         self._model = weakref.ref(model)
         self._switch = switch
-        max_positions = max_positions_of(model)
-        count = pages_to_allocate(config, layers, model.dtype, self.device, max_positions)
+        self.max_positions = max_positions_of(model)
+        count = pages_to_allocate(config, layers, model.dtype, self.device, self.max_positions)
         with torch.inference_mode(False):
             self.pages = allocate_pages(count, layers, config.page_size, model.dtype, self.device)
-            entries = config.max_batch_size * (-(-max_positions // config.page_size) + 1)
+            entries = config.max_batch_size * (-(-self.max_positions // config.page_size) + 1)
             self.buffers = DecodeBuffers(config.max_batch_size, entries, self.device)
             self._prefill_indices = torch.zeros(entries, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size)
