@@ -604,10 +604,10 @@ def test_engine_that_comes_short_is_a_failure(tmp_path: Path) -> None:
 
 def test_engine_that_dies_says_why(tmp_path: Path) -> None:
     script = tmp_path / "dies.py"
-    script.write_text("raise SystemExit('no CUDA for you')")
+    script.write_text("import sys; sys.exit('loading\\nValueError: no CUDA for you\\nleft in peace')")
     done = invoke("latency", "--model", "tiny", "--contenders", "vllm", "--vllm", f"{sys.executable} {script}")
     assert done.exit_code == 1
-    assert "the worker ended with exit code 1: no CUDA for you" in done.stdout
+    assert "the worker ended with exit code 1: ValueError: no CUDA for you" in done.stdout
 
 
 ENGINE_PACKAGE = """

@@ -124,7 +124,7 @@ class StepProfiler:
         # Compiled programs run on a thread of their own; kernels are seen from any.
         everywhere = _ExperimentalConfig(profile_all_threads=not self._cuda)
         activity = ProfilerActivity.CUDA if self._cuda else ProfilerActivity.CPU
-        return profile(activities=[activity], experimental_config=everywhere)
+        return profile(activities=[activity], experimental_config=everywhere, acc_events=True)
 
     def _launches(self) -> Iterator[Launch]:
         wanted = "CUDA" if self._cuda else "CPU"

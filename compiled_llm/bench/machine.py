@@ -17,7 +17,7 @@ import torch
 
 import compiled_llm
 
-PACKAGES = ("torch", "transformers", "flashinfer-python", "triton", "numpy")
+PACKAGES = ("transformers", "flashinfer-python", "triton", "numpy")
 CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 
 
@@ -32,7 +32,7 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "commit": _commit() or commit,
         "python": platform.python_version(),
-        "versions": {"compiled-llm": compiled_llm.__version__, **_versions()},
+        "versions": {"compiled-llm": compiled_llm.__version__, "torch": str(torch.__version__), **_versions()},
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "load": _load(),
         "gpu": _gpu(device) if device.type == "cuda" else None,

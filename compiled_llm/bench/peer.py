@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -93,8 +94,9 @@ class Peer:
     def _ended(self) -> RuntimeError:
         code = self._process.wait()
         self._log.seek(0)
-        lines = [line.strip() for line in self._log if line.strip()]
-        return RuntimeError(f"the worker ended with exit code {code}: {lines[-1] if lines else 'it said nothing'}")
+        lines = [line.strip() for line in self._log if line.strip()] or ["it said nothing"]
+        errors = [line for line in lines if re.search(r"(Error|Exception)\b", line)]  # more may follow
+        return RuntimeError(f"the worker ended with exit code {code}: {(errors or lines)[-1]}")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from compiled_llm.bench.kernels import KINDS
 from compiled_llm.bench.report import Latency, Report, Roofline, Startup
@@ -148,15 +148,17 @@ def _ceiling(panel: Axes, axis: _Axis, results: Sequence[Latency]) -> None:
     points = sorted({(axis.value(result), result.ceiling) for result in results if result.ceiling is not None})
     if points:
         sizes, rates = [point[0] for point in points], [point[1] for point in points]
-        panel.plot(sizes, rates, color="black", linestyle=":", label="ceiling: read bandwidth")
+        alone = "_" if len(points) == 1 else ""
+        panel.plot(
+            sizes, rates, color="black", linestyle=":", marker=alone, markersize=14, label="ceiling: read bandwidth"
+        )
 
 
 def _log_rates(panel: Axes) -> None:
     panel.set_yscale("log")
-    plain = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    panel.yaxis.set_major_formatter(plain)
-    low, high = panel.get_ylim()
-    panel.yaxis.set_minor_formatter(plain if high / low < 20 else FuncFormatter(lambda value, _: ""))
+    panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 # ---- startup and roofline: horizontal bars

@@ -64,9 +64,9 @@ class _WrappedSession(LocalSession):
         return {**self.model.compiled.stats().memory, **super().memory()}
 
     def host_us(self, workload: Workload) -> float | None:
-        """The median of ``runner.step()`` with an idle device: it launches a step and reads the one before."""
+        """The median of ``runner.step()`` with an idle device: it launches a greedy step and reads the last."""
         steps = min(_HOST_STEPS, workload.new - 2)
-        if steps < 1:
+        if steps < 1 or workload.sampled:
             return None
         runner = self.model.compiled.runner()
         try:
