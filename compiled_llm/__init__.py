@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compiled_llm.config import WrapConfig
+    from compiled_llm.explaining import explain
     from compiled_llm.layers import UnsupportedModelError
     from compiled_llm.page_table import OutOfPagesError
     from compiled_llm.stats import Stats
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["OutOfPagesError", "Stats", "UnsupportedModelError", "WrapConfig", "unwrap", "wrap"]
+__all__ = ["OutOfPagesError", "Stats", "UnsupportedModelError", "WrapConfig", "explain", "unwrap", "wrap"]
 
 # Imported at first use: torch and transformers take seconds, which `compiled-llm --help` need not.
 _HOMES = {
@@ -22,6 +23,7 @@ _HOMES = {
     "Stats": "compiled_llm.stats",
     "UnsupportedModelError": "compiled_llm.layers",
     "WrapConfig": "compiled_llm.config",
+    "explain": "compiled_llm.explaining",
     "unwrap": "compiled_llm.wrapping",
     "wrap": "compiled_llm.wrapping",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -91,12 +92,13 @@ class LayerProbe:
         return query.transpose(1, 2).contiguous(), None
 
 
-def probe_layers(model: PreTrainedModel, batch_argument: str) -> list[Layer]:
+def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True) -> list[Layer]:
     """Return the model's attention layers in order.
 
     Args:
         model: a causal language model whose attention implementation is ours at the moment.
         batch_argument: the keyword under which the probe travels through ``forward``.
+        fake: use tensors without memory, which a forward that looks at numbers does not take.
 
     Raises:
         UnsupportedModelError: a layer's attention does not reach our function, or needs what pages cannot give.
@@ -104,7 +106,7 @@ def probe_layers(model: PreTrainedModel, batch_argument: str) -> list[Layer]:
     probe = LayerProbe()
     tokens = 4
     forward = type(model).forward
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
         ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
         positions = torch.arange(tokens, device=model.device)[None]
         try:
