@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from compiled_llm.layers import LayerProbe
+from compiled_llm.layers import LayerProbe, UnpagedCallError
 from compiled_llm_ops import append_paged_kv, paged_attention, paged_attention_lse
 
 NAME = "compiled_llm"
@@ -80,10 +80,10 @@ def attention_forward(
         ``[1, T, H, D]`` or ``[B, 1, H, D]``, and None in place of attention weights.
 
     Raises:
-        RuntimeError: called by anything but our own compiled calls.
+        UnpagedCallError: called by anything but our own compiled calls.
     """
     if paged_batch is None:
-        raise RuntimeError(
+        raise UnpagedCallError(
             "the attention of a wrapped model was called while a compiled call was running on it; call the wrapped "
             "model itself, not its inner modules, from other threads, or compiled_llm.unwrap(model) first"
         )

@@ -7,6 +7,7 @@
 | ``eval_frame._debug_get_cache_entry_list`` | counting a function's graphs | torch reports them per function |
 | ``cudagraph_trees.get_container`` | counting recordings | torch reports them |
 | the ``torch.__trace`` logger | collecting graph breaks | ``torch._dynamo.explain`` no longer resets Dynamo |
+| the logger of ``cudagraph_utils`` | why CUDA graphs were skipped | torch reports it per function |
 | ``utils.get_compilation_metrics`` | why something recompiled | torch reports it per function |
 """
 
@@ -165,6 +166,27 @@ class _GraphBreaks(logging.Handler):
         artifact = getattr(record, "metadata", {}).get("artifact", {})
         if artifact.get("name") == "dynamo_graph_break_reason":
             self.messages.append(str(getattr(record, "payload", "")))
+
+
+@contextmanager
+def cudagraph_messages() -> Iterator[list[str]]:
+    """Collect what Inductor says of CUDA graphs that it does not record, or records anew, while the block runs."""
+    collector = _Messages(logging.WARNING)
+    logger = logging.getLogger("torch._inductor.cudagraph_utils.__cudagraphs")
+    logger.addHandler(collector)
+    try:
+        yield collector.messages
+    finally:
+        logger.removeHandler(collector)
+
+
+class _Messages(logging.Handler):
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 class CompiledGraph(NamedTuple):

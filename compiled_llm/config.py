@@ -38,8 +38,8 @@ class WrapConfig:
         max_batch_size: most rows that run at once; a call with more raises.
         kv_memory: what the pages may take. A float up to 1.0 is a fraction of the free memory, an int is bytes, a
             string is bytes with a unit (``"8GiB"``) or tokens (``"20000 tokens"``). By default 0.8 of what is free on
-            a CUDA device and 0.25 of what is free on a CPU, but never more than ``max_batch_size`` rows of the model's
-            full length can use.
+            a CUDA device and 0.25 of what is free on a CPU. A fraction, the default too, never takes more than
+            ``max_batch_size`` rows of the model's full length can use.
         prefill_tokens: most tokens computed at once in prefill; longer prompts are computed in pieces, so that they
             need no more memory for activations.
         workspace_bytes: FlashInfer's scratch memory, in bytes, on CUDA.

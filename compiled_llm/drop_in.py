@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -104,25 +103,35 @@ class WrappedModel:
             streamer,
         )
         reason = "synced_gpus" if synced_gpus else loop.obstacle(model, call)
-        paged = runtime.paged()
-        prompts = [len(prompt) for prompt in loop.prompts_of(input_ids, call.attention_mask)]
-        wanted = pages_needed(paged, prompts, call.most_new)
+        fresh = not cache.seen
         try:
             if reason is None:
-                with runtime.turn.taken(fits=lambda: wanted <= paged.pool.available):
-                    check_fits(model, paged, prompts, call.most_new)
-                    result = _own_loop(call)
-                    if not call.returns_cache:
-                        cache.close()
+                result = _own_loop_in_turn(model, call)
             else:
-                if not cache.seen:
-                    check_fits(model, paged, prompts, call.most_new)
+                if fresh:
+                    check_fits(model, runtime.paged(), call.prompt_lengths, call.most_new)
                 runtime.counters.took("compiled forward", reason)
                 result = huggingface(**model_kwargs)
-        finally:
-            if not call.returns_cache or sys.exc_info()[0] is not None:
+        except BaseException:
+            if fresh:  # one that held a conversation stays the user's
                 cache.close()
+            raise
+        if not call.returns_cache:
+            cache.close()
         return result
+
+
+def _own_loop_in_turn(model: PreTrainedModel, call: loop.Call) -> Any:
+    """Run one of our loops once no other runs, and once there are pages for it."""
+    paged, prompts = call.runtime.paged(), call.prompt_lengths
+    needed = pages_needed(paged, prompts, call.most_new)
+    with call.runtime.turn.taken(fits=lambda: needed <= paged.pool.available):
+        check_fits(model, paged, prompts, call.most_new)
+        try:
+            return _own_loop(call)
+        finally:
+            if not call.returns_cache:
+                call.cache.close()  # before the next in the queue looks for pages
 
 
 def _own_loop(call: loop.Call) -> Any:

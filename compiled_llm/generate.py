@@ -63,6 +63,11 @@ class Call:
         return max(1, min(lengths) - self.input_ids.shape[1])
 
     @property
+    def prompt_lengths(self) -> list[int]:
+        """How many tokens of each prompt are not masked."""
+        return [len(prompt) for prompt in prompts_of(self.input_ids, self.attention_mask)]
+
+    @property
     def returns_cache(self) -> bool:
         """Whether the cache, rows and all, goes to the user."""
         return bool(self.config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False))

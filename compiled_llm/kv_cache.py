@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -67,10 +68,11 @@ def free_bytes(device: torch.device) -> int:
         # What PyTorch's allocator holds and does not use is free to us too.
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reusable
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not on this operating system
-        return 8 * 2**30
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(available.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def reserved_bytes(device: torch.device) -> int:

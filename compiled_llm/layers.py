@@ -8,8 +8,9 @@ call that reaches our attention function is recorded.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import nullcontext
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,10 @@ class Layer(NamedTuple):
 
 class UnsupportedModelError(ValueError):
     """The model cannot run over paged attention; the message says why and what to do."""
+
+
+class UnpagedCallError(RuntimeError):
+    """Our attention function was called without a batch."""
 
 
 class LayerProbe:
@@ -106,13 +111,19 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
     probe = LayerProbe()
     tokens = 4
     forward = type(model).forward
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+    with torch.no_grad(), mode, _quiet(), _batched_experts(model):
         ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
         positions = torch.arange(tokens, device=model.device)[None]
         try:
             forward(model, input_ids=ids, position_ids=positions, use_cache=False, **{batch_argument: probe})
         except UnsupportedModelError:
             raise
+        except UnpagedCallError as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not hand keyword arguments of its forward on to its attention, so the "
+                "page table cannot reach it; it stays usable unwrapped"
+            ) from error
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be traced with packed tokens ({type(error).__name__}: {error}); "
@@ -126,6 +137,36 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
             "Models with attention of their own (Falcon, BLOOM, MPT, GPT-J, ...) cannot be wrapped"
         )
     return [probe.layers[index] for index in range(expected)]
+
+
+@contextmanager
+def _batched_experts(model: PreTrainedModel) -> Iterator[None]:
+    """Run mixtures of experts batched: grouped products have fakes for bfloat16 only (torch 2.13)."""
+    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
+    grouped = [
+        config
+        for config in configs.values()
+        if getattr(config, "_experts_implementation_internal", None) == "grouped_mm"
+    ]
+    for config in grouped:
+        config._experts_implementation_internal = "batched_mm"
+    try:
+        yield
+    finally:
+        for config in grouped:
+            config._experts_implementation_internal = "grouped_mm"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep fake tensors from logging what the probe reports in its own words."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def accepts_logits_to_keep(model: PreTrainedModel) -> bool:

@@ -85,6 +85,49 @@ class PagedCache(Cache):
         self.runner.close()
         self.seen = 0
 
+    def reset(self) -> None:
+        """Forget all tokens and give their pages back; the cache can be used again."""
+        self.close()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of every row.
+
+        Args:
+            tokens_to_remove: how many, as a negative number, as HuggingFace has it.
+
+        Raises:
+            ValueError: it is positive, or a row holds fewer tokens.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: tokens_to_remove={tokens_to_remove} must be a negative number of tokens")
+        for row in self.runner.rows:
+            row.rewind(row.length + tokens_to_remove)
+        self.seen += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Refuse.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise _refusal("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise _refusal("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refuse.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise _refusal("batch_select_indices")
+
     def forward(
         self,
         input_ids: Tensor,
@@ -102,9 +145,20 @@ class PagedCache(Cache):
 
         Returns:
             ``[B, Q', V]`` logits; zeros where the token is masked.
+
+        Raises:
+            ValueError: the cache has another number of rows, or the model too few positions.
+            OutOfPagesError: the pages for the new tokens are not free; nothing was stored.
         """
         batch, new = input_ids.shape
         runner = self.runner
+        if runner.rows and len(runner.rows) != batch:
+            raise ValueError(f"input_ids: {batch} rows do not fit a cache of {len(runner.rows)} rows")
+        longest = max((row.length for row in runner.rows), default=0) + new
+        if longest > runner.max_positions:
+            raise ValueError(
+                f"input_ids: {new} more tokens make {longest}, and the model has {runner.max_positions} positions"
+            )
         while len(runner.rows) < batch:
             runner.add_row(0)
         mask = np.ones((batch, new), bool) if attention_mask is None else _host(attention_mask[:, -new:]) != 0
@@ -158,3 +212,7 @@ def _kept_columns(logits_to_keep: int | Tensor, new: int) -> NDArray[np.int64]:
 
 def _host(tensor: Tensor) -> Any:
     return tensor.detach().cpu().numpy()
+
+
+def _refusal(method: str) -> RuntimeError:
+    return RuntimeError(f"a PagedCache cannot {method}: its rows are not shared; pass a DynamicCache instead")

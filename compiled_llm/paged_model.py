@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.attention import AttentionSwitch, PagedBatch
-from compiled_llm.compat import cudagraph_recordings, cudagraph_skips
+from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
 from compiled_llm.compile import Forward, Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import DeviceThread
@@ -93,11 +93,11 @@ class PagedModel:
         self.thread = thread
         self._model = weakref.ref(model)
         self._switch = switch
-        max_positions = max_positions_of(model)
-        count = pages_to_allocate(config, layers, model.dtype, self.device, max_positions)
+        self.max_positions = max_positions_of(model)
+        count = pages_to_allocate(config, layers, model.dtype, self.device, self.max_positions)
         with torch.inference_mode(False):
             self.pages = allocate_pages(count, layers, config.page_size, model.dtype, self.device)
-            entries = config.max_batch_size * (-(-max_positions // config.page_size) + 1)
+            entries = config.max_batch_size * (-(-self.max_positions // config.page_size) + 1)
             self.buffers = DecodeBuffers(config.max_batch_size, entries, self.device)
             self._prefill_indices = torch.zeros(entries, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size)
@@ -107,6 +107,7 @@ class PagedModel:
         )
         self.programs = Programs(config, forward, self.device)
         self.cudagraph_skips = 0
+        self.cudagraph_reasons: list[str] = []
         self._recordings_before = cudagraph_recordings(self.device)
         self._progress = ProgressDisplay(config.progress)
         self._ready: set[int | str] = set()
@@ -211,7 +212,9 @@ class PagedModel:
     def _recording(self) -> Iterator[None]:
         """Count what the block takes from the allocator for good, and what it was asked to record and did not."""
         nbytes, skips = reserved_bytes(self.device), cudagraph_skips()
-        yield
+        with cudagraph_messages() as messages:
+            yield
+        self.cudagraph_reasons += messages
         self._graph_bytes += max(0, reserved_bytes(self.device) - nbytes)
         self.cudagraph_skips += cudagraph_skips() - skips
 

@@ -49,6 +49,11 @@ class Runner:
         self._launched: deque[tuple[list[Row], Readback]] = deque()
         self._finalizer = weakref.finalize(self, _free, self.rows)
 
+    @property
+    def max_positions(self) -> int:
+        """How many positions the model was made for."""
+        return self._paged.max_positions
+
     # ---- the three verbs
 
     def admit(self, prompt: ArrayLike, max_new_tokens: int, sampling: Sampling | None = None) -> Row:

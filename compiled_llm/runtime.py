@@ -56,11 +56,12 @@ class CompiledModel:
         self._allocation = threading.Lock()
         self.turn = Turn()
 
-    def warmup(self, batch_sizes: Iterable[int] | None = None) -> None:
+    def warmup(self, batch_sizes: Iterable[int] | None = None, *, sampling: bool = False) -> None:
         """Allocate pages, compile, and record every bucket that batches of these sizes use.
 
         Args:
             batch_sizes: rows that calls will have; 1 to ``max_batch_size`` where None.
+            sampling: prepare sampling as well as greedy decoding.
 
         Raises:
             ValueError: a batch size is not between 1 and ``max_batch_size``.
@@ -73,7 +74,7 @@ class CompiledModel:
         paged = self.paged()
         paged.thread.call(paged.make_prefill_ready)
         for bucket in sorted({paged.bucket_for(size) for size in sizes}):
-            paged.thread.call(paged.make_decode_ready, bucket)
+            paged.thread.call(paged.make_sampling_ready if sampling else paged.make_decode_ready, bucket)
 
     def stats(self) -> Stats:
         """Return what has happened so far."""
@@ -132,6 +133,10 @@ class CompiledModel:
     def programs(self) -> dict[str, Callable[..., Any]]:
         """Return the functions that have been compiled, by name."""
         return {} if self._paged is None else self._paged.programs.functions
+
+    def cudagraph_reasons(self) -> list[str]:
+        """Return what Inductor said of decode steps that it did not record."""
+        return [] if self._paged is None else self._paged.cudagraph_reasons
 
     def runner(self) -> Runner:
         """Return a new runner."""

@@ -37,7 +37,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         UnsupportedModelError: a model of this kind cannot run over pages (a ValueError).
         RuntimeError: something that the machine needs for it is not installed.
 
-    Example:
+    Examples:
         >>> model = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(name))  # doctest: +SKIP
         >>> model.generate(**inputs, max_new_tokens=200)  # doctest: +SKIP
     """

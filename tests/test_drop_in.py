@@ -589,3 +589,24 @@ def test_fast_path_is_not_logged(models, inputs, caplog):
     with caplog.at_level(logging.DEBUG):
         greedy(models[1], inputs, 3)
     assert [record for record in caplog.records if record.name == "compiled_llm.generate"] == []
+
+
+def test_a_paged_cache_crops_resets_and_refuses_what_rows_cannot_do(models, inputs):
+    _, wrapped = models
+    ids = inputs["input_ids"][1:2]
+    cache = wrapped.compiled.new_cache()
+    whole = wrapped(input_ids=ids, past_key_values=cache).logits
+    cache.crop(-4)
+    assert cache.get_seq_length() == ids.shape[1] - 4
+    torch.testing.assert_close(wrapped(input_ids=ids[:, -4:], past_key_values=cache).logits, whole[:, -4:])
+    for refused in (lambda: cache.reorder_cache(torch.tensor([0])), lambda: cache.batch_repeat_interleave(2)):
+        with pytest.raises(RuntimeError, match="pass a DynamicCache"):
+            refused()
+    with pytest.raises(ValueError, match="3 rows do not fit a cache of 1"):
+        wrapped(input_ids=inputs["input_ids"], past_key_values=cache)
+    with pytest.raises(ValueError, match="1024 positions"):
+        wrapped(input_ids=ids[:, :1].expand(1, 1020), past_key_values=cache)
+    cache.reset()
+    assert_account_is_empty(wrapped)
+    torch.testing.assert_close(wrapped(input_ids=ids, past_key_values=cache).logits, whole)
+    cache.close()

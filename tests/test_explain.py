@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 from transformers import FalconConfig, FalconForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -201,3 +202,24 @@ def test_history_counts_slow_paths_with_their_causes():
     assert finding["kind"] == "slow path"
     assert "beam" in finding["reason"]
     assert report.data["history"]["generate_calls"] == {"original": 1}
+
+
+def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monkeypatch):
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", progress=False)
+    paged = model.compiled.paged()
+    line = planted_line(planted.Mutated.forward)
+    own = paged.programs.decode
+
+    def skipping(*args: Any) -> Any:
+        log_cudagraph_skip_and_bump_counter(
+            "skipping cudagraphs due to mutated inputs (1 instances). Found from : \n"
+            f'  File "{planted.__file__}", line {line}, in forward\n    COUNT.add_(1.0)\n'
+        )
+        return own(*args)
+
+    monkeypatch.setattr(paged.programs, "decode", skipping)
+    model.compiled.warmup([1])
+    finding = the_finding(model.compiled.explain(), planted.Mutated.forward)
+    assert finding["kind"] == "no CUDA graph"
+    assert "register_buffer" in finding["advice"]
+    assert model.compiled.explain().data["history"]["cudagraph_skips"] == 1

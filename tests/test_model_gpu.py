@@ -12,6 +12,7 @@ import copy
 import gc
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -289,6 +290,31 @@ def test_each_bucket_is_recorded_once_and_only_replayed_ever_after(seed: int) ->
     assert model.compiled.stats().generate_calls == {"fast loop": 23}
     assert_account_is_empty(model)
     compiled_llm.unwrap(model)
+
+
+def test_a_decode_step_launches_one_graph_and_no_kernel_beside_it(small: PreTrainedModel) -> None:
+    """What Inductor keeps out of a recording it launches by itself, without counting a skip."""
+    runner = small.compiled.runner()
+    for length in (3, 5, 4):
+        runner.admit([7] * length, 20)
+    for _ in range(3):
+        runner.step()
+    cuda = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=cuda):
+        torch.cuda.synchronize()  # the profiler has to be started on this thread before any other
+
+    def launches_of(steps: int) -> list[str]:
+        with torch.profiler.profile(activities=cuda) as profile:
+            for _ in range(steps):
+                runner.step()
+            torch.cuda.synchronize()
+        return [event.name for event in profile.events() if re.match("cu(da)?(Graph)?Launch", event.name)]
+
+    launches = small.compiled.paged().thread.call(launches_of, 4)
+    runner.close()
+    if not launches:
+        pytest.skip("the profiler shows no launches on this machine")
+    assert launches == ["cudaGraphLaunch"] * 4
 
 
 BESIDE_A_USERS_OWN_GRAPHS = """

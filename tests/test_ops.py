@@ -506,3 +506,14 @@ def test_a_plan_is_forgotten_when_its_owner_dies():
     gc.collect()
     with pytest.raises(RuntimeError, match="no plan"):
         find_plan(indptr, 4, GEOMETRY)
+
+
+def test_rows_without_queries_are_not_taken_for_decode(seed):
+    """As many queries as rows, but not one each."""
+    torch.manual_seed(seed)
+    pages, query = torch.randn(4, 2, 1, 4, 8), torch.randn(2, 2, 8)
+    table = [torch.tensor(column, dtype=torch.int32) for column in ([0, 2, 2], [0, 1, 2], [1, 2], [3, 3])]
+    alone = [torch.tensor(column, dtype=torch.int32) for column in ([0, 2], [0, 1], [1], [3])]
+    torch.testing.assert_close(
+        paged_attention(query, pages, *table, scale=0.3), paged_attention(query, pages, *alone, scale=0.3)
+    )

@@ -45,7 +45,7 @@ run_tests() {
   local log=$1 options=()
   shift
   "$python" -c 'import pytest_timeout' 2>/dev/null || options=(-o 'addopts=-ra --strict-markers')
-  "$python" -m pytest "${options[@]}" -p no:cacheprovider -m gpu -v --durations=12 "$@" 2>&1 | tee "$out/$log"
+  "$python" -m pytest "${options[@]}" -p no:cacheprovider -p no:logging -m gpu -v --durations=12 "$@" 2>&1 | tee "$out/$log"
 }
 
 checks() {

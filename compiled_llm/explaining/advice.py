@@ -114,7 +114,7 @@ CHANGES = (
         "Make it a buffer of its module: register_buffer in __init__, and write to self.<name> in place.",
     ),
     Advice(
-        r"on the CPU",
+        r"on the CPU|cpu device",
         "A tensor on the CPU takes part in the computation on the device, and CUDA graphs are skipped.",
         "Move it to the device once, with register_buffer or .to(device) in __init__.",
     ),

@@ -33,7 +33,7 @@ from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.snapshot import unchanged
 from compiled_llm.explaining.tracing import Bench, Trace
 from compiled_llm.generate import prompts_of
-from compiled_llm.layers import Layer, UnsupportedModelError, probe_layers
+from compiled_llm.layers import Layer, UnpagedCallError, UnsupportedModelError, probe_layers
 
 _INTERFACE = (
     "Use the model unwrapped; or let its attention layers call ALL_ATTENTION_FUNCTIONS[config._attn_implementation], "
@@ -121,9 +121,9 @@ class _Subject:
                 self.refusal, cause = str(error), error.__cause__
                 if cause is None:
                     break
-        if cause is None:
+        if cause is None or isinstance(cause, UnpagedCallError):
             findings.add(general("refused", self.refusal, _INTERFACE))
-        elif _bypasses_interface(self.model) or BATCH_ARGUMENT in str(cause):
+        elif _bypasses_interface(self.model):
             reason = (
                 f"{type(self.model).__name__} computes attention by itself: its layers do not reach the attention "
                 "interface of transformers (AttentionInterface), and would run without pages."

@@ -130,7 +130,7 @@ def _check(query: Tensor, pages: Tensor, table: PageTable) -> None:
     check_int32("paged_attention", **table._asdict())
 
 
-# ---- CPU: one row after the other, in plain PyTorch
+# ---- CPU: in plain PyTorch, one row after the other, or all at once where each has one query and lengths are alike
 
 
 def _rows(
@@ -162,6 +162,39 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Te
         query.transpose(0, 1)[None], key[None], value[None], attn_mask=visible, scale=scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)
+
+
+def _decode(
+    query: Tensor,
+    pages: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    scale: float,
+    window_left: int,
+) -> Tensor:
+    """Attend with one query a row, all rows padded to the longest."""
+    rows, _, head_dim = query.shape
+    page_size = pages.shape[3]
+    counts = (indptr[1:] - indptr[:-1])[:, None]
+    page = torch.arange(int(counts.max()))
+    entries = (indptr[:-1, None] + page).clamp(max=len(indices) - 1)
+    own = pages[torch.where(page < counts, indices[entries], 0)]  # [B, n, 2, K, S, D']
+    keys_values = own.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[..., :head_dim].to(query.dtype)
+    lengths = (counts - 1) * page_size + last_page_len[:, None]
+    position = torch.arange(keys_values.shape[3])
+    visible = position < lengths
+    if window_left >= 0:
+        visible &= position >= lengths - 1 - window_left
+    out: Tensor = torch.nn.functional.scaled_dot_product_attention(
+        query[:, :, None],
+        keys_values[0],
+        keys_values[1],
+        attn_mask=visible[:, None, None, :],
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out.view(rows, *query.shape[1:])
 
 
 def _attend_lse(
@@ -196,6 +229,10 @@ def _cpu(
     if logits_soft_cap > 0:
         return _cpu_lse(query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap)[0]
     _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len))
+    counts = indptr.diff()
+    one_each = len(query) == len(counts) and bool((qo_indptr.diff() == 1).all())
+    if one_each and len(counts) * int(counts.max()) <= 2 * int(counts.sum()):
+        return _decode(query, pages, indptr, indices, last_page_len, scale, window_left)
     out = torch.empty(query.shape, dtype=query.dtype)
     for tokens, key, value in _rows(query, pages, qo_indptr, indptr, indices, last_page_len):
         visible = _visible(tokens.stop - tokens.start, key.shape[1], window_left)

@@ -1,0 +1,4 @@
+"""``compiled-llm bench``: the instrument that speed is judged by.
+
+Nothing else in the package imports this.
+"""

@@ -1,0 +1,114 @@
+"""What is timed, and how: these definitions hold for every contender."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Now = Callable[[], float]
+
+DEFINITIONS = {
+    "time to first token": "from the call to the first token of every row on the host, warm. A contender that cannot "
+    "stream is asked for one token in a call of its own.",
+    "decode": "the rate after it: batch x (new tokens - 1) / (end of the call - first token).",
+    "end to end": "everything: batch x new tokens / (end of the call - call).",
+    "ceiling": "the decode rate at which weights (once a step) and keys and values (at the middle of decode) would be "
+    "read at the read bandwidth measured in the same run.",
+    "best, median": "of all runs of a warm contender, each with prompts of its own.",
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One call, in seconds.
+
+    Attributes:
+        first: from the call to the first token of every row on the host.
+        total: from the call to its end.
+    """
+
+    first: float
+    total: float
+
+    def __post_init__(self) -> None:
+        """Refuse what has no decode rate.
+
+        Raises:
+            ValueError: decode took no time.
+        """
+        if not 0 < self.first < self.total:
+            raise ValueError(
+                f"first token after {self.first:.6f} s of {self.total:.6f} s: decode cannot be told apart; "
+                "measure more new tokens"
+            )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The best and the median of some runs."""
+
+    best: float
+    median: float
+    runs: int
+
+    @classmethod
+    def of_times(cls, seconds: Iterable[float]) -> Spread:
+        """Summarise times: the shortest is best."""
+        values = list(seconds)
+        return cls(min(values), statistics.median(values), len(values))
+
+    @classmethod
+    def of_rates(cls, rates: Iterable[float]) -> Spread:
+        """Summarise rates: the highest is best."""
+        values = list(rates)
+        return cls(max(values), statistics.median(values), len(values))
+
+
+class TokenClock:
+    """A streamer that keeps when each token came; `generate` puts the prompt first."""
+
+    def __init__(self, now: Now = time.perf_counter) -> None:
+        """Start without tokens."""
+        self.times: list[float] = []
+        self._now = now
+        self._has_prompt = False
+
+    def put(self, value: Any) -> None:
+        """Note the time; the prompt is not a token."""
+        if self._has_prompt:
+            self.times.append(self._now())
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+def timed(
+    generate: Callable[[TokenClock], object],
+    new: int,
+    synchronize: Callable[[], object],
+    now: Now = time.perf_counter,
+) -> Timing:
+    """Time one call, with the device idle before and after.
+
+    Args:
+        generate: makes the call, with the clock as its streamer.
+        new: how many tokens each row must get.
+        synchronize: waits for the device.
+        now: the time in seconds.
+
+    Raises:
+        RuntimeError: another number of tokens came.
+    """
+    clock = TokenClock(now)
+    synchronize()
+    start = now()
+    generate(clock)
+    synchronize()
+    total = now() - start
+    if len(clock.times) != new:
+        raise RuntimeError(f"{len(clock.times)} tokens came instead of {new}")
+    return Timing(clock.times[0] - start, total)

@@ -1,0 +1,83 @@
+"""What mkdocs calls while it builds: tables made from the code, so that they cannot go stale.
+
+A page asks for one by a comment of its own line: ``<!-- table: options -->`` or ``<!-- table: environment -->``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).parents[1]
+_PLACE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
+_VARIABLE = re.compile(r"``([A-Z][A-Z0-9_]+)``")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put the tables where the page asks for them; mkdocs calls this for each page."""
+    return _PLACE.sub(lambda match: TABLES[match[1]](), markdown)
+
+
+def options() -> str:
+    """Return a table of the fields of ``WrapConfig``."""
+    cls = _from_checkout("compiled_llm.config", "WrapConfig")
+    said = described(cls)
+    lines = ["| option | type | default | |", "|---|---|---|---|"]
+    for field in dataclasses.fields(cls):
+        kind = {"Mode": "str"}.get(field.type, field.type).replace(" | ", " or ")
+        lines.append(f"| `{field.name}` | {kind} | `{_shown(field.default)}` | {said[field.name]} |")
+    return "\n".join(lines)
+
+
+def environment() -> str:
+    """Return a table of the variables that ``compiled_llm.env`` reads."""
+    said = described(_from_checkout("compiled_llm.env", "Env"))
+    lines = ["| variable | |", "|---|---|"]
+    for name, text in said.items():
+        variable = _VARIABLE.match(text)
+        if variable is None:
+            raise ValueError(f"Env.{name}: its description must begin with the variable's name in double backquotes")
+        rest = text[variable.end() :].lstrip(", :")
+        lines.append(f"| `{variable[1]}` | {rest[:1].upper()}{rest[1:]} |")
+    return "\n".join(lines)
+
+
+def described(cls: type) -> dict[str, str]:
+    """Return what the docstring of a dataclass says of each field, in one line each.
+
+    Raises:
+        ValueError: it leaves a field out, or describes one that does not exist.
+    """
+    _, _, attributes = (inspect.getdoc(cls) or "").partition("Attributes:\n")
+    found: dict[str, str] = {}
+    for line in attributes.splitlines():
+        if match := re.match(r" {4}(\w+): (.*)", line):
+            name, found[match[1]] = match[1], match[2]
+        elif line.startswith(" " * 8) and found:
+            found[name] += f" {line.strip()}"
+        elif line.strip():
+            break
+    fields = [field.name for field in dataclasses.fields(cls)]
+    if sorted(found) != sorted(fields):
+        raise ValueError(f"{cls.__name__}: its fields are {fields}, and its docstring describes {sorted(found)}")
+    return {name: found[name].replace("|", "\\|") for name in fields}
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, int) and not isinstance(default, bool) and default % 2**20 == 0 and default:
+        return f"{default // 2**20} * 2**20"
+    return repr(default)
+
+
+def _from_checkout(module: str, name: str) -> Any:
+    if str(CHECKOUT) not in sys.path:
+        sys.path.append(str(CHECKOUT))  # an installed package comes first
+    return getattr(__import__(module, fromlist=[name]), name)
+
+
+TABLES: dict[str, Callable[[], str]] = {"options": options, "environment": environment}

@@ -1,0 +1,116 @@
+"""Families beside Qwen3 and Llama: the same tokens as HuggingFace, or a refusal that says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import compiled_llm
+from parity import assert_account_is_empty, greedy, mixed_prompts
+
+TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Arcee": {},
+    "Cohere": {},
+    "Cohere2": {"sliding_window": 8},
+    "Exaone4": {},
+    "GPT2LMHead": GPT,
+    "GPTBigCode": GPT,
+    "GPTNeoX": {},
+    "Gemma": {"head_dim": 16},
+    "Gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "Gemma3": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "Glm": {"head_dim": 16},
+    "Glm4": {"head_dim": 16},
+    "GptOss": {"head_dim": 16, "sliding_window": 8, **EXPERTS},
+    "Granite": {},
+    "Helium": {"head_dim": 16},
+    "Ministral": {"head_dim": 16, "sliding_window": 8},
+    "Mistral": {"head_dim": 16, "sliding_window": 7},
+    "Mixtral": EXPERTS,
+    "OPT": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "Olmo": {},
+    "Olmo2": {},
+    "Olmo3": {},
+    "Persimmon": {},
+    "Phi": {},
+    "Phi3": {},
+    "Qwen2": {},
+    "Qwen3Moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "SeedOss": {"head_dim": 16},
+    "SmolLM3": {},
+    "Starcoder2": {},
+}
+CONFIGS = {"GPT2LMHead": "GPT2Config", "Gemma3": "Gemma3TextConfig"}
+CLASSES = {"GPT2LMHead": "GPT2LMHeadModel"}
+
+REFUSED = {
+    "Bloom": ({"n_head": 4, "n_layer": 2}, "reach the attention interface"),
+    "Nemotron": ({}, "does not hand keyword arguments"),
+    "StableLm": ({}, "does not hand keyword arguments"),
+    "XGLM": ({"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}, "reach the attention interface"),
+    "MiniMax": ({}, "reach the attention interface"),
+}
+
+
+def make(family: str, options: dict[str, Any], seed: int) -> PreTrainedModel:
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))
+    model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))
+    torch.manual_seed(seed)
+    return model(config(**{**TINY, **options})).eval()
+
+
+def assert_equal_tokens(family: str, mode: str, seed: int) -> None:
+    model = make(family, FAMILIES[family], seed)
+    inputs = mixed_prompts([5, 19, 11], 128, seed)
+    expected = greedy(model, inputs, 40)
+    assert len(set(expected[0, 19:].tolist())) > 3, "text that repeats one token shows little"
+    compiled_llm.wrap(model, mode=mode, page_size=4, progress=False)
+    torch.testing.assert_close(greedy(model, inputs, 40), expected)
+    torch.testing.assert_close(greedy(model, inputs, 40), expected)
+    stats = model.compiled.stats()
+    assert stats.generate_calls == {"fast loop": 2}
+    assert stats.recompiles == 0
+    assert_account_is_empty(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_huggingface(family, seed):
+    assert_equal_tokens(family, "eager", seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
+def test_tokens_equal_huggingface_when_compiled(family, seed):
+    """Soft caps with alternating windows; attention sinks with experts."""
+    assert_equal_tokens(family, "compile", seed)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_run_over_pages_is_refused_with_the_reason(family, seed):
+    options, reason = REFUSED[family]
+    model = make(family, options, seed)
+    with pytest.raises(compiled_llm.UnsupportedModelError, match=reason):
+        compiled_llm.wrap(model, mode="eager")
+    assert type(model).__mro__[0].__name__.startswith(family)
+    assert greedy(model, mixed_prompts([5], 128, seed), 3).shape == (1, 8), "it stays usable"
