@@ -1,23 +1,22 @@
-"""What `compiled-llm` does on the command line. Torch and transformers are imported inside, so that --help is quick."""
+"""The commands of `compiled-llm`. What imports torch or transformers is imported inside, so that --help is quick."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
-    from transformers.generation.streamers import BaseStreamer
+from compiled_llm.bench.commands import app as bench
+from compiled_llm.one_shot import Request, SamplingFlags, run
+from compiled_llm.prompt import read_prompt
+from compiled_llm.readable_errors import readable_errors
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(bench, name="bench")
+
+_INPUT, _SAMPLING, _MODEL, _OUTPUT = "Input", "Sampling", "Model", "Output"
 
 
 class Dtype(str, Enum):
@@ -54,111 +53,122 @@ def options(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, the message to answer.")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="The text to continue; with --chat, the message to answer. `-`, or nothing in a pipe: stdin.",
+            show_default=False,
+        ),
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Read the prompt from a file, without its last line end.", rich_help_panel=_INPUT
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template.", rich_help_panel=_INPUT)
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.", rich_help_panel=_INPUT)
+    ] = None,
+    sample: Annotated[
+        bool | None,
+        typer.Option(
+            "--sample/--greedy",
+            help="Draw each token, or take the most likely one. Greedy, unless a flag below is given.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Above 1 evens probabilities out, below 1 sharpens them.", rich_help_panel=_SAMPLING),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw among the k most likely; 0 for all.", rich_help_panel=_SAMPLING)
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw among the most likely that together have this probability.", rich_help_panel=_SAMPLING),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw among those at least this times as likely as the most likely.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Above 1 makes tokens seen before less likely; goes with --greedy as well.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed draws the same text.", rich_help_panel=_SAMPLING)
+    ] = None,
     model: Annotated[
-        str, typer.Option(help="A folder, a GGUF file, a hub id, or `demo`: SmolLM2-135M, downloaded once (93 MB).")
+        str,
+        typer.Option(
+            help="A folder, a GGUF file, a hub id, or `demo`: SmolLM2-135M, downloaded once (93 MB).",
+            rich_help_panel=_MODEL,
+        ),
     ] = "demo",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 64,
-    mode: Annotated[str, typer.Option(help="How to run: eager, compile or reduce-overhead.")] = "reduce-overhead",
-    dtype: Annotated[Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.")] = Dtype.auto,
-    device: Annotated[Device, typer.Option(help="auto: CUDA if there is a device.")] = Device.auto,
-    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template.")] = False,
+    mode: Annotated[
+        str, typer.Option(help="How to run: eager, compile or reduce-overhead.", rich_help_panel=_MODEL)
+    ] = "reduce-overhead",
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.", rich_help_panel=_MODEL)
+    ] = Dtype.auto,
+    device: Annotated[
+        Device, typer.Option(help="auto: CUDA if there is a device.", rich_help_panel=_MODEL)
+    ] = Device.auto,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens.", rich_help_panel=_OUTPUT)] = 64,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Stop once the new text holds TEXT, which stays in it. May be given several times.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write one JSON object at the end, and no text.", rich_help_panel=_OUTPUT)
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show neither progress nor figures.", rich_help_panel=_OUTPUT)
+    ] = False,
 ) -> None:
-    """Write the model's text to stdout as it comes (greedy), then one line of figures to stderr."""
-    with _readable_errors():
-        _generate(prompt, model, max_new_tokens, mode, dtype.value, device.value, chat)
-
-
-def _generate(prompt: str, name: str, max_new_tokens: int, mode: str, dtype: str, device: str, chat: bool) -> None:
-    console = Console(stderr=True, highlight=False)
-    with console.status("importing torch and transformers"):
-        from transformers import TextStreamer
-
-        import compiled_llm
-        from compiled_llm.loading import load
-
-    loaded, tokenizer = load(name, dtype, device)
-    model: Any = compiled_llm.wrap(loaded, mode=mode, max_batch_size=1)
-    inputs = {name: tensor.to(loaded.device) for name, tensor in _encode(tokenizer, prompt, chat).items()}
-    model.compiled.warmup()
-
-    streamer = TimedStreamer(TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True))
-    model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
-    console.print(f"{streamer.figures()}, {_counts(model.compiled.stats())}", style="dim", soft_wrap=True)
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> dict[str, Tensor]:
-    encoded: Any
-    if not chat:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    elif tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    """Write the model's text to stdout as it comes, then one line of figures to stderr."""
+    with readable_errors():
+        sampling = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        request = Request(
+            prompt=read_prompt(prompt, file),
+            chat=chat,
+            system=system,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            stop=stop or [],
+            model=model,
+            mode=mode,
+            dtype=dtype.value,
+            device=device.value,
+            as_json=as_json,
+            quiet=quiet,
         )
-    else:
-        raise ValueError("--chat: this model's tokenizer has no chat template; use --no-chat")
-    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        run(request)
 
 
-def _counts(stats: Any) -> str:
-    return (
-        f"{stats.graphs} graphs, {stats.graph_breaks} graph breaks, {stats.recompiles} recompiles, "
-        f"{stats.cudagraph_skips} cudagraph skips"
-    )
+@app.command()
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Do not try to build kernels and run a model.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
+) -> None:
+    """Show what this machine has and what is missing, and try whether kernels build and a model runs.
 
-
-class TimedStreamer:
-    """Pass tokens on to another streamer, and keep the time. `generate` puts the prompt first."""
-
-    def __init__(self, streamer: BaseStreamer) -> None:
-        self._streamer = streamer
-        self._start = time.perf_counter()
-        self._first: float | None = None
-        self._last = self._start
-        self._tokens = -1  # the prompt is not counted
-
-    def put(self, value: Tensor) -> None:
-        """Take the prompt, then each step's token."""
-        self._last = time.perf_counter()
-        self._tokens = 0 if self._tokens < 0 else self._tokens + value.numel()
-        if self._tokens and self._first is None:
-            self._first = self._last
-        self._streamer.put(value)
-
-    def end(self) -> None:
-        """Pass on that nothing follows."""
-        self._streamer.end()
-
-    def figures(self) -> str:
-        """Return tokens, tokens/s from call to last token, and the time to the first token."""
-        if self._first is None:
-            return "0 tokens"
-        speed = self._tokens / (self._last - self._start)
-        return f"{self._tokens} tokens, {speed:.1f} tokens/s, first token after {self._first - self._start:.3f} s"
-
-
-@contextmanager
-def _readable_errors() -> Iterator[None]:
-    """Turn errors that this package raised into one line: exit code 2 for what cannot be asked, 1 for what failed.
-
-    Any other error is a bug, and keeps its traceback.
+    Exit code 0 if compiled_llm can run here, on CUDA if there is a device, else on the CPU; 1 if not.
     """
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(err=True)
-        raise typer.Exit(130) from None
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        if not _raised_here(error):
-            raise
-        typer.secho(f"error: {' '.join(str(error).split())}", fg="red", err=True)
-        raise typer.Exit(2 if isinstance(error, (FileNotFoundError, ValueError)) else 1) from None
+    with readable_errors():
+        from compiled_llm.doctor_report import report
 
-
-def _raised_here(error: BaseException) -> bool:
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    module = "" if traceback is None else traceback.tb_frame.f_globals.get("__name__", "")
-    return module.partition(".")[0] in ("compiled_llm", "compiled_llm_ops")
+        can_run = report(quick=quick, as_json=as_json)
+    raise typer.Exit(0 if can_run else 1)

@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, what is cheap and can fail first.
 #
-# usage: tools/gpu.sh [checks] [tests] [measure]       all three without arguments
+# usage: tools/gpu.sh [checks] [tests] [bench] [parity]       the first three without arguments
 #   checks    imports, versions, the ops' tests
 #   tests     all other GPU tests
-#   measure   tools/measure.py; MEASURE holds its arguments (default: --size 0.6B)
+#   bench     `compiled-llm bench`; BENCH holds its arguments, with semicolons between several runs. It needs typer:
+#             ../shared/gpu/wheels 0.6.13 typer shellingham annotated-doc rich markdown-it-py mdurl
+#   parity    logits of full-size models against float32; SIZES holds which (default: qwen3-0.6b)
 #
 # Logs go to OUT (default: build/gpu). If a folder .whl exists, the wheels in it are installed into SITE (default:
 # build/site) first and used; the Python that runs is PYTHON (default: python3). The checkout itself is what is tested.
-# Failing checks end the script; failing tests do not keep it from measuring.
+# Failing checks end the script; failing tests do not keep it from measuring. vLLM takes part in bench if
+# .carry/site.tar.xz is there, or if COMPILED_LLM_VLLM says how to run it. Pictures are drawn where matplotlib is:
+# `compiled-llm bench show bench-1.json --plot bench.png`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,13 +21,13 @@ out=${OUT:-build/gpu}
 site=${SITE:-build/site}
 stages=("$@")
 if ((${#stages[@]} == 0)); then
-  stages=(checks tests measure)
+  stages=(checks tests bench)
 fi
 for stage in "${stages[@]}"; do
   case $stage in
-  checks | tests | measure) ;;
+  checks | tests | bench | parity) ;;
   *)
-    echo "tools/gpu.sh: no stage $stage; there are checks, tests and measure" >&2
+    echo "tools/gpu.sh: no stage $stage; there are checks, tests, bench and parity" >&2
     exit 2
     ;;
   esac
@@ -93,11 +97,45 @@ tests() {
   run_tests model.log -rP "${files[@]}"
 }
 
-measure() {
-  say "tools/measure.py ${MEASURE:---size 0.6B}"
-  local -a options
-  read -ra options <<<"${MEASURE:---size 0.6B}"
-  "$python" tools/measure.py "${options[@]}" --json "$out/measure.json" | tee "$out/measure.md"
+# vLLM in an environment of its own: its site would get in the way of ours, and ours of its.
+prepare_vllm() {
+  if [[ -n ${COMPILED_LLM_VLLM:-} || ! -e .carry/site.tar.xz ]]; then
+    return
+  fi
+  local folder=/tmp/vllm_site
+  if [[ ! -d $folder ]]; then
+    mkdir -p "$folder"
+    "$python" -W ignore -m tarfile -e .carry/site.tar.xz "$folder"
+  fi
+  # No downloads, no FlashInfer and no network there.
+  export COMPILED_LLM_VLLM="env PYTHONPATH=$folder LD_LIBRARY_PATH=/usr/local/nvidia/lib64:${LD_LIBRARY_PATH:-} \
+PEER_FORCE_CUDA=1 VLLM_PLUGINS= VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0 VLLM_DEEP_GEMM_WARMUP=skip \
+DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false VLLM_HOST_IP=127.0.0.1 \
+GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo $python"
+}
+
+bench() {
+  prepare_vllm
+  local -a runs arguments
+  local run number=0 status=0
+  IFS=';' read -ra runs <<<"${BENCH:-latency --model qwen3-0.6b --decoding both; roofline --model qwen3-0.6b}"
+  for run in "${runs[@]}"; do
+    read -ra arguments <<<"$run"
+    number=$((number + 1))
+    say "compiled-llm bench ${arguments[*]}"
+    "$python" -c 'from compiled_llm.cli import main; main()' bench "${arguments[@]}" --verbose \
+      --json "$out/bench-$number.json" | tee "$out/bench-$number.md" || status=$?
+  done
+  return "$status"
+}
+
+parity() {
+  local size status=0
+  for size in ${SIZES:-qwen3-0.6b}; do
+    say "parity, $size"
+    "$python" tools/parity.py "$size" | tee "$out/parity-$size.md" || status=$?
+  done
+  return "$status"
 }
 
 status=0

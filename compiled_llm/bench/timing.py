@@ -68,47 +68,46 @@ class Spread:
 
 
 class TokenClock:
-    """A streamer that keeps when each token came; `generate` puts the prompt first."""
+    """A streamer that keeps when each token came; `generate` puts the prompt first.
+
+    Attributes:
+        now: the time in seconds.
+        times: of each token.
+    """
 
     def __init__(self, now: Now = time.perf_counter) -> None:
         """Start without tokens."""
+        self.now = now
         self.times: list[float] = []
-        self._now = now
         self._has_prompt = False
 
     def put(self, value: Any) -> None:
         """Note the time; the prompt is not a token."""
         if self._has_prompt:
-            self.times.append(self._now())
+            self.times.append(self.now())
         self._has_prompt = True
 
     def end(self) -> None:
         """Nothing to do."""
 
 
-def timed(
-    generate: Callable[[TokenClock], object],
-    new: int,
-    synchronize: Callable[[], object],
-    now: Now = time.perf_counter,
-) -> Timing:
+def timed(generate: Callable[[], object], clock: TokenClock, new: int, synchronize: Callable[[], object]) -> Timing:
     """Time one call, with the device idle before and after.
 
     Args:
-        generate: makes the call, with the clock as its streamer.
+        generate: makes the call, with ``clock`` as its streamer.
+        clock: a fresh one.
         new: how many tokens each row must get.
         synchronize: waits for the device.
-        now: the time in seconds.
 
     Raises:
         RuntimeError: another number of tokens came.
     """
-    clock = TokenClock(now)
     synchronize()
-    start = now()
-    generate(clock)
+    start = clock.now()
+    generate()
     synchronize()
-    total = now() - start
+    total = clock.now() - start
     if len(clock.times) != new:
         raise RuntimeError(f"{len(clock.times)} tokens came instead of {new}")
     return Timing(clock.times[0] - start, total)

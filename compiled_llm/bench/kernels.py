@@ -1,0 +1,161 @@
+"""The profiler on decode steps in the midst of a call of ``generate``, and what kind of work each kernel does."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from compiled_llm.bench.timing import TokenClock
+
+KINDS = (
+    ("memory copies", r"^mem(cpy|set)"),
+    ("page append", r"append_?paged"),
+    ("attention, merge of splits", r"merge_?states?|attentionsum|splitkv_combine"),
+    ("attention", r"batch(decode|prefill)with|paged_attention|flash|fmha|attention"),
+    ("sampling", r"argmax|multinomial|top_?[kp]|sort|sampl|exponential|philox|cumsum|scan|rand"),
+    ("matrix products", r"gemm|gemv|nvjet|split_?k|cutlass|xmma|cublas|(^|_|::)(add|b)?mm(_|$)|mkl|linear|dot_"),
+    ("norms, rotary, elementwise", r"."),
+)
+"""Kinds of work and what their kernels are called, the first that fits; names are compared in lower case."""
+
+_ANNOTATIONS = ("##", "ProfilerStep", "Torch-Compiled", "TorchDynamo", "CompiledFunction", "[pytorch|", "Pregraph")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel that ran; on a CPU, one operator.
+
+    Attributes:
+        name: its name.
+        kind: one of ``KINDS``.
+        us: its own time, in microseconds.
+        start: when it began, in microseconds.
+        end: when it ended.
+    """
+
+    name: str
+    kind: str
+    us: float
+    start: float
+    end: float
+
+
+def kind_of(names: Iterable[str]) -> str:
+    """Return the kind of a kernel.
+
+    Args:
+        names: its name, and the operators it ran in: what runs inside an attention operator is attention.
+    """
+    kinds = [next(kind for kind, pattern in KINDS if re.search(pattern, name.lower())) for name in names]
+    return next((kind for kind in kinds[1:] if kind in ("attention", "page append")), kinds[0])
+
+
+def busy_us(launches: Iterable[Launch]) -> float:
+    """Return how long at least one of the launches ran: they may overlap."""
+    busy, reached = 0.0, float("-inf")
+    for launch in sorted(launches, key=lambda launch: launch.start):
+        busy += max(0.0, launch.end - max(launch.start, reached))
+        reached = max(reached, launch.end)
+    return busy
+
+
+class StepProfiler:
+    """Profiles some decode steps of a call.
+
+    Between the tokens ``after`` and ``after + steps`` of the stream, a loop launches exactly ``steps`` steps, be it
+    ahead of what it streams or not; the device is idle at both ends.
+
+    Attributes:
+        clock: the streamer that starts and stops the profiler.
+        launches: what ran, after the block.
+    """
+
+    def __init__(self, device: torch.device, steps: int, after: int) -> None:
+        """Prepare.
+
+        Args:
+            device: what is profiled.
+            steps: how many steps.
+            after: how many tokens come before them, at least one.
+        """
+        self._cuda = device.type == "cuda"
+        self.clock = _SwitchingClock(self, max(1, after), max(1, after) + steps)
+        self.launches: list[Launch] = []
+        self._profile: Any = None
+
+    def __enter__(self) -> StepProfiler:
+        if self._cuda:
+            # As torch does for its own CUDA graphs: with CUPTI torn down between profiles, replays can crash.
+            os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+            os.environ.setdefault("TEARDOWN_CUPTI", "0")
+            with self._new_profile():  # the first start takes a second
+                torch.cuda.synchronize()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._profile is not None and error[0] is None:
+            self.launches = list(self._launches())
+            if not self.launches:
+                raise RuntimeError("the profiler saw nothing; with KINETO_LOG_LEVEL=0 it says why")
+
+    def start(self) -> None:
+        """Begin to record, with an idle device."""
+        self._synchronize()
+        self._profile = self._new_profile()
+        self._profile.start()
+
+    def stop(self) -> None:
+        """End recording, once all that was launched has ended."""
+        self._synchronize()
+        self._profile.stop()
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+    def _new_profile(self) -> profile:
+        # Compiled programs run on a thread of their own; kernels are seen from any.
+        everywhere = _ExperimentalConfig(profile_all_threads=not self._cuda)
+        activity = ProfilerActivity.CUDA if self._cuda else ProfilerActivity.CPU
+        return profile(activities=[activity], experimental_config=everywhere)
+
+    def _launches(self) -> Iterator[Launch]:
+        wanted = "CUDA" if self._cuda else "CPU"
+        for event in self._profile.events():
+            if event.device_type.name == wanted and not _is_annotation(event):
+                span = event.time_range
+                spent = span.elapsed_us() if self._cuda else event.self_cpu_time_total
+                yield Launch(event.name, kind_of(_names(event)), float(spent), float(span.start), float(span.end))
+
+
+class _SwitchingClock(TokenClock):
+    def __init__(self, profiler: StepProfiler, first: int, last: int) -> None:
+        super().__init__()
+        self._profiler = profiler
+        self._first = first
+        self._last = last
+
+    def put(self, value: Any) -> None:
+        super().put(value)
+        if len(self.times) == self._first:
+            self._profiler.start()
+        if len(self.times) == self._last:
+            self._profiler.stop()
+
+
+def _names(event: Any) -> Iterator[str]:
+    while event is not None:
+        yield event.name
+        event = event.cpu_parent
+
+
+def _is_annotation(event: Any) -> bool:
+    """Ranges that code was marked with, which enclose kernels."""
+    return bool(getattr(event, "is_user_annotation", False)) or event.name.startswith(_ANNOTATIONS)

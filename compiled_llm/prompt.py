@@ -1,0 +1,95 @@
+"""A prompt on the command line: where it comes from, and as tokens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+
+def read_prompt(argument: str | None, file: str | None) -> str:
+    """Return the prompt: the argument, a file's text, or what is piped in.
+
+    Args:
+        argument: PROMPT; `-` is stdin.
+        file: a path; `-` is stdin.
+
+    Raises:
+        ValueError: there is none, there are two, or it is no text.
+    """
+    if argument is not None and file is not None:
+        raise ValueError("PROMPT and --file were both given: the prompt comes from one place")
+    if file not in (None, "-"):
+        text = _text(_bytes_of(Path(file)), f"--file {file}")
+    elif argument not in (None, "-"):
+        text = _text(argument.encode(errors="surrogateescape"), "PROMPT", drops_line_end=False)
+    else:
+        text = _text(_bytes_of_stdin(asked_for="-" in (argument, file)), "stdin")
+    if not text:
+        raise ValueError("the prompt is empty: give it as PROMPT, with --file PATH, or pipe it in")
+    return text
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"--file {path}: cannot be read: {error.strerror}") from error
+
+
+def _bytes_of_stdin(asked_for: bool) -> bytes:
+    if sys.stdin is None or (sys.stdin.isatty() and not asked_for):
+        raise ValueError("there is no prompt: give it as PROMPT, with --file PATH, or pipe it in")
+    if sys.stdin.isatty():
+        typer.echo("reading the prompt from the terminal; Ctrl-D ends it", err=True)
+    return sys.stdin.buffer.read()
+
+
+def _text(content: bytes, source: str, drops_line_end: bool = True) -> str:
+    """Return UTF-8 bytes as text, without the line end that editors and `echo` put last."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    return text.removesuffix("\n").removesuffix("\r") if drops_line_end else text
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, system: str | None = None) -> dict[str, Tensor]:
+    """Return a prompt's ``input_ids`` and ``attention_mask``, ``[1, T]``.
+
+    Args:
+        tokenizer: the model's.
+        prompt: the text, or with ``chat`` the user's message.
+        chat: apply the chat template.
+        system: the system message of the chat, if there is one.
+
+    Raises:
+        ValueError: there is no chat template, or it refuses the messages.
+    """
+    encoded: Any
+    if not chat:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    elif tokenizer.chat_template:
+        encoded = _encode_chat(tokenizer, prompt, system)
+    else:
+        raise ValueError("--chat: this model's tokenizer has no chat template; use --no-chat")
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def _encode_chat(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None) -> Any:
+    from jinja2 import TemplateError
+
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": prompt})
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except TemplateError as error:
+        raise ValueError(f"--chat: the model's chat template refuses this: {error}") from error
