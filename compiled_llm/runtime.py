@@ -132,7 +132,7 @@ class CompiledModel:
 
     def programs(self) -> dict[str, Callable[..., Any]]:
         """Return the functions that have been compiled, by name."""
-        return {} if self._paged is None else self._paged.programs.functions
+        return {} if self._paged is None else self._paged.functions()
 
     def cudagraph_reasons(self) -> list[str]:
         """Return what Inductor said of decode steps that it did not record."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import os
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import FunctionType
@@ -12,15 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
-from transformers import FalconConfig, FalconForCausalLM
+from transformers import FalconConfig, FalconForCausalLM, PreTrainedTokenizerFast
 from transformers.models.qwen3 import modeling_qwen3
+from typer.testing import CliRunner
 
 import compiled_llm
 import planted
 from compiled_llm import compile as programs
-from compiled_llm.explaining import Report
+from compiled_llm.commands import app
+from compiled_llm.explaining.report import Report
 from conftest import tiny_qwen3
 from parity import greedy, mixed_prompts
 
@@ -223,3 +229,36 @@ def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monke
     assert finding["kind"] == "no CUDA graph"
     assert "register_buffer" in finding["advice"]
     assert model.compiled.explain().data["history"]["cudagraph_skips"] == 1
+
+
+def test_the_command_prints_the_report_and_writes_the_page(tmp_path):
+    folder = tmp_path / "model"
+    tiny_qwen3(eos_token_id=None).save_pretrained(folder)
+    vocabulary = {"<unk>": 0, "Once": 1, "upon": 2, "a": 3, "time": 4}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<unk>").save_pretrained(folder)
+    done = CliRunner().invoke(app, ["explain", str(folder), "--html", str(tmp_path / "page.html")])
+    assert done.exit_code == 0, done.output
+    assert "Nothing stands in the way" in done.stdout
+    assert "Nothing stands in the way" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["plan", "graphs", "pages"])
+def test_logs_named_in_the_environment_go_to_stderr_and_no_others(name):
+    script = """
+import logging, compiled_llm
+for name in ("plan", "graphs", "pages"):
+    logging.getLogger(f"compiled_llm.{name}").debug("said by %s", name)
+"""
+    environ = {**os.environ, "COMPILED_LLM_LOGS": name}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
+    assert done.stderr == f"compiled_llm.{name}: said by {name}\n"
+
+
+def test_steps_say_what_they_plan_record_and_take(caplog):
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4, progress=False)
+    with caplog.at_level("DEBUG", "compiled_llm"):
+        greedy(model, mixed_prompts([3], 128, seed=0), 4)
+    said = {(record.name, record.getMessage().split()[0]) for record in caplog.records}
+    assert said >= {("compiled_llm.plan", "decode"), ("compiled_llm.graphs", "graphs"), ("compiled_llm.pages", "page")}
