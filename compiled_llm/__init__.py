@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compiled_llm.config import WrapConfig
+    from compiled_llm.explaining.explainer import explain
     from compiled_llm.layers import UnsupportedModelError
     from compiled_llm.page_table import OutOfPagesError
     from compiled_llm.stats import Stats
     from compiled_llm.wrapping import unwrap, wrap
 
+from compiled_llm import logs
+from compiled_llm.env import Env
+
 __version__ = "0.1.0"
 
-__all__ = ["OutOfPagesError", "Stats", "UnsupportedModelError", "WrapConfig", "unwrap", "wrap"]
+__all__ = ["OutOfPagesError", "Stats", "UnsupportedModelError", "WrapConfig", "explain", "unwrap", "wrap"]
 
 # Imported at first use: torch and transformers take seconds, which `compiled-llm --help` need not.
 _HOMES = {
@@ -22,9 +26,13 @@ _HOMES = {
     "Stats": "compiled_llm.stats",
     "UnsupportedModelError": "compiled_llm.layers",
     "WrapConfig": "compiled_llm.config",
+    "explain": "compiled_llm.explaining.explainer",
     "unwrap": "compiled_llm.wrapping",
     "wrap": "compiled_llm.wrapping",
 }
+
+
+logs.enable(Env.from_environ().logs)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from compiled_llm.bench.commands import app as bench
+from compiled_llm.explaining.command import explain
 from compiled_llm.one_shot import Request, SamplingFlags, run
 from compiled_llm.prompt import read_prompt
 from compiled_llm.readable_errors import readable_errors
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench, name="bench")
+app.command()(explain)
 
 _INPUT, _SAMPLING, _MODEL, _OUTPUT = "Input", "Sampling", "Model", "Output"
 

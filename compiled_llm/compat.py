@@ -6,17 +6,23 @@
 | ``eval_frame.remove_from_cache`` | freeing a dropped model's graphs | Dynamo forgets code that nobody holds |
 | ``eval_frame._debug_get_cache_entry_list`` | counting a function's graphs | torch reports them per function |
 | ``cudagraph_trees.get_container`` | counting recordings | torch reports them |
+| the ``torch.__trace`` logger | collecting graph breaks | ``torch._dynamo.explain`` no longer resets Dynamo |
+| the logger of ``cudagraph_utils`` | why CUDA graphs were skipped | torch reports it per function |
+| ``utils.get_compilation_metrics`` | why something recompiled | torch reports it per function |
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
+import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from types import CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -103,3 +109,114 @@ def _nodes(manager: Any) -> int:
         count += 1
         pending.extend(child for children in node.children.values() for child in children)
     return count
+
+
+def forget_entries_of(backend: Callable[..., Any]) -> None:
+    """Free what was compiled with ``backend`` and nothing else, wherever Dynamo keeps it.
+
+    A graph break makes Dynamo compile the functions on the way to it one by one, and keep that on their code objects.
+    A function that has been compiled with other backends too keeps everything: ours never serves their calls.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    for function in [entry for entry in gc.get_objects() if type(entry) is FunctionType]:
+        entries = _debug_get_cache_entry_list(function.__code__)
+        if entries and all(getattr(entry.backend, "compiler_fn", entry.backend) is backend for entry in entries):
+            remove_from_cache(function)
+
+
+@contextmanager
+def graph_breaks_logged() -> Iterator[list[str]]:
+    """Collect what Dynamo says of each graph break while the block runs.
+
+    It goes to the structured trace, which unlike the log of graph breaks repeats itself in a second run. Functions
+    compiled one by one are as many as a model has layers, which the usual limits would cut short.
+    """
+    collector = _GraphBreaks()
+    trace = logging.getLogger("torch.__trace")
+    skipped_frames = logging.getLogger("torch._dynamo.convert_frame.__graph_breaks")
+    before = trace.level, trace.propagate, skipped_frames.level
+    trace.addHandler(collector)
+    trace.setLevel(logging.DEBUG)
+    trace.propagate = False
+    skipped_frames.setLevel(logging.DEBUG)  # only then does it write to the trace
+    skipped_frames.addFilter(_drop)
+    try:
+        with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=8192):
+            yield collector.messages
+    finally:
+        trace.removeHandler(collector)
+        trace.setLevel(before[0])
+        trace.propagate = before[1]
+        skipped_frames.setLevel(before[2])
+        skipped_frames.removeFilter(_drop)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return False
+
+
+class _GraphBreaks(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        artifact = getattr(record, "metadata", {}).get("artifact", {})
+        if artifact.get("name") == "dynamo_graph_break_reason":
+            self.messages.append(str(getattr(record, "payload", "")))
+
+
+@contextmanager
+def cudagraph_messages() -> Iterator[list[str]]:
+    """Collect what Inductor says of CUDA graphs that it does not record, or records anew, while the block runs."""
+    collector = _Messages(logging.WARNING)
+    logger = logging.getLogger("torch._inductor.cudagraph_utils.__cudagraphs")
+    logger.addHandler(collector)
+    try:
+        yield collector.messages
+    finally:
+        logger.removeHandler(collector)
+
+
+class _Messages(logging.Handler):
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+class CompiledGraph(NamedTuple):
+    """One graph that Dynamo holds for a function.
+
+    Attributes:
+        number: Dynamo's name for it, ``frame/attempt``.
+        guards: what it relies on, one guard a line, as Dynamo prints it.
+    """
+
+    number: str
+    guards: str
+
+
+def compiled_graphs(function: Callable[..., Any]) -> list[CompiledGraph]:
+    """Return the graphs that Dynamo holds for a function made by ``own_copy``, oldest first."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    entries = _debug_get_cache_entry_list(function.__code__)
+    graphs = [CompiledGraph(str(entry.compile_id), str(entry.guard_manager)) for entry in entries]
+    return sorted(graphs, key=lambda graph: [int(part) for part in graph.number.split("/")])
+
+
+def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:
+    """Return why a function made by ``own_copy`` was compiled again, by graph; Dynamo keeps the last 64 compiles."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    frames = {graph.number.partition("/")[0] for graph in compiled_graphs(function)}
+    return {
+        str(metric.compile_id): metric.recompile_reason
+        for metric in get_compilation_metrics()
+        if metric.recompile_reason and str(metric.compile_id).partition("/")[0] in frames
+    }

@@ -136,13 +136,18 @@ class Programs:
         """Whether decode for larger batches has not been compiled yet."""
         return graph_count(self.decode_many_function) == 0
 
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """What is compiled, by name."""
+        return {
+            "prefill": self.prefill_function,
+            "decode, batch 1": self.decode_one_function,
+            "decode, larger batches": self.decode_many_function,
+        }
+
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
-        return {
-            "prefill": graph_count(self.prefill_function),
-            "decode, batch 1": graph_count(self.decode_one_function),
-            "decode, larger batches": graph_count(self.decode_many_function),
-        }
+        return {name: graph_count(function) for name, function in self.functions.items()}
 
 
 def compiled(function: Callable[..., Any], config: WrapConfig, options: dict[str, Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -97,12 +97,13 @@ class LayerProbe:
         return query.transpose(1, 2).contiguous(), None
 
 
-def probe_layers(model: PreTrainedModel, batch_argument: str) -> list[Layer]:
+def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True) -> list[Layer]:
     """Return the model's attention layers in order.
 
     Args:
         model: a causal language model whose attention implementation is ours at the moment.
         batch_argument: the keyword under which the probe travels through ``forward``.
+        fake: use tensors without memory, which a forward that looks at numbers does not take.
 
     Raises:
         UnsupportedModelError: a layer's attention does not reach our function, or needs what pages cannot give.
@@ -110,7 +111,8 @@ def probe_layers(model: PreTrainedModel, batch_argument: str) -> list[Layer]:
     probe = LayerProbe()
     tokens = 4
     forward = type(model).forward
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), _quiet(), _batched_experts(model):
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+    with torch.no_grad(), mode, _quiet(), _batched_experts(model):
         ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
         positions = torch.arange(tokens, device=model.device)[None]
         try:

@@ -5,6 +5,7 @@ Shapes: B rows, N entries of the page table, S page size.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+logger = logging.getLogger("compiled_llm.pages")
 
 NULL_PAGE = 0
 """Page 0 belongs to nobody: padding rows and padding tokens read and write it."""
@@ -72,7 +75,9 @@ class PagePool:
         """Turn one promised page into a taken one."""
         with self._lock:
             self._reserved -= 1
-            return self._free.pop()
+            page = self._free.pop()
+        logger.debug("page %d taken, %d free", page, len(self._free))
+        return page
 
     def untake(self, pages: Sequence[int]) -> int:
         """Turn taken pages back into promised ones; returns how many."""

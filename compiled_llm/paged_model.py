@@ -7,10 +7,11 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, V vocabulary,
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.attention import AttentionSwitch, PagedBatch
-from compiled_llm.compat import cudagraph_recordings, cudagraph_skips
+from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
 from compiled_llm.compile import Forward, Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import DeviceThread
@@ -41,6 +42,8 @@ from compiled_llm_ops import PageTable
 
 if TYPE_CHECKING:
     from compiled_llm.runner import Runner
+
+logger = logging.getLogger("compiled_llm.graphs")
 
 # Cudagraph trees run a new shape once as it is, record it on the second call and replay it from the third.
 _CALLS_TO_RECORD = 3
@@ -107,6 +110,7 @@ class PagedModel:
         )
         self.programs = Programs(config, forward, self.device)
         self.cudagraph_skips = 0
+        self.cudagraph_reasons: list[str] = []
         self._recordings_before = cudagraph_recordings(self.device)
         self._progress = ProgressDisplay(config.progress)
         self._ready: set[int | str] = set()
@@ -202,6 +206,11 @@ class PagedModel:
             "graphs": self._graph_bytes,
         }
 
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """Return what is compiled, by name."""
+        functions = self.programs.functions
+        return functions if self._sampler is None else functions | self._sampler.functions
+
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         counts = self.programs.graph_counts()
@@ -211,7 +220,10 @@ class PagedModel:
     def _recording(self) -> Iterator[None]:
         """Count what the block takes from the allocator for good, and what it was asked to record and did not."""
         nbytes, skips = reserved_bytes(self.device), cudagraph_skips()
-        yield
+        with cudagraph_messages() as messages:
+            yield
+        self.cudagraph_reasons += messages
+        logger.debug("graphs %s, %d recorded", self.graph_counts(), self.recordings())
         self._graph_bytes += max(0, reserved_bytes(self.device) - nbytes)
         self.cudagraph_skips += cudagraph_skips() - skips
 

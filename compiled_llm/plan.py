@@ -5,6 +5,7 @@ On a CPU the ops read the page table themselves and there is nothing to plan.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from compiled_llm_ops import Geometry, PageTable
 
 if TYPE_CHECKING:
     from compiled_llm_ops.flashinfer_backend import FlashInferPlan, Workspace
+
+logger = logging.getLogger("compiled_llm.plan")
 
 
 def attention_groups(
@@ -65,6 +68,7 @@ class Planner:
         """Plan a decode step over ``inputs``, whose buffers hold, or are about to hold, ``table``."""
         self.replans += 1
         rows = inputs.tokens.shape[0]
+        logger.debug("decode bucket %d planned, %d pages in its table", rows, len(table.indices))
         if rows not in self._decode:
             columns = PageTable(inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
             self._decode[rows] = [self._make(group, columns, rows) for group in self._groups]

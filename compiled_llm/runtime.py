@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -20,6 +21,9 @@ from compiled_llm.paged_model import PagedModel
 from compiled_llm.runner import Runner
 from compiled_llm.stats import Counters, Stats
 from compiled_llm.turn import Turn
+
+if TYPE_CHECKING:
+    from compiled_llm.explaining.report import Report
 
 
 class CompiledModel:
@@ -98,6 +102,12 @@ class CompiledModel:
         """How many graphs each program is compiled into."""
         return {} if self._paged is None else self._paged.graph_counts()
 
+    def explain(self) -> Report:
+        """Return what has happened so far: paths taken, recompiles and what pins them."""
+        from compiled_llm.explaining.history import report_of
+
+        return report_of(self)
+
     # ---- used by the parts of the package that run on a wrapped model
 
     def paged(self) -> PagedModel:
@@ -113,6 +123,20 @@ class CompiledModel:
                 paged = thread.call(PagedModel, model, self._forward, self.layers, self.config, self.attention, thread)
                 self._paged = paged
             return paged
+
+    def model(self) -> PreTrainedModel:
+        """Return the wrapped model."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def programs(self) -> dict[str, Callable[..., Any]]:
+        """Return the functions that have been compiled, by name."""
+        return {} if self._paged is None else self._paged.functions()
+
+    def cudagraph_reasons(self) -> list[str]:
+        """Return what Inductor said of decode steps that it did not record."""
+        return [] if self._paged is None else self._paged.cudagraph_reasons
 
     def runner(self) -> Runner:
         """Return a new runner."""

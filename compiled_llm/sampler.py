@@ -6,7 +6,8 @@ is compiled for batch 1 and one, symbolic, for all larger batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,12 +91,14 @@ class Sampler:
         chosen: Tensor = program(logits, self._bucket(bucket), inputs, self.tables)
         return chosen
 
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """What is compiled, by name."""
+        return {"sampling, batch 1": self._one_function, "sampling, larger batches": self._many_function}
+
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into."""
-        return {
-            "sampling, batch 1": graph_count(self._one_function),
-            "sampling, larger batches": graph_count(self._many_function),
-        }
+        return {name: graph_count(function) for name, function in self.functions.items()}
 
     def _slots_of(self, rows: Sequence[Row]) -> list[int]:
         return [self._padding if row.slot is None else row.slot for row in rows]

@@ -1,0 +1,60 @@
+"""Graph breaks: from what Dynamo wrote to findings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from compiled_llm.explaining.advice import advise_break
+from compiled_llm.explaining.findings import Finding
+from compiled_llm.explaining.places import NOWHERE, Place, blame, is_users, stack_in
+from compiled_llm.explaining.tracing import DECODE_ONE, PREFILL
+
+_REASON = re.compile(r"Graph Break Reason: (.*?)\s*(?:Developer debug context|User code traceback)", re.DOTALL)
+_AT = re.compile(r"Graph break in user code at (?P<file>.+):(?P<line>\d+)")
+
+
+def findings_in(messages: Iterable[str]) -> list[Finding]:
+    """Return a finding for each message; those that only an earlier break let happen are marked."""
+    found = [_finding(message) for message in messages]
+    certain = any(is_users(finding.place) for finding in found)
+    return [replace(finding, follows=certain and not is_users(finding.place)) for finding in found]
+
+
+def finding_of(error: Exception, program: str) -> Finding:
+    """Return the finding for what stopped a program from being compiled whole."""
+    said = str(error)
+    place = blame(stack_in(said))
+    reason, advice = advise_break(said, place.source)
+    return Finding(
+        "graph break", place, reason, advice, (program,), detail=said.partition("from user code:")[0].strip()
+    )
+
+
+def _finding(message: str) -> Finding:
+    said = _REASON.search(message)
+    place = _place(message)
+    detail = said[1] if said else message
+    reason, advice = advise_break(detail, place.source)
+    return Finding("graph break", place, reason, advice, tuple(_programs(message)), detail=detail)
+
+
+def _place(message: str) -> Place:
+    stack = stack_in(message.partition("User code traceback:")[2] or message)
+    if stack:
+        return blame(_without_ours_python(stack))
+    at = _AT.search(message)
+    return Place(at["file"], int(at["line"]), "") if at else NOWHERE
+
+
+def _without_ours_python(stack: Sequence[Place]) -> list[Place]:
+    """Drop what follows a trace of the exception inside Dynamo, which some messages end with."""
+    inside = next((index for index, place in enumerate(stack) if "/torch/_dynamo/" in place.file), None)
+    return list(stack if inside in (None, 0) else stack[:inside])
+
+
+def _programs(message: str) -> Iterator[str]:
+    for function, program in (("_prefill", PREFILL), ("_decode", DECODE_ONE)):
+        if re.search(rf"in {function}\b", message):
+            yield program

@@ -1,0 +1,183 @@
+"""``explain``: trace a model's programs, whatever state it is in, and say what stands in the way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compiled_llm.attention import (
+    BATCH_ARGUMENT,
+    AttentionSwitch,
+    attention_configs,
+    paged_attention_in,
+)
+from compiled_llm.checks import check_model, check_placement, check_prompt
+from compiled_llm.compile import Forward
+from compiled_llm.config import WrapConfig
+from compiled_llm.drop_in import WrappedModel
+from compiled_llm.explaining import breaks
+from compiled_llm.explaining.findings import Finding, Findings, general
+from compiled_llm.explaining.graph_checks import unrecordable
+from compiled_llm.explaining.history import history_of
+from compiled_llm.explaining.places import blame, stack_of
+from compiled_llm.explaining.recompiles import environment_in, recompiles_of
+from compiled_llm.explaining.report import Report
+from compiled_llm.explaining.snapshot import unchanged
+from compiled_llm.explaining.tracing import Bench, Trace
+from compiled_llm.generate import prompts_of
+from compiled_llm.layers import Layer, UnpagedCallError, UnsupportedModelError, probe_layers
+
+_INTERFACE = (
+    "Use the model unwrapped; or let its attention layers call ALL_ATTENTION_FUNCTIONS[config._attn_implementation], "
+    "and its forward hand keyword arguments on to them, as the Llama of transformers does."
+)
+_DEFAULT_PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8], [9, 10])
+
+
+def explain(model: PreTrainedModel, example_inputs: Mapping[str, Tensor] | Tensor | None = None) -> Report:
+    """Find what keeps a model from running as one graph, line by line, and say what to do about it.
+
+    The model's forward runs a few times, over a few pages of its own, as prefill and as decode step. It stays as it
+    was: wrapped or not, with its attention, hooks and buffers.
+
+    Args:
+        model: a causal language model, wrapped or not, working or broken.
+        example_inputs: what a tokenizer returns, or token ids ``[B, T]``, to run it on; some tokens where None.
+
+    Returns:
+        The report: print it, ``.to_html(path)``, or ``.data``.
+
+    Raises:
+        TypeError: ``model`` is no HuggingFace model.
+        ValueError: ``example_inputs`` hold no token ids.
+
+    Example:
+        >>> print(compiled_llm.explain(model))  # doctest: +SKIP
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"explain: model is a {type(model).__name__}; give a transformers PreTrainedModel")
+    prompts = _prompts(model, example_inputs)
+    findings, traces = Findings(), []
+    with unchanged(model):
+        subject = _Subject(model)
+        layers = subject.layers(findings)
+        if layers is not None:
+            traces = _trace(subject, layers, prompts, findings)
+    if not findings.entries and subject.refusal:
+        findings.add(general("refused", subject.refusal, "Use the model unwrapped, or report this as a bug."))
+    if isinstance(model, WrappedModel):
+        history, happened = history_of(model.compiled)
+        findings.extend(happened)
+    else:
+        history = None
+    return Report.of(model, findings.sorted(), traces, history)
+
+
+class _Subject:
+    """A model, its own forward and its attention, wrapped or not.
+
+    Attributes:
+        refusal: why ``wrap`` would not take it.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.refusal = ""
+        if isinstance(model, WrappedModel):
+            base: Any = type(model).__mro__[2]
+            self.forward: Forward = base.forward
+            self.config, self.switch = model.compiled.config, model.compiled.attention
+        else:
+            self.forward = type(model).forward
+            self.config, self.switch = WrapConfig(), AttentionSwitch(model)
+
+    def layers(self, findings: Findings) -> list[Layer] | None:
+        """Return the attention layers; None, and a finding, where they cannot run over pages."""
+        if isinstance(self.model, WrappedModel):
+            return self.model.compiled.layers
+        try:
+            check_model(self.model)
+            check_placement(self.model, self.config)
+        except (ValueError, RuntimeError) as error:
+            findings.add(general("refused", str(error), "Change what the message names; then explain again."))
+            return None
+        return self._probed(findings)
+
+    def _probed(self, findings: Findings) -> list[Layer] | None:
+        """Watch the layers as ``wrap`` does, and on real tensors where forward cannot run on fake ones."""
+        for fake in (True, False):
+            try:
+                with unchanged(self.model), self._paged():  # not one fake tensor may stay behind
+                    return probe_layers(self.model, BATCH_ARGUMENT, fake=fake)
+            except UnsupportedModelError as error:
+                self.refusal, cause = str(error), error.__cause__
+                if cause is None:
+                    break
+        if cause is None or isinstance(cause, UnpagedCallError):
+            findings.add(general("refused", self.refusal, _INTERFACE))
+        elif _bypasses_interface(self.model):
+            reason = (
+                f"{type(self.model).__name__} computes attention by itself: its layers do not reach the attention "
+                "interface of transformers (AttentionInterface), and would run without pages."
+            )
+            findings.add(general("refused", reason, _INTERFACE, detail=self.refusal))
+        else:
+            findings.add(_raised(cause))
+        return None
+
+    def _paged(self) -> AbstractContextManager[None]:
+        return paged_attention_in(attention_configs(self.model))
+
+
+def _trace(
+    subject: _Subject, layers: Sequence[Layer], prompts: Sequence[NDArray[np.int64]], findings: Findings
+) -> list[Trace]:
+    """Run both passes; what forward itself raises ends them."""
+    model = subject.model
+    bench = Bench(model, subject.forward, layers, subject.config, subject.switch, prompts)
+    traces: list[Trace] = []
+    try:
+        traces = bench.whole()
+        if any(trace.error is not None for trace in traces):
+            findings.extend(breaks.findings_in(bench.broken()))
+    except Exception as error:  # the model's own: it is what we are here to explain
+        findings.add(_raised(error))
+    for trace in traces:
+        if trace.error is not None:
+            findings.add(breaks.finding_of(trace.error, trace.name))
+        findings.extend(recompiles_of(trace.function, trace.name, model))
+        findings.extend(environment_in(trace.function, trace.name))
+        findings.extend(unrecordable(trace, model.device))
+    return traces
+
+
+def _bypasses_interface(model: PreTrainedModel) -> bool:
+    base: Any = type(model)
+    return not hasattr(sys.modules.get(base.__module__), "ALL_ATTENTION_FUNCTIONS")
+
+
+def _raised(error: BaseException) -> Finding:
+    place = blame(stack_of(error.__traceback__))
+    reason = f"forward raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    advice = "Make the model run first: the same happens without compiled_llm, or with packed tokens and no mask."
+    return general("error", reason, advice, place)
+
+
+def _prompts(model: PreTrainedModel, given: Mapping[str, Tensor] | Tensor | None) -> list[NDArray[np.int64]]:
+    if given is None:
+        vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", 2)
+        return [np.array(prompt, dtype=np.int64) % vocabulary for prompt in _DEFAULT_PROMPTS]
+    if isinstance(given, Tensor):
+        given = {"input_ids": given}
+    ids: Any = given.get("input_ids")
+    mask = given.get("attention_mask")
+    check_prompt(model, ids, mask)
+    return [np.asarray(prompt, dtype=np.int64) for prompt in prompts_of(torch.as_tensor(ids), mask)]

@@ -1,0 +1,91 @@
+"""What was found, one record a line at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from compiled_llm.explaining.places import NOWHERE, Place
+
+Kind = Literal["refused", "error", "graph break", "recompile", "pinned", "no CUDA graph", "slow path"]
+"""What the matter is: ``wrap`` refuses, forward raises, tracing stops, a graph is compiled again, the world outside is
+built into a graph, a graph cannot be recorded, or a call did not take the fast loop."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: what the matter is.
+        place: the line at fault.
+        reason: why, in a sentence.
+        advice: what to do.
+        programs: which of our programs it was found in.
+        detail: what torch said, in its own words.
+        pinned_by: for a recompile, what the graph relied on.
+        old: its value when the graph was compiled.
+        new: its value when the graph did not fit any more.
+        follows: whether it was seen only after tracing had stopped already, and may be a consequence.
+    """
+
+    kind: Kind
+    place: Place
+    reason: str
+    advice: str
+    programs: tuple[str, ...] = ()
+    detail: str = ""
+    pinned_by: str = ""
+    old: str = ""
+    new: str = ""
+    follows: bool = False
+
+    def data(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "kind": self.kind,
+            "file": self.place.file,
+            "line": self.place.line,
+            "function": self.place.function,
+            "source": self.place.source,
+            "reason": self.reason,
+            "advice": self.advice,
+            "programs": list(self.programs),
+            "detail": self.detail,
+            "pinned_by": self.pinned_by,
+            "old": self.old,
+            "new": self.new,
+            "follows": self.follows,
+        }
+
+
+@dataclass
+class Findings:
+    """Findings without repetition: what is wrong with a line is said once, for all programs."""
+
+    entries: dict[tuple[str, str, int, str], Finding] = field(default_factory=dict)
+
+    def add(self, finding: Finding) -> None:
+        """Add one, or its programs to the one that says the same."""
+        key = (finding.kind, finding.place.file, finding.place.line, finding.reason)
+        known = self.entries.get(key)
+        if known is None:
+            self.entries[key] = finding
+        else:
+            programs = tuple(dict.fromkeys([*known.programs, *finding.programs]))
+            self.entries[key] = replace(known, programs=programs, follows=known.follows and finding.follows)
+
+    def extend(self, findings: Iterable[Finding]) -> None:
+        """Add several."""
+        for finding in findings:
+            self.add(finding)
+
+    def sorted(self) -> list[Finding]:
+        """Return them: causes before consequences, else in the order in which they were found."""
+        return sorted(self.entries.values(), key=lambda finding: finding.follows)
+
+
+def general(kind: Kind, reason: str, advice: str, place: Place = NOWHERE, detail: str = "") -> Finding:
+    """Return a finding that belongs to no program."""
+    return Finding(kind, place, reason, advice, detail=detail)

@@ -1,0 +1,118 @@
+"""From a stack to the line that its reader can change."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+import transformers
+
+import compiled_llm
+import compiled_llm_ops
+
+
+class Place(NamedTuple):
+    """A line of somebody's source.
+
+    Attributes:
+        file: its path; empty where none is known.
+        line: its number.
+        function: the function it is in.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def source(self) -> str:
+        """The line itself; empty where the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        """``file:line in function``, the file relative to the working directory where it lies in there."""
+        if not self.file:
+            return "no line of Python"
+        try:
+            file = str(Path(self.file).relative_to(Path.cwd()))
+        except ValueError:
+            file = self.file
+        return f"{file}:{self.line} in {self.function}"
+
+
+NOWHERE = Place("", 0, "")
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+?)\s*$', re.MULTILINE)
+# Dynamo shortens file names by what they have in common with torch's folder, in its comments on guards.
+_COMMENT = re.compile(r"#\s+(?P<file>\S+):(?P<line>\d+) in (?P<function>\S+)")
+
+
+def _folder(module: object) -> str:
+    return os.path.dirname(os.path.abspath(str(getattr(module, "__file__", "")))) + os.sep
+
+
+_OURS = (_folder(compiled_llm), _folder(compiled_llm_ops))
+_TRANSFORMERS = _folder(transformers)
+_STANDARD = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
+_PACKAGES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
+
+
+def stack_in(text: str) -> list[Place]:
+    """Return the frames of a printed traceback, outermost first."""
+    return [Place(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(text)]
+
+
+def stack_of(trace: TracebackType | None) -> list[Place]:
+    """Return the frames of an exception's traceback, outermost first."""
+    return [Place(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(trace)]
+
+
+def commented_place(text: str) -> Place | None:
+    """Return the place that Dynamo's comment on a guard names."""
+    match = _COMMENT.search(text)
+    if match is None:
+        return None
+    return Place(_full_name(match["file"]), int(match["line"]), match["function"])
+
+
+def _full_name(short: str) -> str:
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    return next((file for file in files if file and file.endswith(short)), short)
+
+
+def blame(stack: Sequence[Place]) -> Place:
+    """Return the innermost line of the user's own code; of transformers', if the user has none in there."""
+    inner = _below_ours(stack)
+    own = [place for place in inner if _is_users(place.file)]
+    models = [place for place in inner if place.file.startswith(_TRANSFORMERS)]
+    return next(iter([*reversed(own), *reversed(models), *reversed(inner)]), NOWHERE)
+
+
+def is_users(place: Place) -> bool:
+    """Whether a line belongs neither to Python, torch and transformers nor to us."""
+    return _is_users(place.file)
+
+
+def _below_ours(stack: Sequence[Place]) -> list[Place]:
+    last = max((index for index, place in enumerate(stack) if place.file.startswith(_OURS)), default=-1)
+    return list(stack[last + 1 :]) or list(stack)
+
+
+def _is_users(file: str) -> bool:
+    if not os.path.isabs(file) or file.startswith((*_OURS, _TRANSFORMERS, _folder(torch))):
+        return False
+    return file.startswith(_PACKAGES) or not file.startswith(_STANDARD)
+
+
+def first_users(places: Iterable[Place]) -> Place | None:
+    """Return the first of the places that is the user's, or None."""
+    return next((place for place in places if is_users(place)), None)

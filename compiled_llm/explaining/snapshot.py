@@ -1,0 +1,58 @@
+"""Leaves a model as it was: forward runs for real while it is explained, and may write to anything it can reach."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CONTAINERS = (dict, list, set)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Put attributes, containers and tensors of all modules, parameters excepted, back afterwards."""
+    saved = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
+    tensors = _tensors([contents for _, _, contents in saved])
+    try:
+        yield
+    finally:
+        for module, attributes, contents in saved:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, content in contents.items():
+                _refill(attributes[name], content)
+        with torch.no_grad():
+            for tensor, value in tensors:
+                tensor.copy_(value)
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Return copies of a module's containers, by attribute."""
+    return {name: copy.copy(value) for name, value in module.__dict__.items() if isinstance(value, _CONTAINERS)} | {
+        name: value for name, value in module.__dict__.items() if isinstance(value, Tensor)
+    }
+
+
+def _tensors(contents: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors in attributes and containers, each with a copy; parameters are too big, and not written."""
+    found: dict[int, Tensor] = {}
+    for attributes in contents:
+        for value in attributes.values():
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else [value]
+            for entry in inner:
+                if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter):
+                    found[id(entry)] = entry
+    return [(tensor, tensor.detach().clone()) for tensor in found.values()]
+
+
+def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, list):
+        container[:] = content
+    elif isinstance(container, (dict, set)):
+        container.clear()
+        container.update(content)

@@ -1,0 +1,224 @@
+"""Runs our programs on a few pages and watches what Dynamo makes of them.
+
+Two passes: the programs as ``wrap`` compiles them, whole graphs and nothing else; and if one of them does not come out
+whole, a pass that goes on after each graph break, to find them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx
+from transformers import PreTrainedModel
+
+from compiled_llm.attention import AttentionSwitch, PagedBatch
+from compiled_llm.compat import forget_entries_of, graph_breaks_logged, graph_count
+from compiled_llm.compile import Forward, Programs
+from compiled_llm.config import WrapConfig
+from compiled_llm.executor import DeviceThread
+from compiled_llm.kv_cache import DecodeInputs
+from compiled_llm.layers import Layer
+from compiled_llm.paged_model import PagedModel
+from compiled_llm.runner import Runner
+
+PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
+
+# Steps of one batch: a prefill, a decode step that compiles and one that shows what has changed since.
+_STEPS = 3
+_MAX_ROWS = 4
+# More pages than any other size in the programs, which Dynamo would take for the same symbol.
+_SPARE_PAGES = 61
+
+
+@dataclass
+class Trace:
+    """What became of one program.
+
+    Attributes:
+        name: which one.
+        function: what was compiled; Dynamo's caches hang on it.
+        graphs: what Dynamo handed to the compiler.
+        mutated: nodes that wrote to an input that has no fixed address.
+        error: why it could not be compiled whole.
+        owner: what frees the function's graphs when it goes.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    graphs: list[fx.GraphModule] = field(default_factory=list)
+    mutated: list[fx.Node] = field(default_factory=list)
+    error: Exception | None = None
+    owner: object = None
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to learn: it cannot be compiled, or would be compiled at every step."""
+        return self.error is not None or graph_count(self.function) > 1
+
+    def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Keep the graph; run it node by node."""
+        self.graphs.append(graph)
+        return MutationWatch(graph, self.mutated).run
+
+
+class MutationWatch(fx.Interpreter):
+    """Runs a graph and notes which nodes write to inputs that CUDA graphs would have to copy."""
+
+    def __init__(self, graph: fx.GraphModule, mutated: list[fx.Node]) -> None:
+        """Note nodes in ``mutated``."""
+        super().__init__(graph)
+        self._mutated = mutated
+        self._placeholders = graph.graph.find_nodes(op="placeholder")
+        self._moving: list[Tensor] = []
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph."""
+        nodes = self._placeholders
+        self._moving = [
+            value
+            for node, value in zip(nodes, args, strict=True)
+            if isinstance(value, Tensor) and not _is_static(node) and not value.is_inference()
+        ]
+        return super().run(*args, **kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node and look at what it wrote."""
+        before = [tensor._version for tensor in self._moving]
+        result = super().run_node(n)
+        if n not in self._mutated and before != [tensor._version for tensor in self._moving]:
+            self._mutated.append(n)
+        return result
+
+
+def _is_static(placeholder: fx.Node) -> bool:
+    return "_dynamo_static_input_type" in placeholder.meta.get("tensor_dict", {})
+
+
+class WholePrograms(Programs):
+    """The programs as ``wrap`` compiles them, without a compiler behind Dynamo; one that fails runs uncompiled."""
+
+    def __init__(self, forward: Forward, config: WrapConfig, device: torch.device) -> None:
+        """Prepare like ``Programs``."""
+        super().__init__(config, forward, device)
+        self.traces = [
+            Trace(PREFILL, self.prefill_function, owner=self),
+            Trace(DECODE_ONE, self.decode_one_function, owner=self),
+            Trace(DECODE_MANY, self.decode_many_function, owner=self),
+        ]
+        self._prefill, self._decode_one, self._decode_many = [_whole(trace) for trace in self.traces]
+
+
+def _whole(trace: Trace) -> Callable[..., Any]:
+    compiled = torch.compile(trace.function, backend=trace.backend, fullgraph=True, dynamic=False)
+
+    def run(*args: Any) -> Any:
+        if not trace.over:
+            try:
+                return compiled(*args)
+            except Exception as error:  # of whatever kind: it is what we are here to explain
+                trace.error = error
+        return trace.function(*args)
+
+    return run
+
+
+class BrokenPrograms(Programs):
+    """The programs compiled piece by piece, with every size built in."""
+
+    def __init__(self, forward: Forward, config: WrapConfig, device: torch.device) -> None:
+        """Prepare like ``Programs``."""
+        super().__init__(config, forward, device)
+        self._prefill: Callable[..., Any] = torch.compile(self.prefill_function, backend=_run_as_it_is, dynamic=False)
+        self._decode_one = torch.compile(self.decode_one_function, backend=_run_as_it_is, dynamic=False)
+
+    def prefill(
+        self, model: PreTrainedModel, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Run ``_prefill`` without symbolic sizes, which a graph break could only get wrong; compile it once."""
+        logits, tokens = self._prefill(model, self._forward, ids, positions, keep, batch)
+        self._prefill = self.prefill_function
+        return logits, tokens
+
+    def decode(self, model: PreTrainedModel, inputs: DecodeInputs, pages: list[Tensor]) -> Tensor:
+        """Run ``_decode``."""
+        logits: Tensor = self._decode_one(model, self._forward, inputs, pages)
+        return logits
+
+
+def _run_as_it_is(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    return graph.forward
+
+
+class Bench:
+    """A model on a few pages of its own, away from the ones that serve."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        forward: Forward,
+        layers: Sequence[Layer],
+        config: WrapConfig,
+        switch: AttentionSwitch,
+        prompts: Sequence[NDArray[np.int64]],
+    ) -> None:
+        """Remember what to run.
+
+        Args:
+            model: the model.
+            forward: its class's own ``forward``.
+            layers: its attention layers.
+            config: the options it is or would be wrapped with.
+            switch: points its attention at pages.
+            prompts: what to feed it.
+        """
+        self._prompts = [prompts[index % len(prompts)] for index in range(_MAX_ROWS - 1)]
+        tokens = sum(len(prompt) + _STEPS for prompt in self._prompts)
+        self._config = WrapConfig(
+            mode="eager",
+            page_size=config.page_size,
+            max_batch_size=_MAX_ROWS,
+            kv_memory=f"{tokens + (_SPARE_PAGES + _MAX_ROWS) * config.page_size} tokens",
+            workspace_bytes=config.workspace_bytes,
+            progress=False,
+        )
+        self._model, self._forward, self._layers, self._switch = model, forward, layers, switch
+        self.thread = DeviceThread(model.device)
+
+    def whole(self) -> list[Trace]:
+        """Run all programs as whole graphs."""
+        programs = WholePrograms(self._forward, self._config, self._model.device)
+        self.thread.call(self._run, programs, (1, 2, 3))
+        return programs.traces
+
+    def broken(self) -> list[str]:
+        """Run prefill and decode piece by piece; return what Dynamo said about each graph break."""
+        programs = BrokenPrograms(self._forward, self._config, self._model.device)
+        with self._cleaned(), graph_breaks_logged() as messages:
+            self.thread.call(self._run, programs, (1,))
+        return messages
+
+    def _run(self, programs: Programs, batches: Sequence[int]) -> None:
+        model, config = self._model, self._config
+        paged = PagedModel(model, self._forward, self._layers, config, self._switch, self.thread)
+        paged.programs = programs
+        for size in batches:
+            runner = Runner(paged)
+            for prompt in self._prompts[:size]:
+                runner.admit(prompt, _STEPS)
+            for _ in range(_STEPS):
+                runner.step()
+            runner.close()
+
+    @contextmanager
+    def _cleaned(self) -> Iterator[None]:
+        """Take what the block compiled off the user's functions; what others compiled stays."""
+        try:
+            yield
+        finally:
+            forget_entries_of(_run_as_it_is)
