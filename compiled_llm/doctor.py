@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -395,11 +396,13 @@ def _output(command: list[str]) -> str:
 # ---- caches
 
 
-def _cache(name: str, folder: Path) -> Finding:
+def _cache(name: str, folder: Path, variable: str) -> Finding:
     parent = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(parent, os.W_OK):
-        fix = "make it writable, or set another (the documentation lists the environment variables)"
-        return Finding("caches", name, "warning", f"{folder}, not writable", fix)
+    try:
+        tempfile.TemporaryFile(dir=parent).close()  # access rights alone do not tell, least of all root
+    except OSError as error:
+        fix = f"make it writable, or set {variable} to another folder"
+        return Finding("caches", name, "warning", f"{folder}, not writable: {error.strerror}", fix)
     return Finding("caches", name, "ok", f"{folder}, {_size(folder)}")
 
 
@@ -419,16 +422,17 @@ def _bytes_in(folder: Path) -> Iterator[int]:
 
 
 def _own_cache() -> Finding:
-    return _cache("compiled_llm", Env.from_environ().cache)
+    return _cache("compiled_llm", Env.from_environ().cache, "COMPILED_LLM_CACHE")
 
 
 def _inductor_cache() -> Finding:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return _cache("Inductor", Path(cache_dir()))
+    return _cache("Inductor", Path(cache_dir()), "TORCHINDUCTOR_CACHE_DIR")
 
 
 def _flashinfer_cache() -> Finding:
     if importlib.util.find_spec("flashinfer") is None:
         return Finding("caches", "FlashInfer", "not needed", "flashinfer is not installed")
-    return _cache("FlashInfer", importlib.import_module("flashinfer.jit.env").FLASHINFER_CACHE_DIR)
+    folder = importlib.import_module("flashinfer.jit.env").FLASHINFER_CACHE_DIR
+    return _cache("FlashInfer", folder, "FLASHINFER_WORKSPACE_BASE")

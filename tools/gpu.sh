@@ -4,7 +4,8 @@
 # usage: tools/gpu.sh [checks] [tests] [bench] [parity]       the first three without arguments
 #   checks    imports, versions, the ops' tests
 #   tests     all other GPU tests
-#   bench     `compiled-llm bench`; BENCH holds its arguments, with semicolons between several runs. It needs typer:
+#   bench     `compiled-llm bench`; BENCH holds its arguments, with semicolons between several runs; COMMIT is
+#             recorded where there is no git. It needs typer:
 #             ../shared/gpu/wheels 0.6.13 typer shellingham annotated-doc rich markdown-it-py mdurl
 #   parity    logits of full-size models against float32; SIZES holds which (default: qwen3-0.6b)
 #
@@ -124,6 +125,7 @@ bench() {
     number=$((number + 1))
     say "compiled-llm bench ${arguments[*]}"
     "$python" -c 'from compiled_llm.cli import main; main()' bench "${arguments[@]}" --verbose \
+      ${COMMIT:+--commit "$COMMIT"} \
       --json "$out/bench-$number.json" | tee "$out/bench-$number.md" || status=$?
   done
   return "$status"
