@@ -734,7 +734,8 @@ def test_startup_of_this_environment(tmp_path: Path) -> None:
 QUICK = ("--model", "tiny", "--batches", "1,2", "--prompts", "8", "--new", "4", "--runs", "2")
 
 
-def test_latency_on_this_machine(tmp_path: Path) -> None:
+def test_latency_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/compiled-llm", "bench", "latency"])
     files = {name: tmp_path / "out" / f"results.{name}" for name in ("json", "markdown", "png")}
     done = invoke(
         "latency", *QUICK, "--decoding", "both", "--device", "cpu", "--commit", "none",
@@ -753,7 +754,7 @@ def test_latency_on_this_machine(tmp_path: Path) -> None:
     assert set(report.unavailable) == {"hf-static", "sglang"}
     assert report.memory["compiled-llm:eager"]["pages"] > 0
     assert report.read_bandwidth is not None
-    assert report.command.startswith("compiled-llm ")
+    assert report.command == "compiled-llm bench latency"
     assert report.machine["versions"]["torch"] == torch.__version__
     assert report.machine["commit"]
     assert files["png"].read_bytes().startswith(PNG)

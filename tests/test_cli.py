@@ -305,7 +305,7 @@ def test_stop_text_ends_the_answer(model_folder: Path) -> None:
 
 
 def test_finish_reason_is_eos_or_length(model_folder: Path, tmp_path: Path) -> None:
-    whole = answer(model_folder, "Hello")
+    whole = answer(model_folder, "Hello", "--stop", "never comes")
     assert whole["finish_reason"] == "length"
     eos = whole["token_ids"][7]
     ended = answer(with_generation_config(model_folder, tmp_path, eos_token_id=[3, eos]), "Hello")
