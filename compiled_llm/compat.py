@@ -8,6 +8,7 @@
 | ``cudagraph_trees.get_container`` | counting recordings | torch reports them |
 | the ``torch.__trace`` logger | collecting graph breaks | ``torch._dynamo.explain`` no longer resets Dynamo |
 | the logger of ``cudagraph_utils`` | why CUDA graphs were skipped | torch reports it per function |
+| ``torch._C._len_torch_function_stack``, ``…dispatch_stack`` | noticing modes | torch says it publicly |
 | ``utils.get_compilation_metrics`` | why something recompiled | torch reports it per function |
 """
 
@@ -49,6 +50,12 @@ def prepare_cudagraph_trees() -> None:
     Before torch 2.13 only the importing thread has them; ours get theirs from ``adopt_cudagraph_trees``.
     """
     importlib.import_module("torch._inductor.cudagraph_trees")
+
+
+def inside_torch_modes() -> bool:
+    """Return whether this thread is inside modes that a graph would bake in, such as ``with torch.device(...)``."""
+    inside: bool = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
+    return inside
 
 
 def own_copy(function: F) -> F:

@@ -16,6 +16,7 @@ from compiled_llm.attention import BATCH_ARGUMENT, PagedBatch
 from compiled_llm.compat import forget_when_gone, graph_count, own_copy
 from compiled_llm.config import WrapConfig
 from compiled_llm.kv_cache import DecodeInputs
+from compiled_llm.passes import SkinnyProducts
 
 Forward = Callable[..., Any]
 
@@ -109,9 +110,10 @@ class Programs:
         # At batch 1 a product is a matrix-vector one, whose Triton reduction this search brings near the bandwidth.
         tuned = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
         forget_when_gone(self, [self.prefill_function, self.decode_one_function, self.decode_many_function])
-        self._prefill = compiled(self.prefill_function, config, {"triton.cudagraphs": False})
-        self._decode_one = compiled(self.decode_one_function, config, {**graphs, **tuned})
-        self._decode_many = compiled(self.decode_many_function, config, graphs)
+        products = {"post_grad_custom_pre_pass": SkinnyProducts()} if device.type == "cpu" else {}
+        self._prefill = compiled(self.prefill_function, config, {"triton.cudagraphs": False, **products})
+        self._decode_one = compiled(self.decode_one_function, config, {**graphs, **tuned, **products})
+        self._decode_many = compiled(self.decode_many_function, config, {**graphs, **products})
 
     def prefill(
         self, model: PreTrainedModel, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch

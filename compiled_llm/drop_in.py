@@ -27,6 +27,7 @@ from compiled_llm import generate as loop
 from compiled_llm.attention import set_implementations
 from compiled_llm.checks import check_fits, check_ids, check_prompt, check_ready, pages_needed
 from compiled_llm.config import WrapConfig
+from compiled_llm.interrupts import held
 from compiled_llm.layers import Layer
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.runtime import CompiledModel
@@ -125,7 +126,7 @@ def _own_loop_in_turn(model: PreTrainedModel, call: loop.Call) -> Any:
     """Run one of our loops once no other runs, and once there are pages for it."""
     paged, prompts = call.runtime.paged(), call.prompt_lengths
     needed = pages_needed(paged, prompts, call.most_new)
-    with call.runtime.turn.taken(fits=lambda: needed <= paged.pool.available):
+    with held(), call.runtime.turn.taken(fits=lambda: needed <= paged.pool.available):
         check_fits(model, paged, prompts, call.most_new)
         try:
             return _own_loop(call)

@@ -23,7 +23,7 @@ from compiled_llm.attention import AttentionSwitch, PagedBatch
 from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
 from compiled_llm.compile import Forward, Programs
 from compiled_llm.config import WrapConfig
-from compiled_llm.executor import DeviceThread
+from compiled_llm.executor import Executor
 from compiled_llm.kv_cache import (
     DecodeBuffers,
     allocate_pages,
@@ -75,7 +75,7 @@ class PagedModel:
         layers: Sequence[Layer],
         config: WrapConfig,
         switch: AttentionSwitch,
-        thread: DeviceThread,
+        thread: Executor,
     ) -> None:
         """Allocate pages and buffers; nothing is compiled yet.
 

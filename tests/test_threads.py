@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
-from compiled_llm.executor import DeviceThread
+from compiled_llm import runtime
+from compiled_llm.calling_thread import CallingThread
+from compiled_llm.device_thread import DeviceThread
 from compiled_llm.paged_model import PagedModel
 from conftest import tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
@@ -33,13 +36,20 @@ PATIENCE = 30.0
 """Seconds after which something counts as deadlocked."""
 
 
+@pytest.fixture(scope="module", params=[CallingThread, DeviceThread], autouse=True)
+def executor(request: pytest.FixtureRequest) -> Iterator[type]:
+    """Everything here holds on the CPU's own executor, and on that which CUDA needs."""
+    with mock.patch.object(runtime, "executor_for", request.param):
+        yield request.param
+
+
 @pytest.fixture
 def model() -> PreTrainedModel:
     return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **OPTIONS)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[PreTrainedModel]:
+def compiled(executor: type) -> Iterator[PreTrainedModel]:
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="compile", **OPTIONS)
     model.compiled.warmup([1, 2])
     yield model
@@ -106,6 +116,26 @@ def test_twenty_fresh_threads_get_equal_tokens_and_compile_nothing(compiled, see
             )
     assert compiled.compiled.graphs == before
     assert_account_is_empty(compiled)
+
+
+def test_the_callers_modes_compile_nothing(compiled, seed):
+    inputs = mixed_prompts([5], 128, seed)
+    expected = greedy(compiled, inputs, 8)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for world in (torch.no_grad(), torch.inference_mode(), torch.device("cpu"), torch.set_grad_enabled(True)):
+            with world:
+                torch.testing.assert_close(greedy(compiled, inputs, 8).clone(), expected)
+    before = compiled.compiled.graphs
+    with torch.device("cpu"):
+        assert compiled.compiled.paged().thread.call(lambda: len(torch.zeros(3))) == 3
+        assert compiled.compiled.paged().thread.call(torch._C._len_torch_function_stack) == 0
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        world = compiled.compiled.paged().thread.call(
+            lambda: (torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+        )
+        assert torch.is_autocast_enabled("cpu")
+    assert world == (False, False, False)
+    assert compiled.compiled.graphs == before
 
 
 def test_concurrent_calls_each_get_their_own_tokens(model, seed):
@@ -286,6 +316,31 @@ def test_ctrl_c_arrives_promptly_and_gives_everything_back(delay, model, seed):
     torch.testing.assert_close(greedy(model, inputs, 6), expected)
 
 
+def test_ctrl_c_at_any_moment_gives_everything_back(model, seed):
+    inputs = mixed_prompts([5, 8], 128, seed)
+    expected = greedy(model, inputs, 6)
+    for delay in torch.rand(25).mul(0.05).tolist():
+        timer = interrupt_after(delay)
+        with pytest.raises(KeyboardInterrupt):
+            greedy(model, inputs, 900)
+        timer.join()
+        assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, inputs, 6), expected)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_users_own_keeps_ctrl_c(model, seed):
+    presses: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda *_: presses.append(1))
+    try:
+        inputs, timer = mixed_prompts([5], 128, seed), interrupt_after(0.05)
+        assert greedy(model, inputs, 200).shape == (1, 205)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert presses == [1]
+
+
 def test_ctrl_c_interrupts_a_long_call_on_the_device_thread():
     thread = DeviceThread(torch.device("cpu"))
 
@@ -377,11 +432,14 @@ ENDINGS = {
 @pytest.mark.parametrize(
     ("mode", "ending"), [*(("eager", name) for name in ENDINGS), pytest.param("compile", "falls off the end")]
 )
-def test_the_process_ends_cleanly_with_a_wrapped_model_alive(mode, ending):
+def test_the_process_ends_cleanly_with_a_wrapped_model_alive(mode, ending, executor):
+    name = f"{executor.__module__.rpartition('.')[2]}.{executor.__qualname__}"
     code = textwrap.dedent(
         """
         import signal, threading, time
         import torch, transformers, compiled_llm
+        from compiled_llm import calling_thread, device_thread, runtime
+        runtime.executor_for = %s
         config = transformers.LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
                                           num_attention_heads=4, num_key_value_heads=2, head_dim=16, eos_token_id=None,
                                           pad_token_id=0, max_position_embeddings=1024)
@@ -392,7 +450,7 @@ def test_the_process_ends_cleanly_with_a_wrapped_model_alive(mode, ending):
         """
     )
     done = subprocess.run(
-        [sys.executable, "-c", code % mode + ENDINGS[ending]], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code % (name, mode) + ENDINGS[ending]], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "terminate called" not in done.stderr

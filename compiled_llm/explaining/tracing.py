@@ -21,7 +21,7 @@ from compiled_llm.attention import AttentionSwitch, PagedBatch
 from compiled_llm.compat import forget_entries_of, graph_breaks_logged, graph_count
 from compiled_llm.compile import Forward, Programs
 from compiled_llm.config import WrapConfig
-from compiled_llm.executor import DeviceThread
+from compiled_llm.executor import executor_for
 from compiled_llm.kv_cache import DecodeInputs
 from compiled_llm.layers import Layer
 from compiled_llm.paged_model import PagedModel
@@ -188,7 +188,7 @@ class Bench:
             progress=False,
         )
         self._model, self._forward, self._layers, self._switch = model, forward, layers, switch
-        self.thread = DeviceThread(model.device)
+        self.thread = executor_for(model.device)
 
     def whole(self) -> list[Trace]:
         """Run all programs as whole graphs."""

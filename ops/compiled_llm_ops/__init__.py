@@ -5,6 +5,7 @@ launcher for CUDA and a kernel in plain PyTorch for the CPU.
 """
 
 from compiled_llm_ops.attention import paged_attention, paged_attention_lse
+from compiled_llm_ops.linear import skinny_linear
 from compiled_llm_ops.pages import append_paged_kv
 from compiled_llm_ops.plans import AttentionPlan, Geometry, PageTable, find_plan, register_plan
 from compiled_llm_ops.sampling import filter_logits
@@ -19,4 +20,5 @@ __all__ = [
     "paged_attention",
     "paged_attention_lse",
     "register_plan",
+    "skinny_linear",
 ]

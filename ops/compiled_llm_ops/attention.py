@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from compiled_llm_ops.library import check_int32, define
 from compiled_llm_ops.plans import Geometry, PageTable, find_plan
@@ -133,6 +135,20 @@ def _check(query: Tensor, pages: Tensor, table: PageTable) -> None:
 # ---- CPU: in plain PyTorch, one row after the other, or all at once where each has one query and lengths are alike
 
 
+def _gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the keys and the values ``[..., K, n * S, D]`` in the pages ``numbers`` ``[..., n]``."""
+    _, _, kv_heads, page_size, padded = pages.shape
+    # Whole [S, D'] pieces, in the order they are wanted in: one copy instead of two.
+    heads = torch.arange(2 * kv_heads, dtype=numbers.dtype).view(2, *[1] * (numbers.dim() - 1), kv_heads, 1)
+    pieces = (numbers * (2 * kv_heads)).unsqueeze(-2) + heads
+    gathered = pages.view(-1, page_size * padded).index_select(0, pieces.view(-1))
+    gathered = gathered.view(*pieces.shape[:-1], -1, padded)
+    if head_dim != padded or dtype != pages.dtype:
+        gathered = gathered[..., :head_dim].to(dtype)
+    keys, values = gathered.unbind()
+    return keys, values
+
+
 def _rows(
     query: Tensor, pages: Tensor, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -142,10 +158,9 @@ def _rows(
     for row, last in enumerate(last_page_len.tolist()):
         if starts[row] == starts[row + 1]:
             continue
-        own = pages[indices[ends[row] : ends[row + 1]]]  # [n, 2, K, S, D']
-        length = (own.shape[0] - 1) * page_size + last
-        keys_values = own.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length, :head_dim].to(query.dtype)
-        yield slice(starts[row], starts[row + 1]), keys_values[0], keys_values[1]
+        keys, values = _gather(pages, indices[ends[row] : ends[row + 1]], head_dim, query.dtype)
+        length = (ends[row + 1] - ends[row] - 1) * page_size + last
+        yield slice(starts[row], starts[row + 1]), keys[:, :length], values[:, :length]
 
 
 def _visible(queries: int, length: int, window_left: int) -> Tensor | None:
@@ -156,45 +171,58 @@ def _visible(queries: int, length: int, window_left: int) -> Tensor | None:
     return (distance >= 0) if window_left < 0 else (distance >= 0) & (distance <= window_left)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None) -> Tensor:
-    """``[Q, H, D]`` from ``query`` ``[Q, H, D]`` and ``key``, ``value`` ``[K, L, D]``."""
+def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window_left: int) -> Tensor:
+    """``[Q, H, D]`` from ``query`` ``[Q, H, D]`` and ``keys``, ``values`` ``[K, L, D]``."""
+    queries, heads, head_dim = query.shape
+    kv_heads, length, _ = keys.shape
+    whole = queries == length and window_left < 0
+    # A group of heads is a batch of its own, over keys and values that are not repeated in memory.
+    shape = (kv_heads, heads // kv_heads, length, head_dim)
     out: Tensor = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None], key[None], value[None], attn_mask=visible, scale=scale, enable_gqa=True
+        query.transpose(0, 1).unflatten(0, shape[:2]),
+        keys[:, None].expand(shape),
+        values[:, None].expand(shape),
+        attn_mask=None if whole else _visible(queries, length, window_left),
+        is_causal=whole,
+        scale=scale,
     )
-    return out[0].transpose(0, 1)
+    return out.flatten(0, 1).transpose(0, 1)
 
 
 def _decode(
     query: Tensor,
     pages: Tensor,
-    indptr: Tensor,
+    indptr: list[int],
     indices: Tensor,
-    last_page_len: Tensor,
+    last_page_len: list[int],
     scale: float,
     window_left: int,
 ) -> Tensor:
     """Attend with one query a row, all rows padded to the longest."""
-    rows, _, head_dim = query.shape
-    page_size = pages.shape[3]
-    counts = (indptr[1:] - indptr[:-1])[:, None]
-    page = torch.arange(int(counts.max()))
-    entries = (indptr[:-1, None] + page).clamp(max=len(indices) - 1)
-    own = pages[torch.where(page < counts, indices[entries], 0)]  # [B, n, 2, K, S, D']
-    keys_values = own.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[..., :head_dim].to(query.dtype)
-    lengths = (counts - 1) * page_size + last_page_len[:, None]
-    position = torch.arange(keys_values.shape[3])
-    visible = position < lengths
-    if window_left >= 0:
-        visible &= position >= lengths - 1 - window_left
+    rows, heads, head_dim = query.shape
+    kv_heads, page_size = pages.shape[2:4]
+    own = [indices[start:end] for start, end in pairwise(indptr)]
+    lengths = [(len(row) - 1) * page_size + last for row, last in zip(own, last_page_len, strict=True)]
+    longest = max(lengths)
+    keys, values = _gather(pages, pad_sequence(own, batch_first=True), head_dim, query.dtype)
+    first = 0
+    visible = None
+    if rows > 1 and (window_left >= 0 or min(lengths) < longest):
+        position, length = torch.arange(longest), torch.tensor(lengths)[:, None]
+        visible = position < length
+        if window_left >= 0:
+            visible &= position >= length - 1 - window_left
+        visible = visible[:, None, None, :]
+    elif window_left >= 0:
+        first = max(0, longest - 1 - window_left)
     out: Tensor = torch.nn.functional.scaled_dot_product_attention(
-        query[:, :, None],
-        keys_values[0],
-        keys_values[1],
-        attn_mask=visible[:, None, None, :],
+        query.view(rows, kv_heads, heads // kv_heads, head_dim),  # a group of heads as if it were so many queries
+        keys[..., first:longest, :],
+        values[..., first:longest, :],
+        attn_mask=visible,
         scale=scale,
-        enable_gqa=True,
     )
-    return out.view(rows, *query.shape[1:])
+    return out.reshape(query.shape)
 
 
 def _attend_lse(
@@ -229,14 +257,14 @@ def _cpu(
     if logits_soft_cap > 0:
         return _cpu_lse(query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap)[0]
     _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len))
-    counts = indptr.diff()
-    one_each = len(query) == len(counts) and bool((qo_indptr.diff() == 1).all())
-    if one_each and len(counts) * int(counts.max()) <= 2 * int(counts.sum()):
-        return _decode(query, pages, indptr, indices, last_page_len, scale, window_left)
+    starts = indptr.tolist()
+    counts = [end - start for start, end in pairwise(starts)]
+    one_each = len(query) == len(counts) and qo_indptr.tolist() == list(range(len(counts) + 1))
+    if one_each and len(counts) * max(counts) <= 2 * sum(counts):
+        return _decode(query, pages, starts, indices, last_page_len.tolist(), scale, window_left)
     out = torch.empty(query.shape, dtype=query.dtype)
-    for tokens, key, value in _rows(query, pages, qo_indptr, indptr, indices, last_page_len):
-        visible = _visible(tokens.stop - tokens.start, key.shape[1], window_left)
-        out[tokens] = _attend(query[tokens], key, value, scale, visible)
+    for tokens, keys, values in _rows(query, pages, qo_indptr, indptr, indices, last_page_len):
+        out[tokens] = _attend(query[tokens], keys, values, scale, window_left)
     return out
 
 

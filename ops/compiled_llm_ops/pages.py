@@ -106,8 +106,7 @@ def _cpu(
     page_size, head_dim = pages.shape[3], key.shape[2]
     page = indices[indptr[token_rows] + token_positions // page_size]
     slot = token_positions % page_size
-    pages[:, 0, ..., :head_dim][page, :, slot] = key.to(pages.dtype)
-    pages[:, 1, ..., :head_dim][page, :, slot] = value.to(pages.dtype)
+    pages[page, :, :, slot, :head_dim] = torch.stack([key, value], dim=1).to(pages.dtype)
 
 
 def _cuda(
