@@ -18,6 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from compiled_llm.journal import Replan
 from compiled_llm.page_table import Row
 from compiled_llm.paged_model import Extension, PagedModel
 from compiled_llm.sampling import Sampling
@@ -224,7 +225,7 @@ class Runner:
         positions = [np.arange(len(tokens), dtype=np.int64) for tokens in ids]
         sampled = [(row, sampling) for row, _, sampling in self._pending if sampling is not None and row.slot is None]
         if sampled:
-            self._paged.make_prefill_ready()  # the vocabulary is known afterwards
+            self._paged.make_prefill_ready(waiting=len(rows))  # the vocabulary is known afterwards
             self._paged.sampler.admit([row for row, _ in sampled], [sampling for _, sampling in sampled])
         self._logits, tokens = self._extend(rows, ids, positions, None)
         if any(row.slot is not None for row in rows):
@@ -266,9 +267,9 @@ class Runner:
         bucket = paged.bucket_for(len(rows))
         sampled = any(row.slot is not None for row in rows)
         if sampled:
-            paged.make_sampling_ready(bucket)
+            paged.make_sampling_ready(bucket, waiting=len(rows))
         else:
-            paged.make_decode_ready(bucket)
+            paged.make_decode_ready(bucket, waiting=len(rows))
         seated = paged.owned_by(self) and self._left == [(row, row.length, row.position) for row in rows]
         if not seated and forced is None:
             self.unseat()
@@ -279,7 +280,7 @@ class Runner:
                 if not seated:
                     self._seat(bucket, forced)
                 elif sum(len(row.pages) for row in rows) != pages:
-                    paged.upload(rows, bucket, forced)
+                    paged.upload(rows, bucket, forced, "a row entered a new page")
                 elif forced is not None:
                     paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(forced)
                 logits = paged.run_decode(bucket)
@@ -299,8 +300,10 @@ class Runner:
 
     def _seat(self, bucket: int, tokens: Tensor | None) -> None:
         """Move this runner's rows, in their present order, into the decode buffers."""
+        mine = self._paged.owned_by(self)
         self._paged.claim(self)
-        self._paged.upload(self.rows, bucket, tokens)
+        cause: Replan = "rows joined, left or went back" if mine else "a call moved its rows in"
+        self._paged.upload(self.rows, bucket, tokens, cause)
         if any(row.slot is not None for row in self.rows):
             self._paged.sampler.seat(self.rows, bucket)
 

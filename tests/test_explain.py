@@ -8,15 +8,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 from transformers import FalconConfig, FalconForCausalLM, PreTrainedTokenizerFast
 from transformers.models.qwen3 import modeling_qwen3
@@ -30,33 +31,86 @@ from compiled_llm.explaining.report import Report
 from conftest import tiny_qwen3
 from parity import greedy, mixed_prompts
 
-# What is planted, what its finding is called, what its advice says, and what following that makes of it.
-LAYERS = {
-    "print": (planted.Print, "graph break", "Delete the call", planted.PrintDeleted),
-    "item": (planted.Item, "no CUDA graph", "Leave it a tensor", planted.ItemLeftATensor),
-    "branch": (planted.Branch, "graph break", "torch.where", planted.BothSides),
-    "file": (planted.FileAccess, "graph break", "Read the file once, in __init__", planted.FileReadOnce),
-    "environment": (planted.Environment, "pinned", "Read the variable once, in __init__", planted.EnvironmentReadOnce),
-    "nonzero": (planted.NonZero, "no CUDA graph", "torch.where(condition, value, 0)", planted.WholeWithMask),
-    "python cache": (planted.PythonCache, "recompile", "Fill the container in __init__", planted.PythonCacheOnlyRead),
-    "mutated": (planted.Mutated, "no CUDA graph", "register_buffer in __init__", planted.MutatedBuffer),
-    "growing": (planted.Growing, "recompile", "Give it one shape", planted.OneShape),
+
+class Fault(NamedTuple):
+    """What is planted, what its finding is called, what its advice says, and what following that makes of it."""
+
+    planted: Any
+    kind: str
+    advice: str
+    followed: Any
+
+
+BREAKS = {
+    "print": Fault(planted.Print, "graph break", "Delete the call", planted.PrintDeleted),
+    "branch": Fault(planted.Branch, "graph break", "torch.where", planted.BothSides),
+    "file": Fault(planted.FileAccess, "graph break", "Read the file once, in __init__", planted.FileReadOnce),
+    "hook with a lock": Fault(planted.hook_with_lock, "graph break", "Take the lock out", planted.hook_without_lock),
 }
+UNRECORDABLE = {
+    "item": Fault(planted.Item, "no CUDA graph", "Leave it a tensor", planted.ItemLeftATensor),
+    "nonzero": Fault(planted.NonZero, "no CUDA graph", "torch.where(condition, value, 0)", planted.WholeWithMask),
+    "mutated": Fault(planted.Mutated, "no CUDA graph", "register_buffer in __init__", planted.MutatedBuffer),
+    "environment": Fault(
+        planted.Environment, "pinned", "Read the variable once, in __init__", planted.EnvironmentReadOnce
+    ),
+}
+# Compiled anew at the first one that fails, so each is in a model of its own.
+CACHE = {
+    "python cache": Fault(
+        planted.PythonCache, "recompile", "Fill the container in __init__", planted.PythonCacheOnlyRead
+    ),
+}
+GROWING = {"growing": Fault(planted.Growing, "recompile", "Give it one shape", planted.OneShape)}
+GROUPS = (BREAKS, UNRECORDABLE, CACHE, GROWING)
+FAULTS = {name: fault for group in GROUPS for name, fault in group.items()}
 
 
-@pytest.fixture(autouse=True)
-def _settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planted, "SETTINGS", tmp_path / "settings")
-    planted.SETTINGS.write_text("0.9")
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Models are tiny, and where the machine has other work, waiting for a second thread is most of their time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
-def plant(layer: type[nn.Module]) -> Any:
-    model = tiny_qwen3(eos_token_id=None)
-    own = model.model.layers[1].mlp
-    new = layer(model.config).eval()
-    new.load_state_dict(own.state_dict(), strict=False)
-    model.model.layers[1].mlp = new
+@pytest.fixture(autouse=True, scope="module")
+def _settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planted, "SETTINGS", tmp_path_factory.mktemp("planted") / "settings")
+        planted.SETTINGS.write_text("0.9")
+        yield
+
+
+def plant(*things: Any) -> Any:
+    """A tiny model with one layer for each thing: an MLP, or a hook on one."""
+    model = tiny_qwen3(eos_token_id=None, num_hidden_layers=len(things))
+    for layer, thing in zip(model.model.layers, things, strict=True):
+        if isinstance(thing, type):
+            new = thing(model.config).eval()
+            new.load_state_dict(layer.mlp.state_dict(), strict=False)
+            layer.mlp = new
+        else:
+            layer.mlp.register_forward_hook(thing)
     return model
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dumps")
+
+
+@pytest.fixture(scope="module")
+def reports(dumps: Path) -> Callable[[str], Report]:
+    """The report that names a fault; models with several are explained once."""
+
+    @cache
+    def explained(index: int) -> Report:
+        dump = dumps / "broken" if GROUPS[index] is BREAKS else None
+        return compiled_llm.explain(plant(*(fault.planted for fault in GROUPS[index].values())), dump=dump)
+
+    return lambda name: explained(next(index for index, group in enumerate(GROUPS) if name in group))
 
 
 def planted_line(thing: Any) -> int:
@@ -65,43 +119,42 @@ def planted_line(thing: Any) -> int:
 
 
 def the_finding(report: Report, thing: Any) -> dict[str, Any]:
-    """The one finding, consequences aside, which must be on the planted line."""
-    (finding,) = [entry for entry in report.data["findings"] if not entry["follows"]]
-    assert (finding["file"], finding["line"]) == (planted.__file__, planted_line(thing)), str(report)
+    """The one finding on the planted line."""
+    place = planted.__file__, planted_line(thing)
+    (finding,) = [entry for entry in report.data["findings"] if (entry["file"], entry["line"]) == place]
     assert finding["source"].endswith("# planted")
-    assert f"test_explain.py:{finding['line']}" not in str(report)
+    assert not finding["follows"]
     assert f"planted.py:{finding['line']}" in str(report)
     return finding
 
 
-def assert_serves(make: Any) -> None:
-    """Explained clean, and the same tokens as HuggingFace."""
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_by_its_line_and_advice(name, reports):
+    fault = FAULTS[name]
+    finding = the_finding(reports(name), fault.planted)
+    assert finding["kind"] == fault.kind
+    assert fault.advice in finding["advice"]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: ", ".join(group))
+def test_nothing_but_the_faults_is_named(group, reports):
+    report = reports(next(iter(group)))
+    causes = [entry for entry in report.data["findings"] if not entry["follows"]]
+    lines = {(entry["file"], entry["line"]) for entry in causes}
+    assert lines == {(planted.__file__, planted_line(fault.planted)) for fault in group.values()}, str(report)
+
+
+def test_what_is_advised_makes_every_finding_go_away_and_the_model_serves():
+    """All of it in one model: any that did not help would still be a finding."""
+
+    def make() -> Any:
+        return plant(*(fault.followed for fault in FAULTS.values()))
+
     report = compiled_llm.explain(make())
     assert report.clean, str(report)
     inputs = mixed_prompts([4, 9], 128, seed=0)
     expected = greedy(make(), inputs, 12)
     torch.testing.assert_close(greedy(compiled_llm.wrap(make(), mode="eager"), inputs, 12), expected)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_fault_is_named_by_its_line_and_its_advice_removes_it(name):
-    layer, kind, advice, followed = LAYERS[name]
-    finding = the_finding(compiled_llm.explain(plant(layer)), layer)
-    assert finding["kind"] == kind
-    assert advice in finding["advice"]
-    assert_serves(lambda: plant(followed))
-
-
-def test_a_hook_with_a_lock_is_named_and_without_the_lock_it_serves():
-    def hooked(hook: Any) -> Any:
-        model = tiny_qwen3(eos_token_id=None)
-        model.model.layers[1].mlp.register_forward_hook(hook)
-        return model
-
-    finding = the_finding(compiled_llm.explain(hooked(planted.hook_with_lock)), planted.hook_with_lock)
-    assert finding["kind"] == "graph break"
-    assert "Take the lock out" in finding["advice"]
-    assert_serves(lambda: hooked(planted.hook_without_lock))
 
 
 def test_a_module_swapped_after_wrap_is_named_and_wrapping_anew_serves(monkeypatch):
@@ -111,25 +164,25 @@ def test_a_module_swapped_after_wrap_is_named_and_wrapping_anew_serves(monkeypat
         lambda function, config, options: torch.compile(function, backend="eager", fullgraph=True, dynamic=False),
     )
     inputs = mixed_prompts([4], 128, seed=0)
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), progress=False)
+    model = compiled_llm.wrap(plant(planted.PrintDeleted), progress=False)
     greedy(model, inputs, 4)
     assert model.compiled.explain().clean
-    model.model.layers[1].mlp = plant(planted.Swapped).model.layers[1].mlp
+    model.model.layers[0].mlp = plant(planted.Swapped).model.layers[0].mlp
     greedy(model, inputs, 4)
     for report in (model.compiled.explain(), compiled_llm.explain(model)):
         finding = the_finding(report, planted.Swapped)
         assert finding["kind"] == "recompile"
-        assert (finding["old"], finding["new"]) == ("Qwen3MLP", "Swapped")
-        assert finding["pinned_by"] == "model.model.layers.1.mlp"
+        assert (finding["old"], finding["new"]) == ("PrintDeleted", "Swapped")
+        assert finding["pinned_by"] == "model.model.layers.0.mlp"
         assert "compiled_llm.unwrap(model), then wrap it again" in finding["advice"]
     compiled_llm.wrap(compiled_llm.unwrap(model), progress=False)
     torch.testing.assert_close(greedy(model, inputs, 12), greedy(plant(planted.Swapped), inputs, 12))
     assert model.compiled.explain().clean
 
 
-def test_recompiles_say_the_old_value_the_new_one_and_what_pins_it():
-    finding = the_finding(compiled_llm.explain(plant(planted.Growing)), planted.Growing)
-    assert finding["pinned_by"] == "size of model.model.layers.1.mlp.history"
+def test_recompiles_say_the_old_value_the_new_one_and_what_pins_it(reports):
+    finding = the_finding(reports("growing"), planted.Growing)
+    assert finding["pinned_by"] == "size of model.model.layers.0.mlp.history"
     assert int(finding["new"]) == int(finding["old"]) + 1
 
 
@@ -157,8 +210,7 @@ def test_what_forward_raises_is_a_finding_with_its_line():
 
 
 def test_explaining_leaves_no_trace():
-    model = plant(planted.PythonCache)
-    model.model.layers[0].mlp = plant(planted.Print).model.layers[1].mlp
+    model = plant(planted.Print, planted.PythonCache)
     model.model.layers[1].mlp.register_forward_hook(planted.hook_with_lock)
     before = type(model), model.config._attn_implementation, len(model.model.layers[1].mlp._forward_hooks)
     compiles = []
@@ -233,7 +285,7 @@ def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monke
 
 def test_the_command_prints_the_report_and_writes_the_page(tmp_path):
     folder = tmp_path / "model"
-    tiny_qwen3(eos_token_id=None).save_pretrained(folder)
+    tiny_qwen3(eos_token_id=None, num_hidden_layers=1).save_pretrained(folder)
     vocabulary = {"<unk>": 0, "Once": 1, "upon": 2, "a": 3, "time": 4}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
