@@ -10,6 +10,7 @@
 | the logger of ``cudagraph_utils`` | why CUDA graphs were skipped | torch reports it per function |
 | ``torch._C._len_torch_function_stack``, ``…dispatch_stack`` | noticing modes | torch says it publicly |
 | ``utils.get_compilation_metrics`` | why something recompiled | torch reports it per function |
+| ``convert_frame._bytecode_hooks`` | explaining under depyf's hook | depyf's code always runs |
 | Inductor's ``trace`` options, the logger of ``_inductor.debug`` | its code, kernels by node | an API gives them |
 """
 
@@ -132,7 +133,7 @@ def forget_entries_of(backend: Callable[..., Any]) -> None:
             remove_from_cache(function)
 
 
-def compiled_with(backend: Callable[..., Any]) -> list[Callable[..., Any]]:
+def compiled_with(backend: Callable[..., Any]) -> list[FunctionType]:
     """Return the functions that have been compiled with ``backend``, those that Dynamo made itself included."""
     found = [
         function for function, entries in _functions_with_entries() if any(_backend_of(e) is backend for e in entries)
@@ -248,6 +249,23 @@ def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:
         for metric in get_compilation_metrics()
         if metric.recompile_reason and str(metric.compile_id).partition("/")[0] in frames
     }
+
+
+@contextmanager
+def no_bytecode_hooks() -> Iterator[None]:
+    """Keep hooks that rewrite what Dynamo makes, such as depyf's, from seeing what the block compiles.
+
+    What depyf 0.20 puts in the place of a function that uses ``super()`` after a graph break does not run.
+    """
+    from torch._dynamo import convert_frame
+
+    hooks = convert_frame._bytecode_hooks
+    before = dict(hooks)
+    hooks.clear()
+    try:
+        yield
+    finally:
+        hooks.update(before)
 
 
 def traced_by_inductor(folder: str) -> dict[str, Any]:

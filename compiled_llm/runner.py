@@ -266,6 +266,7 @@ class Runner:
         rows, paged = self.rows, self._paged
         bucket = paged.bucket_for(len(rows))
         sampled = any(row.slot is not None for row in rows)
+        cause: Replan = "rows joined, left or went back" if paged.owned_by(self) else "a call moved its rows in"
         if sampled:
             paged.make_sampling_ready(bucket, waiting=len(rows))
         else:
@@ -278,7 +279,7 @@ class Runner:
         with _grown(rows, [1] * len(rows)):
             try:
                 if not seated:
-                    self._seat(bucket, forced)
+                    self._seat(bucket, forced, cause)
                 elif sum(len(row.pages) for row in rows) != pages:
                     paged.upload(rows, bucket, forced, "a row entered a new page")
                 elif forced is not None:
@@ -298,11 +299,9 @@ class Runner:
         self._logits = logits[: len(rows)]
         return list(rows), tokens[: len(rows)]
 
-    def _seat(self, bucket: int, tokens: Tensor | None) -> None:
+    def _seat(self, bucket: int, tokens: Tensor | None, cause: Replan) -> None:
         """Move this runner's rows, in their present order, into the decode buffers."""
-        mine = self._paged.owned_by(self)
         self._paged.claim(self)
-        cause: Replan = "rows joined, left or went back" if mine else "a call moved its rows in"
         self._paged.upload(self.rows, bucket, tokens, cause)
         if any(row.slot is not None for row in self.rows):
             self._paged.sampler.seat(self.rows, bucket)

@@ -853,9 +853,6 @@ assert not [name for name in sys.modules if name.startswith(("compiled_llm.bench
     code = """
 import sys
 from compiled_llm.commands import app
-from compiled_llm.profiling.breakdown import Kernel, Kind, kernels_of, kinds_of, moved_by_decode
-from compiled_llm.profiling.kernels import KINDS, Launch, busy_us, kind_of
-from compiled_llm.profiling.step_bytes import StepBytes, step_bytes
 app(["bench", "latency", "--help"], standalone_mode=False)
 assert not {"torch", "transformers", "matplotlib"} & set(sys.modules)
 """

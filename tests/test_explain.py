@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from html.parser import HTMLParser
-from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -26,10 +25,16 @@ from typer.testing import CliRunner
 import compiled_llm
 import planted
 from compiled_llm import compile as programs
+from compiled_llm import paged_model
 from compiled_llm.commands import app
+from compiled_llm.explaining import timings
 from compiled_llm.explaining.report import Report
+from compiled_llm.profiling.step_bytes import step_bytes
 from conftest import tiny_qwen3
 from parity import greedy, mixed_prompts
+from planted import plant
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Fault(NamedTuple):
@@ -67,15 +72,6 @@ FAULTS = {name: fault for group in GROUPS for name, fault in group.items()}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Models are tiny, and where the machine has other work, waiting for a second thread is most of their time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True, scope="module")
 def _settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planted, "SETTINGS", tmp_path_factory.mktemp("planted") / "settings")
@@ -83,32 +79,13 @@ def _settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def plant(*things: Any) -> Any:
-    """A tiny model with one layer for each thing: an MLP, or a hook on one."""
-    model = tiny_qwen3(eos_token_id=None, num_hidden_layers=len(things))
-    for layer, thing in zip(model.model.layers, things, strict=True):
-        if isinstance(thing, type):
-            new = thing(model.config).eval()
-            new.load_state_dict(layer.mlp.state_dict(), strict=False)
-            layer.mlp = new
-        else:
-            layer.mlp.register_forward_hook(thing)
-    return model
-
-
 @pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("dumps")
-
-
-@pytest.fixture(scope="module")
-def reports(dumps: Path) -> Callable[[str], Report]:
+def reports() -> Callable[[str], Report]:
     """The report that names a fault; models with several are explained once."""
 
     @cache
     def explained(index: int) -> Report:
-        dump = dumps / "broken" if GROUPS[index] is BREAKS else None
-        return compiled_llm.explain(plant(*(fault.planted for fault in GROUPS[index].values())), dump=dump)
+        return compiled_llm.explain(plant(*(fault.planted for fault in GROUPS[index].values())))
 
     return lambda name: explained(next(index for index, group in enumerate(GROUPS) if name in group))
 
@@ -260,6 +237,164 @@ def test_history_counts_slow_paths_with_their_causes():
     assert finding["kind"] == "slow path"
     assert "beam" in finding["reason"]
     assert report.data["history"]["generate_calls"] == {"original": 1}
+
+
+def in_eager_mode(**options: Any) -> Any:
+    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", progress=False, **options)
+
+
+def test_history_says_why_page_tables_were_planned():
+    model = in_eager_mode(page_size=4)
+    greedy(model, mixed_prompts([3], 128, seed=0), 10)
+    causes = model.compiled.explain().data["history"]["replan_causes"]
+    # Tokens 3 to 11 are stored by decode steps, of which 4 and 8 begin pages.
+    assert causes == {"a bucket was prepared": 1, "a call moved its rows in": 1, "a row entered a new page": 2}
+    greedy(model, mixed_prompts([3, 2], 128, seed=0), 2)
+    history = model.compiled.explain().data["history"]
+    assert history["replan_causes"]["a call moved its rows in"] == 2
+    assert sum(history["replan_causes"].values()) == history["replans"] == model.compiled.stats().replans
+
+
+def test_rows_that_leave_are_a_cause_of_planning():
+    model = in_eager_mode()
+    runner = model.compiled.runner()
+    rows = [runner.admit([1, 2, 3], 8) for _ in range(3)]
+    for _ in range(3):
+        runner.step()
+    runner.release(rows[0])
+    runner.step()
+    assert model.compiled.explain().data["history"]["replan_causes"]["rows joined, left or went back"] == 1
+
+
+def missed(model: Any) -> list[dict[str, Any]]:
+    report = model.compiled.explain()
+    assert [entry["kind"] for entry in report.data["findings"]] in ([], ["bucket missed"])
+    return report.data["findings"]
+
+
+def test_a_bucket_that_warmup_did_not_name_is_missed_and_naming_it_helps():
+    inputs = mixed_prompts([4, 2, 3], 128, seed=0)
+    model = in_eager_mode()
+    model.compiled.warmup([1])
+    greedy(model, inputs, 3)
+    (finding,) = missed(model)
+    assert "for decode bucket 4: warmup did not name a batch size of 3" in finding["reason"]
+    assert "warmup([..., 3])" in finding["advice"]
+    model = in_eager_mode()
+    model.compiled.warmup([1, 3])
+    greedy(model, inputs, 3)
+    assert missed(model) == []
+
+
+def test_sampling_that_warmup_did_not_prepare_is_missed():
+    model = in_eager_mode()
+    for sampling in (False, True):
+        model.compiled.warmup([1], sampling=sampling)
+        model.generate(**mixed_prompts([4], 128, seed=0), max_new_tokens=3, do_sample=True)
+        (finding,) = missed(model)
+        assert "for sampling for bucket 1" in finding["reason"]
+        assert "sampling=True" in finding["advice"]
+
+
+def test_what_a_change_of_the_model_took_is_missed_with_that_as_its_cause():
+    model = in_eager_mode()
+    model.compiled.warmup([1])
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    greedy(model, mixed_prompts([4], 128, seed=0), 3)
+    reasons = [entry["reason"] for entry in model.compiled.explain().data["findings"]]
+    assert ["moved, converted or hooked after warmup" in reason for reason in reasons] == [True, True]
+
+
+def test_without_warmup_the_first_call_of_a_size_waits_and_that_is_no_fault():
+    model = in_eager_mode()
+    greedy(model, mixed_prompts([4, 2], 128, seed=0), 3)
+    report = model.compiled.explain()
+    assert report.clean
+    found = [(miss["what"], miss["rows"], miss["cause"]) for miss in report.data["history"]["misses"]]
+    assert found == [("prefill", 2, "warmup was not called"), ("decode bucket 2", 2, "warmup was not called")]
+    assert "waited for decode bucket 2" in str(report)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model that is told of CUDA graphs: one for each bucket that has run, and those in its ``anew``."""
+    model = in_eager_mode()
+    paged = model.compiled.paged()
+    model.anew, seen, own = [], set(), paged.programs.decode
+
+    def decode(*args: Any) -> Any:
+        seen.add(args[1].tokens.shape[0])
+        return own(*args)
+
+    monkeypatch.setattr(paged.programs, "recorded", True)
+    monkeypatch.setattr(paged.programs, "decode", decode)
+    monkeypatch.setattr(paged_model, "cudagraph_recordings", lambda device: len(seen) + len(model.anew))
+    model.compiled.warmup([1, 2])
+    return model
+
+
+def test_a_weight_that_moved_is_to_blame_for_graphs_recorded_anew(recorded):
+    assert recorded.compiled.explain().clean
+    layer = recorded.model.layers[1].mlp.down_proj
+    layer.weight.data.copy_(layer.weight.data * 2)
+    assert recorded.compiled.explain().clean
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    recorded.anew += [1, 2]
+    (finding,) = recorded.compiled.explain().data["findings"]
+    assert finding["kind"] == "recorded anew"
+    assert finding["reason"].endswith(": model.layers.1.mlp.down_proj.weight.")
+    assert finding["reason"].startswith("2 CUDA graphs")
+    assert "in place" in finding["advice"]
+
+
+def test_graphs_recorded_anew_for_no_known_reason_are_told_and_how_to_find_it(recorded):
+    recorded.anew.append(1)
+    (finding,) = recorded.compiled.explain().data["findings"]
+    assert "TORCH_LOGS=+cudagraphs" in finding["advice"]
+
+
+@pytest.fixture
+def bandwidth(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(timings, "read_bandwidth", lambda device, dtype: 1e9)
+    return 1e9
+
+
+def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth, tmp_path):
+    model = in_eager_mode()
+    greedy(model, mixed_prompts([4, 2], 128, seed=0), 3)
+    before = model.compiled.explain().data["history"]
+    report = model.compiled.explain(timings=True)
+    prefill, decode = report.data["timings"]
+    assert (prefill["program"], prefill["rows"], prefill["tokens"]) == ("prefill", 2, 2 * 128)
+    assert (decode["program"], decode["rows"]) == ("decode", 2)
+    assert 128 < decode["tokens"] < 192
+    calls = {kernel["name"]: kernel["launches"] for kernel in decode["kernels"]}
+    assert calls["compiled_llm::paged_attention"] == 2, "one a layer, in each of the steps"
+    kinds = {kind["name"]: kind for kind in decode["kinds"]}
+    nbytes = step_bytes(model, decode["tokens"])
+    assert kinds["matrix products"]["nbytes"] == nbytes.weights
+    assert kinds["attention"]["nbytes"] == decode["kv_bytes"] == 2 * nbytes.kv_per_row
+    assert decode["of_bandwidth"] == pytest.approx(nbytes.total(2) / bandwidth / (1e-6 * decode["step_us"]))
+    page = report.to_html(tmp_path / "report.html").read_text()
+    for said in (str(report), page):
+        assert f"decode, 2 rows of about {decode['tokens']} tokens" in said
+        assert "the rest: compiled loops, Python" in said
+    assert report.data["history"] == before, "looking changes nothing"
+    assert model.compiled.stats().pages.used == 0
+
+
+def test_timings_of_sizes_that_cannot_be_are_refused():
+    model = in_eager_mode(max_batch_size=4)
+    with pytest.raises(ValueError, match="timings: 5 is not between 1 and max_batch_size=4"):
+        model.compiled.explain(timings=[1, 5])
+    with pytest.raises(ValueError, match="timings: 0 rows"):
+        compiled_llm.explain(plant(planted.PrintDeleted), timings=[0])
+
+
+def test_a_broken_model_is_not_timed_and_told_so():
+    report = compiled_llm.explain(tiny_qwen3().train(), timings=True)
+    assert report.data["timings"] == []
+    assert "Nothing was timed" in str(report)
 
 
 def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monkeypatch):

@@ -110,8 +110,8 @@ class Dump:
         """Write what Dynamo made of programs that did not come out whole, frame by frame."""
         program = self._program("pieces")
         for number, piece in enumerate(programs.pieces(), 1):
-            prefix = f"{number:03}_{re.sub(r'[^0-9A-Za-z]+', '_', piece.name)}"
-            self._write_compiled(program, piece.graphs, prefix)
+            prefix = f"{number:03}_{re.sub(r'[^0-9A-Za-z]+', '_', piece.name).strip('_')}"
+            self._write_compiled(program, piece.graphs, prefix, f" ({piece.place})")
         for number, graph in enumerate(programs.graphs, 1):
             text = graph.print_readable(print_output=False)
             self._write(program, f"graph_{number:03}.py", text, "a piece of Dynamo's graph")
@@ -142,14 +142,16 @@ class Dump:
         self.programs.append(program)
         return program
 
-    def _write_compiled(self, program: DumpedProgram, graphs: Sequence[CompiledGraph], prefix: str = "") -> None:
+    def _write_compiled(
+        self, program: DumpedProgram, graphs: Sequence[CompiledGraph], prefix: str = "", place: str = ""
+    ) -> None:
         for number, graph in enumerate(graphs, 1):
             start = f"{prefix}_{number}_" if prefix else ""
             code = readable(graph.code)
             self._note(code.note)
             bytecode = BYTECODE if code.is_python else BYTECODE.replace(".py", ".txt")
-            self._write(program, start + bytecode, code.text, STAGES[BYTECODE])
-            self._write(program, start + GUARDS, graph.guards, STAGES[GUARDS])
+            self._write(program, start + bytecode, code.text, STAGES[BYTECODE] + place)
+            self._write(program, start + GUARDS, graph.guards, STAGES[GUARDS] + place)
 
     def _write(self, program: DumpedProgram, name: str, text: str, what: str = "") -> None:
         (program.folder / name).write_text(text, encoding="utf-8")

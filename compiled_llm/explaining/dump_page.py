@@ -51,7 +51,8 @@ def _program(program: DumpedProgram, root: Path, sources: _Sources) -> str:
 def _layer(layer: str, links: Sequence[Link], row: Callable[[Link], str]) -> str:
     kernels = {kernel for link in links for kernel in link.kernels}
     title = escape(layer or "around the model")
-    summary = f"{title}: {len(links)} lines, {sum(len(link.nodes) for link in links)} nodes, {len(kernels)} kernels"
+    nodes = sum(len(link.nodes) for link in links)
+    summary = f"{title}: lines {len(links)}, nodes {nodes}, kernels {len(kernels)}"
     head = "<tr><th>module</th><th>line</th><th>nodes</th><th>kernels</th></tr>"
     return f"<details><summary>{summary}</summary><table class=links>{head}{''.join(map(row, links))}</table></details>"
 

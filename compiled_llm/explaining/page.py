@@ -17,6 +17,7 @@ pre { background: #eee; padding: .5rem; overflow-x: auto; white-space: pre-wrap 
 .advice { color: #060 } .clean { color: #060; font-weight: bold } .place { font-family: monospace }
 table { border-collapse: collapse } td, th { text-align: left; padding: .1rem 1rem .1rem 0; vertical-align: top }
 body.wide { max-width: none }
+th.figure { text-align: right } .links th:nth-child(1) { width: 16% } .links th:nth-child(2) { width: 40% }
 table.links { table-layout: fixed; width: 100% } table.links td { overflow-wrap: anywhere }
 summary { cursor: pointer; margin: .3rem 0 }
 pre.listing { white-space: pre } .listing span:target { background: #fe9 }
@@ -87,7 +88,8 @@ def _timing(timing: dict[str, Any]) -> str:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table; all but the first column are figures."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    first, *figures = columns
+    head = f"<th>{escape(first)}</th>" + "".join(f"<th class=figure>{escape(column)}</th>" for column in figures)
     body = "".join(
         f"<tr><td>{escape(row[0])}</td>{''.join(f'<td class=figure>{escape(cell)}</td>' for cell in row[1:])}</tr>"
         for row in rows

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,11 +29,13 @@ from compiled_llm.compat import (
     graph_breaks_logged,
     graph_count,
     inductor_quiet,
+    no_bytecode_hooks,
     traced_by_inductor,
 )
 from compiled_llm.compile import DECODE_MANY, DECODE_ONE, PREFILL, Forward, Programs
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.executor import executor_for
+from compiled_llm.explaining.places import Place
 from compiled_llm.explaining.timings import Prompts, Timing, measure, tokens_to_hold
 from compiled_llm.kv_cache import DecodeInputs
 from compiled_llm.layers import Layer
@@ -177,7 +180,7 @@ class BrokenPrograms(Programs):
 
     def pieces(self) -> list[Piece]:
         """Return the frames that were compiled."""
-        return [Piece(function.__name__, compiled_graphs(function)) for function in compiled_with(self._backend)]
+        return [Piece(function.__code__, compiled_graphs(function)) for function in compiled_with(self._backend)]
 
     def _keep(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.graphs.append(graph)
@@ -188,12 +191,22 @@ class Piece(NamedTuple):
     """A frame that was compiled because one around it could not be.
 
     Attributes:
-        name: the function's.
+        code: the frame's own.
         graphs: what it was compiled into.
     """
 
-    name: str
+    code: CodeType
     graphs: list[CompiledGraph]
+
+    @property
+    def name(self) -> str:
+        """The function's, with that of its class where Python says so (3.11)."""
+        return getattr(self.code, "co_qualname", self.code.co_name)
+
+    @property
+    def place(self) -> Place:
+        """Where the function begins."""
+        return Place(self.code.co_filename, self.code.co_firstlineno, self.name)
 
 
 class InductorPrograms(Programs):
@@ -290,10 +303,13 @@ class Bench:
     def _run(self, programs: Programs, batches: Sequence[int]) -> None:
         paged = self._paged(dataclasses.replace(self._config, progress=False))
         paged.programs = programs
-        for size in batches:
-            runner = Runner(paged)
-            for prompt in self._prompts[:size]:
-                runner.admit(prompt, _STEPS)
-            for _ in range(_STEPS):
-                runner.step()
-            runner.close()
+        with no_bytecode_hooks():
+            for size in batches:
+                self._step(Runner(paged), size)
+
+    def _step(self, runner: Runner, rows: int) -> None:
+        for prompt in self._prompts[:rows]:
+            runner.admit(prompt, _STEPS)
+        for _ in range(_STEPS):
+            runner.step()
+        runner.close()
