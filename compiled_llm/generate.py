@@ -99,7 +99,9 @@ def _has_own_positions(input_ids: Tensor, attention_mask: Tensor | None, positio
 
 
 def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
-    """Generate with tokens chosen inside the graph, and read one step late; the caller holds the turn.
+    """Generate with tokens chosen inside the graph; the caller holds the turn.
+
+    They are read one step late where the device runs beside the host.
 
     Args:
         call: the call; its cache is empty.
@@ -121,6 +123,8 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     ends: dict[Row, int] = {}
     while not sequences.done:
         tokens = runner.step() if runner.steps < sequences.most_new else runner.drain()
+        if not tokens and not runner.asynchronous:
+            tokens = runner.drain()
         if not tokens:
             continue
         with call.runtime.turn.yielded():
