@@ -113,11 +113,11 @@ def test_a_line_leads_to_its_nodes_and_they_to_a_kernel(root, report):
 
 
 def test_a_library_kernel_is_linked_to_the_line_that_calls_it_alone(root, report):
-    product = lines_at(root, row_of(root, "self.v_proj(").links, "5_inductor")
-    assert any("skinny_linear" in kernel for kernel in product)
-    norm = lines_at(root, row_of(root, "variance = hidden_states.pow(2).mean(-1, keepdim=True)").links, "5_inductor")
-    assert norm
-    assert not any("skinny_linear" in kernel for kernel in norm)
+    attention = lines_at(root, row_of(root, "attention_interface(").links, "5_inductor")
+    assert any("append_paged_kv" in kernel for kernel in attention)
+    rotation = lines_at(root, row_of(root, "k_embed = (k * cos)").links, "5_inductor")
+    assert rotation
+    assert not any("append_paged_kv.default" in kernel for kernel in rotation)
 
 
 def test_library_kernels_are_those_of_their_operator():

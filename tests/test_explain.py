@@ -383,6 +383,25 @@ def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth,
     assert model.compiled.stats().pages.used == 0
 
 
+@pytest.mark.gpu
+def test_on_cuda_kernels_are_timed_and_a_moved_weight_is_named():
+    model = tiny_qwen3(eos_token_id=None).to("cuda", torch.bfloat16)
+    compiled_llm.wrap(model, kv_memory="8192 tokens", progress=False).compiled.warmup([2])
+    report = model.compiled.explain(timings=True)
+    assert report.clean, str(report)
+    prefill, decode = report.data["timings"]
+    assert (prefill["measured"], decode["measured"], decode["rows"]) == ("kernels", "kernels", 2)
+    assert decode["host_us"] > 0
+    assert {"attention", "page append", "matrix products"} <= {kind["name"] for kind in decode["kinds"]}
+    layer = model.model.layers[1].mlp.down_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    inputs = mixed_prompts([4, 2], 128, seed=0)
+    greedy(model, {name: tensor.to("cuda") for name, tensor in inputs.items()}, 8)
+    (finding,) = model.compiled.explain().data["findings"]
+    assert finding["kind"] == "recorded anew"
+    assert finding["reason"].endswith(": model.layers.1.mlp.down_proj.weight.")
+
+
 def test_timings_of_sizes_that_cannot_be_are_refused():
     model = in_eager_mode(max_batch_size=4)
     with pytest.raises(ValueError, match="timings: 5 is not between 1 and max_batch_size=4"):

@@ -84,6 +84,8 @@ def measure(
     paged.thread.call(paged.make_prefill_ready)
     with display.task("measuring the read bandwidth"):
         bench = _Stopwatch(paged, model, read_bandwidth(paged.device, model.dtype))
+        if paged.device.type == "cuda":
+            torch.cuda.empty_cache()  # it took gigabytes, which others may need
     timings = []
     with display.task("timing prefill"):
         timings.append(bench.prefill(_prompts(prompts, rows[0], paged)))
