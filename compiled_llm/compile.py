@@ -20,6 +20,8 @@ from compiled_llm.passes import SkinnyProducts
 
 Forward = Callable[..., Any]
 
+PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
+
 
 def _prefill(
     model: PreTrainedModel, forward: Forward, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
@@ -102,6 +104,7 @@ class Programs:
             device: where the model lives.
         """
         self._forward = forward
+        self._config = config
         self.recorded = config.mode == "reduce-overhead" and device.type == "cuda"
         self.prefill_function = own_copy(_prefill)
         self.decode_one_function = own_copy(_decode)
@@ -111,9 +114,17 @@ class Programs:
         tuned = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
         forget_when_gone(self, [self.prefill_function, self.decode_one_function, self.decode_many_function])
         products = {"post_grad_custom_pre_pass": SkinnyProducts()} if device.type == "cpu" else {}
-        self._prefill = compiled(self.prefill_function, config, {"triton.cudagraphs": False, **products})
-        self._decode_one = compiled(self.decode_one_function, config, {**graphs, **tuned, **products})
-        self._decode_many = compiled(self.decode_many_function, config, {**graphs, **products})
+        options = {
+            PREFILL: {"triton.cudagraphs": False, **products},
+            DECODE_ONE: {**graphs, **tuned, **products},
+            DECODE_MANY: {**graphs, **products},
+        }
+        made = {name: self.compile(name, function, options[name]) for name, function in self.functions.items()}
+        self._prefill, self._decode_one, self._decode_many = made.values()
+
+    def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+        """Return one of ``functions`` compiled with Inductor ``options``."""
+        return compiled(function, self._config, options)
 
     def prefill(
         self, model: PreTrainedModel, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
@@ -142,9 +153,9 @@ class Programs:
     def functions(self) -> dict[str, Callable[..., Any]]:
         """What is compiled, by name."""
         return {
-            "prefill": self.prefill_function,
-            "decode, batch 1": self.decode_one_function,
-            "decode, larger batches": self.decode_many_function,
+            PREFILL: self.prefill_function,
+            DECODE_ONE: self.decode_one_function,
+            DECODE_MANY: self.decode_many_function,
         }
 
     def graph_counts(self) -> dict[str, int]:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
+from compiled_llm.snapshot import same_attributes
+
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
 _HARMLESS = frozenset({"position_ids", "is_causal"})
 
@@ -112,7 +114,8 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
     tokens = 4
     forward = type(model).forward
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-    with torch.no_grad(), mode, _quiet(), _batched_experts(model):
+    # What forward stores in modules is fake as well, and must not stay.
+    with same_attributes(model), torch.no_grad(), mode, _quiet(), _batched_experts(model):
         ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
         positions = torch.arange(tokens, device=model.device)[None]
         try:

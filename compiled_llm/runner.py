@@ -18,6 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from compiled_llm.journal import Replan
 from compiled_llm.page_table import Row
 from compiled_llm.paged_model import Extension, PagedModel
 from compiled_llm.sampling import Sampling
@@ -229,7 +230,7 @@ class Runner:
         positions = [np.arange(len(tokens), dtype=np.int64) for tokens in ids]
         sampled = [(row, sampling) for row, _, sampling in self._pending if sampling is not None and row.slot is None]
         if sampled:
-            self._paged.make_prefill_ready()  # the vocabulary is known afterwards
+            self._paged.make_prefill_ready(waiting=len(rows))  # the vocabulary is known afterwards
             self._paged.sampler.admit([row for row, _ in sampled], [sampling for _, sampling in sampled])
         self._logits, tokens = self._extend(rows, ids, positions, None)
         if any(row.slot is not None for row in rows):
@@ -270,10 +271,11 @@ class Runner:
         rows, paged = self.rows, self._paged
         bucket = paged.bucket_for(len(rows))
         sampled = any(row.slot is not None for row in rows)
+        cause: Replan = "rows joined, left or went back" if paged.owned_by(self) else "a call moved its rows in"
         if sampled:
-            paged.make_sampling_ready(bucket)
+            paged.make_sampling_ready(bucket, waiting=len(rows))
         else:
-            paged.make_decode_ready(bucket)
+            paged.make_decode_ready(bucket, waiting=len(rows))
         seated = paged.owned_by(self) and self._left == [(row, row.length, row.position) for row in rows]
         if not seated and forced is None:
             self.unseat()
@@ -282,9 +284,9 @@ class Runner:
         with _grown(rows, [1] * len(rows)):
             try:
                 if not seated:
-                    self._seat(bucket, forced)
+                    self._seat(bucket, forced, cause)
                 elif sum(len(row.pages) for row in rows) != pages:
-                    paged.upload(rows, bucket, forced)
+                    paged.upload(rows, bucket, forced, "a row entered a new page")
                 elif forced is not None:
                     paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(forced)
                 logits = paged.run_decode(bucket)
@@ -302,10 +304,10 @@ class Runner:
         self._logits = logits[: len(rows)]
         return list(rows), tokens[: len(rows)]
 
-    def _seat(self, bucket: int, tokens: Tensor | None) -> None:
+    def _seat(self, bucket: int, tokens: Tensor | None, cause: Replan) -> None:
         """Move this runner's rows, in their present order, into the decode buffers."""
         self._paged.claim(self)
-        self._paged.upload(self.rows, bucket, tokens)
+        self._paged.upload(self.rows, bucket, tokens, cause)
         if any(row.slot is not None for row in self.rows):
             self._paged.sampler.seat(self.rows, bucket)
 
