@@ -10,6 +10,10 @@
 | the logger of ``cudagraph_utils`` | why CUDA graphs were skipped | torch reports it per function |
 | ``torch._C._len_torch_function_stack``, ``…dispatch_stack`` | noticing modes | torch says it publicly |
 | ``utils.get_compilation_metrics`` | why something recompiled | torch reports it per function |
+| ``custom_graph_pass`` of Inductor | a pass of ours in its graphs | torch documents it |
+| ``_subclasses.FakeTensorMode`` | running a model without computing | torch documents it |
+| ``cpp_builder``, ``cache_dir_utils`` of Inductor | what ``doctor`` shows | torch reports it |
+| ``_C._profiler._ExperimentalConfig`` | profiling all threads | ``torch.profiler.profile`` takes it by name |
 """
 
 from __future__ import annotations
@@ -21,11 +25,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+from torch._inductor.custom_graph_pass import get_hash_for_files as get_hash_for_files
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -227,3 +234,39 @@ def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:
         for metric in get_compilation_metrics()
         if metric.recompile_reason and str(metric.compile_id).partition("/")[0] in frames
     }
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Run the block on tensors without data, and without a word in the log of what goes wrong on them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def cpp_compiler() -> str:
+    """Return the C++ compiler that Inductor calls."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
+def inductor_cache() -> Path:
+    """Return the folder in which Inductor keeps what it compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
+def profiling_all_threads(wanted: bool) -> Any:
+    """Return what makes ``torch.profiler.profile`` watch threads other than the one that started it."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    return _ExperimentalConfig(profile_all_threads=wanted)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_llm.bench.timing import TokenClock
+from compiled_llm.compat import profiling_all_threads
 
 KINDS = (
     ("memory copies", r"^mem(cpy|set)"),
@@ -122,7 +122,7 @@ class StepProfiler:
 
     def _new_profile(self) -> profile:
         # Compiled programs run on a thread of their own; kernels are seen from any.
-        everywhere = _ExperimentalConfig(profile_all_threads=not self._cuda)
+        everywhere = profiling_all_threads(not self._cuda)
         activity = ProfilerActivity.CUDA if self._cuda else ProfilerActivity.CPU
         return profile(activities=[activity], experimental_config=everywhere, acc_events=True)
 
