@@ -441,7 +441,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize(
     ("mode", "ending"),
-    [*(("eager", name) for name in ENDINGS), pytest.param("compile", "falls off the end", marks=pytest.mark.core)],
+    [*(("eager", name) for name in ENDINGS), pytest.param("compile", "falls off the end")],
 )
 def test_the_process_ends_cleanly_with_a_wrapped_model_alive(mode, ending, executor):
     name = f"{executor.__module__.rpartition('.')[2]}.{executor.__qualname__}"
