@@ -32,7 +32,7 @@ from conftest import tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 8, "progress": False}
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds after which something counts as deadlocked."""
 
 
