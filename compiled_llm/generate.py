@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from compiled_llm.interrupts import allowed
 from compiled_llm.page_table import Row
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.sampling import NOT_A_TOKEN, Sampling, draw, new_seeds
@@ -99,7 +100,9 @@ def _has_own_positions(input_ids: Tensor, attention_mask: Tensor | None, positio
 
 
 def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
-    """Generate with tokens chosen inside the graph, and read one step late; the caller holds the turn.
+    """Generate with tokens chosen inside the graph; the caller holds the turn.
+
+    They are read one step late where the device runs beside the host.
 
     Args:
         call: the call; its cache is empty.
@@ -121,9 +124,11 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     ends: dict[Row, int] = {}
     while not sequences.done:
         tokens = runner.step() if runner.steps < sequences.most_new else runner.drain()
+        if not tokens and not runner.asynchronous:
+            tokens = runner.drain()
         if not tokens:
             continue
-        with call.runtime.turn.yielded():
+        with call.runtime.turn.yielded(), allowed():
             ended = sequences.append([tokens.get(row, 0) for row in rows])
         if call.returns_cache:
             ends.update({rows[index]: sequences.generated for index in ended})
@@ -183,7 +188,7 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     rows = [runner.add_row(len(prompt) + sequences.most_new - 1) for prompt in prompts]
     logits = runner.extend(rows, prompts, [np.arange(len(prompt), dtype=np.int64) for prompt in prompts])
     while True:
-        with call.runtime.turn.yielded():
+        with call.runtime.turn.yielded(), allowed():
             raw = logits.to(device=device, dtype=torch.float32, copy=True)
             scores = call.processors(cast(torch.LongTensor, sequences.result()), raw)
             sequences.record(scores, raw)

@@ -54,6 +54,11 @@ class Runner:
         """How many positions the model was made for."""
         return self._paged.max_positions
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a step may still be running when ``step`` returns; else reading late gains nothing."""
+        return self._paged.device.type != "cpu"
+
     # ---- the three verbs
 
     def admit(self, prompt: ArrayLike, max_new_tokens: int, sampling: Sampling | None = None) -> Row:

@@ -27,7 +27,9 @@ import compiled_llm
 from compiled_llm import runtime
 from compiled_llm.calling_thread import CallingThread
 from compiled_llm.device_thread import DeviceThread
+from compiled_llm.interrupts import _State, allowed, held
 from compiled_llm.paged_model import PagedModel
+from compiled_llm.turn import Turn
 from conftest import tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
@@ -337,6 +339,46 @@ def test_ctrl_c_at_any_moment_gives_everything_back(model, seed):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def turn_is_taken_and_given_away(turn: Turn) -> None:
+    with held(), turn.taken(fits=lambda: True):
+        for _ in range(2):
+            with turn.yielded(), allowed():
+                pass
+
+
+def interrupted_at(moment: int, function: Callable[[], None]) -> bool:
+    """Press Ctrl-C at a call or return inside a function; whether there were as many."""
+    passed = 0
+
+    def press(*_: Any) -> None:
+        nonlocal passed
+        passed += 1
+        if passed == moment:
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(press)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        passed = moment  # what is called from here on is not the function's
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.core
+def test_ctrl_c_at_every_call_and_return_leaves_the_turn_free_and_ctrl_c_as_it_was():
+    """What an interrupt leaves half done is closed with its traceback: that must not take anything back."""
+    turn, moment = Turn(), 0
+    while interrupted_at(moment := moment + 1, lambda: turn_is_taken_and_given_away(turn)):
+        assert turn._holder is None, moment
+        assert not turn._loops, moment
+        assert (_State.allowed, _State.pending) == (True, False), moment
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert moment > 50
+
+
 def test_a_handler_of_the_users_own_keeps_ctrl_c(model, seed):
     presses: list[int] = []
     before = signal.signal(signal.SIGINT, lambda *_: presses.append(1))
@@ -374,7 +416,7 @@ def test_ctrl_c_while_waiting_for_the_turn_does_not_break_anothers_turn(model):
             ended.wait(PATIENCE)
 
     def take_and_yield() -> Future[Any]:
-        with runtime.turn.taken(fits=lambda: True), runtime.turn.yielded():
+        with runtime.turn.taken(fits=lambda: True), runtime.turn.yielded(), allowed():
             other = start(hold)
             assert holds.wait(PATIENCE)
             interrupt_after(0.2)
