@@ -12,6 +12,10 @@
 | ``utils.get_compilation_metrics`` | why something recompiled | torch reports it per function |
 | ``convert_frame._bytecode_hooks`` | explaining under depyf's hook | depyf's code always runs |
 | Inductor's ``trace`` options, the logger of ``_inductor.debug`` | its code, kernels by node | an API gives them |
+| ``custom_graph_pass`` of Inductor | a pass of ours in its graphs | torch documents it |
+| ``_subclasses.FakeTensorMode`` | running a model without computing | torch documents it |
+| ``cpp_builder``, ``cache_dir_utils`` of Inductor | what ``doctor`` shows | torch reports it |
+| ``_C._profiler._ExperimentalConfig`` | profiling all threads | ``torch.profiler.profile`` takes it by name |
 """
 
 from __future__ import annotations
@@ -23,11 +27,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+from torch._inductor.custom_graph_pass import get_hash_for_files as get_hash_for_files
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -290,3 +297,39 @@ def inductor_quiet() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(_drop)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Run the block on tensors without data, and without a word in the log of what goes wrong on them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def cpp_compiler() -> str:
+    """Return the C++ compiler that Inductor calls."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
+def inductor_cache() -> Path:
+    """Return the folder in which Inductor keeps what it compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
+def profiling_all_threads(wanted: bool) -> Any:
+    """Return what makes ``torch.profiler.profile`` watch threads other than the one that started it."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    return _ExperimentalConfig(profile_all_threads=wanted)

@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from compiled_llm.interrupts import allowed
 from compiled_llm.page_table import Row
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.sampling import NOT_A_TOKEN, Sampling, draw, new_seeds
@@ -127,7 +128,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
             tokens = runner.drain()
         if not tokens:
             continue
-        with call.runtime.turn.yielded():
+        with call.runtime.turn.yielded(), allowed():
             ended = sequences.append([tokens.get(row, 0) for row in rows])
         if call.returns_cache:
             ends.update({rows[index]: sequences.generated for index in ended})
@@ -187,7 +188,7 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     rows = [runner.add_row(len(prompt) + sequences.most_new - 1) for prompt in prompts]
     logits = runner.extend(rows, prompts, [np.arange(len(prompt), dtype=np.int64) for prompt in prompts])
     while True:
-        with call.runtime.turn.yielded():
+        with call.runtime.turn.yielded(), allowed():
             raw = logits.to(device=device, dtype=torch.float32, copy=True)
             scores = call.processors(cast(torch.LongTensor, sequences.result()), raw)
             sequences.record(scores, raw)

@@ -32,6 +32,8 @@ from compiled_llm.paged_cache import PagedCache
 from conftest import tiny_llama, tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
+pytestmark = pytest.mark.core
+
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 16}
 
 

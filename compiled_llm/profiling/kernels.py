@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
+
+from compiled_llm.compat import profiling_all_threads
 
 KINDS = (
     ("memory copies", r"^mem(cpy|set)"),
@@ -112,7 +113,7 @@ class KernelProfiler:
 
     def _new_profile(self) -> profile:
         # Compiled programs run on a thread of their own; kernels are seen from any.
-        everywhere = _ExperimentalConfig(profile_all_threads=not self._cuda)
+        everywhere = profiling_all_threads(not self._cuda)
         activity = ProfilerActivity.CUDA if self._cuda else ProfilerActivity.CPU
         return profile(activities=[activity], experimental_config=everywhere, acc_events=True)
 
