@@ -266,6 +266,7 @@ def test_every_tested_family_is_on_the_compatibility_page() -> None:
 
 # The modules whose messages reach somebody who calls wrap or generate.
 SPEAKING = [
+    *("additions", "forward"),
     *("attention", "checks", "config", "drop_in", "generate", "kv_cache", "layers", "page_table", "paged_cache"),
     *("paged_model", "runtime", "sampler", "wrapping"),
 ]
