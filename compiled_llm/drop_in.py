@@ -298,11 +298,12 @@ def _original_path(
     """Return why this call has to run HuggingFace's loop over the original forward, or None."""
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     others = [name for name, value in model_kwargs.items() if name not in _KNOWN_INPUTS and value is not None]
+    caches = (None, "dynamic", getattr(model.generation_config, "cache_implementation", None))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     reasons = (
         (generation_mode not in _PAGED_MODES, f"{generation_mode.value}"),
         (cache is not None and not isinstance(cache, PagedCache), f"past_key_values={type(cache).__name__}"),
-        (generation_config.cache_implementation is not None, "cache_implementation"),
+        (generation_config.cache_implementation not in caches, "cache_implementation"),
         (bool(generation_config.output_attentions), "output_attentions"),
         (bool(generation_config.output_hidden_states), "output_hidden_states"),
         (bool(getattr(generation_config, "use_mtp", False)), "use_mtp"),
