@@ -297,7 +297,8 @@ def _original_path(
 ) -> str | None:
     """Return why this call has to run HuggingFace's loop over the original forward, or None."""
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
-    others = [name for name, value in model_kwargs.items() if name not in _KNOWN_INPUTS and value is not None]
+    known = _KNOWN_INPUTS | over_pages.ignored(type(model).forward)
+    others = [name for name, value in model_kwargs.items() if name not in known and value is not None]
     caches = (None, "dynamic", getattr(model.generation_config, "cache_implementation", None))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     reasons = (

@@ -38,6 +38,11 @@ def named(own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     return {name: value for name, value in given.items() if value is not None}
 
 
+def ignored(own: Callable[..., Any]) -> frozenset[str]:
+    """Return the inputs that tokenizers make and this ``forward`` takes without looking at them."""
+    return frozenset({"token_type_ids"}.difference(inspect.signature(own).parameters))
+
+
 def obstacle(own: Callable[..., Any], model: PreTrainedModel, given: Mapping[str, Any]) -> str | None:
     """Return why a call of ``forward`` has to run HuggingFace's own, or None.
 
@@ -55,7 +60,8 @@ def _obstacles(own: Callable[..., Any], model: PreTrainedModel, given: Mapping[s
     for name in _MORE_OUTPUTS:
         if given.get(name, getattr(model.config, name, False)):
             yield name
-    others = sorted(name for name, value in given.items() if name not in _KNOWN and value is not False)
+    known = _KNOWN | ignored(own)
+    others = sorted(name for name, value in given.items() if name not in known and value is not False)
     if others:
         yield f"model inputs that pages do not cover ({', '.join(others)})"
     if cache is not None and not paged:
