@@ -32,17 +32,25 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert seen.float().mean() > 0.6
 
 
+def unwrapped(call: Any, plain: Any) -> Any:
+    try:
+        return call(plain)
+    except TypeError as error:  # assistant_early_exit before transformers 5.23
+        pytest.skip(f"transformers itself cannot do it: {error}")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_feature_takes_the_path_on_the_page_with_huggingfaces_result(name: str) -> None:
     feature = CASES[name]
     plain, wrapped = pair(feature)
     taken: list[set[str]] = []
     for call in feature.calls:
+        theirs = None if feature.draws or feature.refused else unwrapped(call, plain)
         for _ in range(2):
             paths, ours = paths_of(feature, call, wrapped)
             taken.append(paths)
-            if not feature.draws and paths != {"refused"}:
-                assert_same(ours, call(plain))
+            if theirs is not None:
+                assert_same(ours, theirs)
             del ours
         gc.collect()
         if wrapped.compiled.stats().pages is not None:
