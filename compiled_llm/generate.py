@@ -185,7 +185,9 @@ def _has_own_positions(call: Call) -> bool:
 
 
 def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
-    """Generate with tokens chosen inside the graph, and read one step late; the caller holds the turn.
+    """Generate with tokens chosen inside the graph; the caller holds the turn.
+
+    They are read one step late where the device runs beside the host.
 
     Args:
         call: the call.
@@ -207,6 +209,8 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
         ends: dict[Row, int] = {}
         while not sequences.done:
             chosen = runner.step() if runner.steps < sequences.most_new else runner.drain()
+            if not chosen and not runner.asynchronous:
+                chosen = runner.drain()
             if not chosen:
                 continue
             with call.runtime.turn.yielded():

@@ -65,9 +65,9 @@ class Runner:
         return self._paged.vocabulary
 
     @property
-    def page_size(self) -> int:
-        """Tokens in a page."""
-        return self._paged.config.page_size
+    def asynchronous(self) -> bool:
+        """Whether a step may still be running when ``step`` returns; else reading late gains nothing."""
+        return self._paged.device.type != "cpu"
 
     # ---- the three verbs
 

@@ -17,6 +17,8 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Co
 from transformers import LlamaForCausalLM as Llama
 from transformers import Qwen3ForCausalLM as Qwen3
 
+from compiled_llm.runner import Runner
+
 TINY: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -49,6 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(params=["read at once", "read a step late"])
+def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of reading tokens: the CPU's, and the one that keeps a GPU busy."""
+    late = request.param == "read a step late"
+    monkeypatch.setattr(Runner, "asynchronous", property(lambda _: late))
 
 
 @pytest.fixture(autouse=True)

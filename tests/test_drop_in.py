@@ -267,7 +267,7 @@ class UntilLength(StoppingCriteria):
 
 
 @pytest.mark.parametrize("eos", [None, 2, [5, 17, 40]])
-def test_stopping_criteria_of_the_users_own(eos, inputs):
+def test_stopping_criteria_of_the_users_own(reading, eos, inputs):
     plain, wrapped = pair()
     token = int(greedy(plain, inputs, 12, eos_token_id=None)[1, -3])
     ours, theirs = UntilToken(token), UntilToken(token)
@@ -544,7 +544,7 @@ def test_hooks_on_inner_modules_fire_whenever_they_are_registered(mode, inputs):
 
 
 @pytest.mark.parametrize("ends_early", [False, True])
-def test_a_returned_cache_goes_on_as_huggingfaces_would(ends_early, models, inputs):
+def test_a_returned_cache_goes_on_as_huggingfaces_would(reading, ends_early, models, inputs):
     plain, wrapped = models
     eos = int(greedy(plain, inputs, 12)[0, -6]) if ends_early else None
     turns: list[list[Tensor]] = [[], []]

@@ -44,7 +44,7 @@ def test_tokens_equal_huggingface_for_mixed_lengths_and_repeated_calls(models, s
         assert_account_is_empty(wrapped)
 
 
-def test_rows_that_end_early_are_padded_as_huggingface_pads_them(models, seed):
+def test_rows_that_end_early_are_padded_as_huggingface_pads_them(reading, models, seed):
     plain, wrapped = models
     ended = set()
     for number, lengths in enumerate([[7, 3], [5, 9, 2], [3, 17, 1, 8, 25]]):

@@ -101,7 +101,7 @@ def test_an_async_streamer_is_read_from_an_event_loop(plain, wrapped, tokenizer,
 
 
 @pytest.mark.parametrize("lengths", [[6], [4, 9, 2]])
-def test_stop_strings_end_where_huggingface_ends(lengths, plain, wrapped, tokenizer, seed):
+def test_stop_strings_end_where_huggingface_ends(reading, lengths, plain, wrapped, tokenizer, seed):
     inputs = mixed_prompts(lengths, 128, seed)
     free = greedy(plain, inputs, 60)[:, max(lengths) :]
     stop = [tokenizer.decode(row[20 + 4 * number : 22 + 4 * number]) for number, row in enumerate(free)]

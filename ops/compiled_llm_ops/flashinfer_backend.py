@@ -287,15 +287,23 @@ class FlashInferPlan:
         if self._plan_info is None:
             raise RuntimeError("FlashInferPlan.run: nothing was planned; call plan() before the launch")
         self._check_launch(query, pages, out, lse)
-        wrapper, table = self._wrapper, self.table if table is None else table
+        wrapper = self._wrapper
         wrapper._plan_info = self._plan_info
         wrapper._int_workspace_buffer = self._int_buffer
-        wrapper._qo_indptr_buf = table.qo_indptr
         wrapper._qo_indptr_last = self._tokens
+        self._point_at(self.table if table is None else table)
+        try:
+            wrapper.run(q=_readable(query), paged_kv_cache=pages, out=out, lse=lse, return_lse=lse is not None)
+        finally:
+            self._point_at(self.table)  # a tensor that a graph made must not outlive its capture
+
+    def _point_at(self, table: PageTable) -> None:
+        """Let the wrapper read the page table there."""
+        wrapper = self._wrapper
+        wrapper._qo_indptr_buf = table.qo_indptr
         wrapper._paged_kv_indptr_buf = table.indptr
         wrapper._paged_kv_indices_buf = table.indices
         wrapper._paged_kv_last_page_len_buf = table.last_page_len
-        wrapper.run(q=_readable(query), paged_kv_cache=pages, out=out, lse=lse, return_lse=lse is not None)
 
     def _tokens_to_plan(self, host: PageTable) -> int:
         """Return T; in a static prefill the first plan's, which the graph was captured with."""
