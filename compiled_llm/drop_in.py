@@ -271,12 +271,12 @@ def _forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             raise ValueError(
                 f"forward with a PagedCache: {reason} takes HuggingFace's own forward; pass a DynamicCache, or none"
             )
-        output = over_pages.compiled(runtime, given)
+        output = over_pages.compiled(own, runtime, given)
     else:
         reason = reason or over_pages.fitting(runtime, given)
         if reason is None:
             try:
-                output = over_pages.compiled(runtime, given)
+                output = over_pages.compiled(own, runtime, given)
             except OutOfPagesError:  # other threads took them since
                 reason = "more tokens than pages are free"
         if reason is not None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import ModelOutput
 
 from compiled_llm.checks import check_ids, check_ready
 from compiled_llm.layers import inner_hooks
@@ -124,10 +125,11 @@ def _tokens_in(given: Mapping[str, Any]) -> tuple[int, int]:
     return int(batch), int(tokens)
 
 
-def compiled(runtime: CompiledModel, given: Mapping[str, Any]) -> Any:
+def compiled(own: Callable[..., Any], runtime: CompiledModel, given: Mapping[str, Any]) -> Any:
     """Run a call for which there is no obstacle.
 
     Args:
+        own: the model class's ``forward``.
         runtime: the wrapped model's ``compiled``.
         given: the call's arguments by name.
 
@@ -141,19 +143,23 @@ def compiled(runtime: CompiledModel, given: Mapping[str, Any]) -> Any:
     """
     model = runtime.model()
     cache: PagedCache | None = given.get("past_key_values")
-    if cache is not None:
-        output = _checked_forward(runtime, cache, given)
-    elif given.get("use_cache", getattr(model.config, "use_cache", True)):
-        output = _checked_forward(runtime, runtime.new_cache(), given)
-    else:
-        output = CausalLMOutputWithPast(logits=cast(torch.FloatTensor, _score(runtime, given)))
-    labels = given.get("labels")
+    if cache is None and given.get("use_cache", getattr(model.config, "use_cache", True)):
+        cache = runtime.new_cache()
+    logits = _score(runtime, given) if cache is None else _checked_forward(runtime, cache, given)
+    labels, loss = given.get("labels"), None
     if labels is not None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        output.loss = model.loss_function(logits=output.logits, labels=labels, vocab_size=vocabulary)
-        output = CausalLMOutputWithPast(**output)  # in HuggingFace's order
+        loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary)
+    output = _output_class(own)(loss=loss, logits=logits, past_key_values=cache)
     returns_dict = given.get("return_dict", getattr(model.config, "return_dict", True))
     return output if returns_dict else output.to_tuple()
+
+
+def _output_class(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what the model's own forward says that it returns."""
+    returned = inspect.unwrap(own).__annotations__.get("return")
+    classes = (kind for kind in get_args(returned) or (returned,) if isinstance(kind, type))
+    return next((kind for kind in classes if issubclass(kind, ModelOutput)), CausalLMOutputWithPast)
 
 
 def _score(runtime: CompiledModel, given: Mapping[str, Any]) -> Tensor:
@@ -164,7 +170,7 @@ def _score(runtime: CompiledModel, given: Mapping[str, Any]) -> Tensor:
         part = {name: _rows_of(name, value, rows, start, most) for name, value in given.items()}
         cache = runtime.new_cache()
         try:
-            logits.append(cast(Tensor, _checked_forward(runtime, cache, part).logits))
+            logits.append(_checked_forward(runtime, cache, part))
         finally:
             cache.close()
     return logits[0] if len(logits) == 1 else torch.cat(logits)
@@ -175,7 +181,7 @@ def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
     return value[start : start + count] if per_row else value
 
 
-def _checked_forward(runtime: CompiledModel, cache: PagedCache, given: Mapping[str, Any]) -> CausalLMOutputWithPast:
+def _checked_forward(runtime: CompiledModel, cache: PagedCache, given: Mapping[str, Any]) -> Tensor:
     model, embeddings = runtime.model(), given.get("inputs_embeds")
     check_ready(model)
     if embeddings is None:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from compiled_llm.additions import Addition, additions, with_additions, without_changes
 from compiled_llm.checks import check_range
@@ -249,7 +248,7 @@ class PagedCache(Cache):
         logits_to_keep: int | Tensor,
         embeddings: Tensor | None = None,
         counts_unmasked: bool = False,
-    ) -> CausalLMOutputWithPast:
+    ) -> Tensor:
         """Store new tokens and return their logits.
 
         Args:
@@ -281,10 +280,8 @@ class PagedCache(Cache):
         decodes = new == 1 and first > 0 and embeddings is None
         if decodes and all(row.unchanged == first and row.kept and len(row.columns) for row in rows):
             assert input_ids is not None
-            logits = self._decode(input_ids, position_ids, rows)
-        else:
-            logits = self._extend(input_ids, embeddings, position_ids, rows, columns)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=self)
+            return self._decode(input_ids, position_ids, rows)
+        return self._extend(input_ids, embeddings, position_ids, rows, columns)
 
     def _check_positions(self, rows: Sequence[Addition], new: int) -> None:
         longest, most = max(row.length for row in rows), self.runner.max_positions

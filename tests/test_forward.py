@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, OPTConfig, PreTrainedModel
+from transformers import DynamicCache, OPTConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers import OPTForCausalLM as OptForCausalLM
 
 import compiled_llm
 from compiled_llm.paged_cache import PagedCache
-from conftest import tiny_qwen3
+from conftest import TINY, tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "400 tokens", "max_batch_size": 4}
@@ -126,6 +126,20 @@ def test_embeddings_take_the_place_of_tokens(padding, models, ids):
         assert_equal_where_seen(ours, theirs, mask[rows])
     assert_forwards(wrapped, compiled=2)
     assert_account_is_empty(wrapped)
+
+
+def test_the_result_is_of_the_models_own_class():
+    config = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    plain = Qwen3MoeForCausalLM(config).eval()
+    wrapped = compiled_llm.wrap(copy.deepcopy(plain), progress=False, **OPTIONS)
+    ids = torch.randint(3, 128, (2, LENGTH))
+    with torch.no_grad():
+        theirs, ours = (model(ids, labels=ids) for model in (plain, wrapped))
+    assert type(ours) is type(theirs)
+    assert list(ours) == list(theirs)
+    assert ours.aux_loss is theirs.aux_loss is None
+    torch.testing.assert_close(ours.loss, theirs.loss, **CLOSE)
+    assert_forwards(wrapped, compiled=1)
 
 
 def test_a_model_that_counts_positions_by_the_mask_does_so():
