@@ -271,6 +271,8 @@ def _forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             raise ValueError(
                 f"forward with a PagedCache: {reason} takes HuggingFace's own forward; pass a DynamicCache, or none"
             )
+        if counted:  # a call of generate goes on as it began
+            over_pages.check_belongs(runtime, given["past_key_values"])
         output = over_pages.compiled(own, runtime, given)
     else:
         reason = reason or over_pages.fitting(runtime, given)

@@ -186,7 +186,8 @@ def _checked_forward(runtime: CompiledModel, cache: PagedCache, given: Mapping[s
     check_ready(model)
     if embeddings is None:
         check_ids(given.get("input_ids"))
-    check_belongs(runtime, cache)
+    if not cache.runner.runs(model):
+        raise _foreign()
     return cache.forward(
         given.get("input_ids"),
         given.get("attention_mask"),
@@ -198,16 +199,20 @@ def _checked_forward(runtime: CompiledModel, cache: PagedCache, given: Mapping[s
 
 
 def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
-    """Check that a cache lies in the pages of this model.
+    """Check at the beginning of a call that a cache lies in the present pages of this model.
 
     Raises:
         ValueError: it is another model's, or this one's from before it was moved or converted.
     """
     if not cache.runner.belongs_to(runtime.paged()):
-        raise ValueError(
-            "past_key_values: this PagedCache belongs to another model, or to this one before it was moved, converted "
-            "or hooked; begin with model.compiled.new_cache(), or with none"
-        )
+        raise _foreign()
+
+
+def _foreign() -> ValueError:
+    return ValueError(
+        "past_key_values: this PagedCache belongs to another model, or to this one before it was moved, converted "
+        "or hooked; begin with model.compiled.new_cache(), or with none"
+    )
 
 
 def _counts_unmasked(model: PreTrainedModel) -> bool:

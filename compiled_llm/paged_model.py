@@ -125,6 +125,10 @@ class PagedModel:
         """Return what must not change: where the model is, of what type, and the hooks compiled into its graphs."""
         return model.device, model.dtype, inner_hooks(model)
 
+    def is_of(self, model: PreTrainedModel) -> bool:
+        """Whether this is the device side of ``model``."""
+        return self._model() is model
+
     @property
     def vocabulary(self) -> int:
         """How many token ids the model can take."""

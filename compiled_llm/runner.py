@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from compiled_llm.page_table import Row
 from compiled_llm.paged_model import Extension, PagedModel
@@ -178,6 +179,10 @@ class Runner:
     def belongs_to(self, paged: PagedModel) -> bool:
         """Whether these rows lie in the pages of ``paged``."""
         return self._paged is paged
+
+    def runs(self, model: PreTrainedModel) -> bool:
+        """Whether these rows are of ``model``, as it is now or as it was."""
+        return self._paged.is_of(model)
 
     # ---- around them
 

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.additions import additions, with_additions, without_changes
+from compiled_llm.page_table import OutOfPagesError
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.paged_model import PagedModel
 from conftest import tiny_qwen3
@@ -465,3 +466,14 @@ def test_a_mask_that_needs_a_token_that_is_not_at_hand_is_refused(models, inputs
     assert isinstance(cache, PagedCache)
     assert models[1].compiled.stats().pages == before
     assert cache.get_seq_length() == 9
+
+
+def test_a_first_call_that_finds_no_pages_leaves_an_empty_cache_for_any_batch(models):
+    cache = models[1].compiled.new_cache()
+    with pytest.raises(OutOfPagesError):
+        models[1](torch.randint(3, 128, (3, 1000)), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    assert_account_is_empty(models[1])
+    with torch.no_grad():
+        ids = torch.randint(3, 128, (2, 6))
+        torch.testing.assert_close(models[1](ids, past_key_values=cache).logits, models[0](ids).logits, **CLOSE)
