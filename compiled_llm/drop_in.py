@@ -27,7 +27,6 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerationMixin
 
 from compiled_llm import forward as over_pages
 from compiled_llm import generate as loop
@@ -148,7 +147,6 @@ class WrappedModel:
             self, own, reason, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
 
-    @functools.wraps(GenerationMixin._beam_search)
     def _beam_search(
         self,
         input_ids: Tensor,
@@ -162,15 +160,16 @@ class WrappedModel:
             self, own, None, input_ids, logits_processor, stopping_criteria, generation_config, kwargs
         )
 
-    @functools.wraps(GenerationMixin._assisted_decoding)
     def _assisted_decoding(
         self,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,  # named, or HuggingFace does not hand it over
         **kwargs: Any,
     ) -> Any:
+        kwargs["inputs_tensor"] = inputs_tensor
         own = super()._assisted_decoding  # type: ignore[misc]
         return _huggingfaces_loop(
             self, own, None, input_ids, logits_processor, stopping_criteria, generation_config, kwargs
@@ -264,31 +263,32 @@ def _forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if torch.compiler.is_compiling():  # the user's own torch.compile or torch.export
         return own(self, *args, **kwargs)
     given, runtime = over_pages.named(own, args, kwargs), self.compiled
-    counted = _taken.get() is None
+    counted, cache = _taken.get() is None, given.get("past_key_values")
     reason = over_pages.obstacle(own, self, given)
-    if isinstance(given.get("past_key_values"), PagedCache):
+    if isinstance(cache, PagedCache):
         if reason is not None:
             raise ValueError(
                 f"forward with a PagedCache: {reason} takes HuggingFace's own forward; pass a DynamicCache, or none"
             )
         if counted:  # a call of generate goes on as it began
-            over_pages.check_belongs(runtime, given["past_key_values"])
-        output = over_pages.compiled(own, runtime, given)
-    else:
-        reason = reason or over_pages.fitting(runtime, given)
-        if reason is None:
-            try:
-                output = over_pages.compiled(own, runtime, given)
-            except OutOfPagesError:  # other threads took them since
-                reason = "more tokens than pages are free"
-        if reason is not None:
+            over_pages.check_belongs(runtime, cache)
+    elif reason is None:
+        reason = over_pages.fitting(runtime, given)
+    if reason is None:
+        try:
+            output = over_pages.compiled(own, runtime, given)
+        except OutOfPagesError:
+            if cache is not None:
+                raise
+            reason = "more tokens than pages are free"  # other threads took them since
+        else:
             if counted:
-                runtime.counters.took_forward("original", reason)
-            with runtime.attention.original():
-                return own(self, *args, **kwargs)
+                runtime.counters.took_forward("compiled")
+            return output
     if counted:
-        runtime.counters.took_forward("compiled")
-    return output
+        runtime.counters.took_forward("original", reason)
+    with runtime.attention.original():
+        return own(self, *args, **kwargs)
 
 
 def _original_path(
