@@ -13,10 +13,12 @@ Replan = Literal[
     "a row entered a new page",
     "a call moved its rows in",
     "rows joined, left or went back",
+    "a row stopped sharing a page",
     "a bucket was prepared",
 ]
 """Why a page table was planned for decode."""
 
+_NEVER = "warmup does not prepare it"
 _LOST = "the model was moved, converted or hooked after warmup, which takes all that was prepared"
 
 
@@ -29,7 +31,7 @@ class Miss:
         rows: how many rows the call had.
         seconds: how long it waited.
         cause: why it was not ready.
-        warmed: whether ``warmup`` had been called before, so that it could have been.
+        warmed: whether ``warmup`` had been called before and could have prepared it.
     """
 
     what: str
@@ -66,12 +68,22 @@ class Journal:
         """Note that everything compiled and recorded is gone."""
         self._lost = self._warmed
 
-    def missed(self, what: str, rows: int, seconds: float, cause: str) -> None:
-        """Note that a call of ``rows`` rows waited; ``cause`` holds if ``warmup`` was called and still counts."""
-        if not self._warmed:
+    def missed(self, what: str, rows: int, seconds: float, cause: str | None) -> None:
+        """Note that a call of ``rows`` rows waited.
+
+        Args:
+            what: which program and bucket.
+            rows: how many rows the call had.
+            seconds: how long it waited.
+            cause: why, if ``warmup`` was called and still counts; None for what it never prepares.
+        """
+        warmed = self._warmed and cause is not None
+        if cause is None:
+            cause = _NEVER
+        elif not self._warmed:
             cause = "warmup was not called"
         elif self._lost:
             cause = _LOST
-        miss = Miss(what, rows, seconds, cause, self._warmed)
+        miss = Miss(what, rows, seconds, cause, warmed)
         self.misses.append(miss)
         logger.debug("%s for %s: %s", miss.call, what, cause)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.attention import AttentionSwitch, PagedBatch
 from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
-from compiled_llm.compile import Forward, Programs
+from compiled_llm.compile import PREFILL, PREFILL_EMBEDDED, Forward, Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import Executor
 from compiled_llm.journal import Journal, Replan
@@ -35,7 +35,7 @@ from compiled_llm.kv_cache import (
     reserved_bytes,
 )
 from compiled_llm.layers import Layer, inner_hooks
-from compiled_llm.page_table import PagePool, Row, Span, Stored, build_table
+from compiled_llm.page_table import PageCopy, PagePool, Row, Span, Stored, build_table
 from compiled_llm.plan import Planner, attention_groups
 from compiled_llm.progress import ProgressDisplay
 from compiled_llm.sampler import Sampler
@@ -109,6 +109,7 @@ class PagedModel:
             self.buffers = DecodeBuffers(config.max_batch_size, entries, self.device)
             self._prefill_indices = torch.zeros(entries, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size)
+        self._head_dims = [layer.head_dim for layer in layers]
         self.staging = Staging(self.device)
         self.planner = Planner(
             attention_groups(layers, config.page_size, model.dtype, self.device), config, self.device
@@ -131,6 +132,10 @@ class PagedModel:
         """Return what must not change: where the model is, of what type, and the hooks compiled into its graphs."""
         return model.device, model.dtype, inner_hooks(model)
 
+    def is_of(self, model: PreTrainedModel) -> bool:
+        """Whether this is the device side of ``model``."""
+        return self._model() is model
+
     @property
     def vocabulary(self) -> int:
         """How many token ids the model can take."""
@@ -143,16 +148,28 @@ class PagedModel:
         """The decode buckets that are compiled, and on CUDA recorded."""
         return sorted(bucket for bucket in self._ready if isinstance(bucket, int))
 
-    def make_prefill_ready(self, waiting: int = 0) -> None:
-        """Compile prefill, if it is not compiled yet; ``waiting`` is how many rows a call has that waits for it."""
-        if "prefill" in self._ready:
+    def make_prefill_ready(self, embedded: bool = False, waiting: int = 0) -> None:
+        """Compile prefill, if it is not compiled yet.
+
+        Args:
+            embedded: the one that reads embeddings in place of token ids.
+            waiting: how many rows a call has that waits for it.
+        """
+        program = PREFILL_EMBEDDED if embedded else PREFILL
+        if program in self._ready:
             return
-        with self._preparing("prefill", waiting):
+        with self._preparing(program, waiting):
             rows, kept = next(sizes for sizes in _PREFILL_SIZES if self._distinct(*_symbols(*sizes)))
             null = [_null_extension(2, self.config.page_size) for _ in range(rows)]
-            logits, _ = self._run_prefill(null, np.zeros(kept, dtype=np.int64))
+            embeddings = self._null_embeddings(2 * rows) if embedded else None
+            logits, _ = self._run_prefill(null, np.zeros(kept, dtype=np.int64), embeddings)
             self._logits_width = logits.shape[-1]
-        self._ready.add("prefill")
+        self._ready.add(program)
+
+    def _null_embeddings(self, tokens: int) -> Tensor:
+        model = self._require_model()
+        width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
+        return torch.zeros(tokens, width, dtype=model.dtype, device=self.device)
 
     def _distinct(self, *sizes: int) -> bool:
         """Whether none of the sizes is P: Dynamo takes equal sizes at the first call for one symbol."""
@@ -242,7 +259,7 @@ class PagedModel:
             yield
         if waiting:
             sampling = " with sampling=True" if "sampling" in what else ""
-            cause = f"warmup did not name a batch size of {waiting}{sampling}"
+            cause = None if what == PREFILL_EMBEDDED else f"warmup did not name a batch size of {waiting}{sampling}"
             self.journal.missed(what, waiting, time.perf_counter() - start, cause)
 
     @contextmanager
@@ -289,39 +306,50 @@ class PagedModel:
 
     # ---- prefill and extend
 
-    def prefill(self, batch: list[Extension], keep: NDArray[np.int64] | None) -> tuple[Tensor, Tensor]:
+    def prefill(
+        self, batch: list[Extension], keep: NDArray[np.int64] | None, embeddings: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run new tokens of some rows, packed.
 
         Args:
             batch: at most ``max_batch_size`` rows, each already grown by its tokens.
             keep: ``[L]`` ascending, which packed tokens' logits are wanted; each row's last where None.
+            embeddings: ``[T, hidden]``, what the model reads in place of the tokens' ids.
 
         Returns:
             ``[L, V]`` logits, and ``[L]`` int64, the most likely next tokens.
         """
-        self.make_prefill_ready(waiting=len(batch))
+        self.make_prefill_ready(embedded=embeddings is not None, waiting=len(batch))
+        if embeddings is not None:
+            embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
         if keep is None:
             keep = np.cumsum([len(extension.ids) for extension in batch]) - 1
         start, parts = 0, []
         for chunk in _chunks(batch, self.config.prefill_tokens, self.config.page_size):
             end = start + sum(len(extension.ids) for extension in chunk)
-            parts.append(self._prefill_chunk(chunk, keep[(keep >= start) & (keep < end)] - start))
+            part = None if embeddings is None else embeddings[start:end]
+            parts.append(self._prefill_chunk(chunk, keep[(keep >= start) & (keep < end)] - start, part))
             start = end
         if len(parts) == 1:
             return parts[0]
         return torch.cat([logits for logits, _ in parts]), torch.cat([tokens for _, tokens in parts])
 
-    def _prefill_chunk(self, batch: list[Extension], keep: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def _prefill_chunk(
+        self, batch: list[Extension], keep: NDArray[np.int64], embeddings: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         wanted = len(keep)
         # A symbolic size is at least 2.
         if len(batch) == 1:
             batch = [*batch, _null_extension(1, self.config.page_size)]
+            embeddings = None if embeddings is None else torch.cat([embeddings, self._null_embeddings(1)])
         if wanted < 2:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
-        logits, tokens = self._run_prefill(batch, keep)
+        logits, tokens = self._run_prefill(batch, keep, embeddings)
         return logits[:wanted], tokens[:wanted]
 
-    def _run_prefill(self, batch: list[Extension], keep: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def _run_prefill(
+        self, batch: list[Extension], keep: NDArray[np.int64], embeddings: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         queries = [len(extension.ids) for extension in batch]
         table = build_table([extension.row for extension in batch], queries, self.config.page_size, len(batch))
         starts = [extension.row.length - len(extension.ids) for extension in batch]
@@ -346,7 +374,27 @@ class PagedModel:
         self.planner.plan_prefill(columns, table)
         packed = PagedBatch(self.pages, rows, cache_positions, *columns)
         with self._switch.paged(self.thread.caller):
-            return self.programs.prefill(self._require_model(), ids[None], positions[None], keeps, packed)
+            if embeddings is None:
+                return self.programs.prefill(self._require_model(), ids[None], positions[None], keeps, packed)
+            return self.programs.prefill_embedded(
+                self._require_model(), embeddings[None], positions[None], keeps, packed
+            )
+
+    # ---- what lies in the pages
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copy whole pages in all layers, in stream order."""
+        columns = [np.array(column, dtype=np.int64) for column in zip(*copies, strict=True)]
+        source, target = self.staging.to_device(columns)
+        for pages in self.pages:
+            pages.index_copy_(0, target, pages.index_select(0, source))
+
+    def read(self, layer: int, row: Row) -> Tensor:
+        """Return ``[2, K, length, D]``, a copy of a row's keys and values in one layer."""
+        (indices,) = self.staging.to_device([np.array(row.pages, dtype=np.int64)])
+        pages = self.pages[layer].index_select(0, indices)
+        tokens = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return tokens[:, :, : row.length, : self._head_dims[layer]]
 
     # ---- decode
 

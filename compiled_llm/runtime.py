@@ -81,10 +81,11 @@ class CompiledModel:
         """Return what has happened so far."""
         counters, paged = self.counters, self._paged
         if paged is None:
-            return Stats(dict(counters.generate_calls), dict(counters.slow_paths))
+            return Stats(dict(counters.generate_calls), dict(counters.forward_calls), dict(counters.slow_paths))
         graphs = paged.graph_counts()
         return Stats(
             generate_calls=dict(counters.generate_calls),
+            forward_calls=dict(counters.forward_calls),
             slow_paths=dict(counters.slow_paths),
             steps=counters.steps,
             replans=paged.planner.replans,

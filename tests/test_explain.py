@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import json
@@ -236,7 +237,7 @@ def test_history_counts_slow_paths_with_their_causes():
     (finding,) = report.data["findings"]
     assert finding["kind"] == "slow path"
     assert "beam" in finding["reason"]
-    assert report.data["history"]["generate_calls"] == {"original": 1}
+    assert report.data["history"]["generate_calls"] == {"compiled forward": 1}
 
 
 def in_eager_mode(**options: Any) -> Any:
@@ -264,6 +265,19 @@ def test_rows_that_leave_are_a_cause_of_planning():
     runner.release(rows[0])
     runner.step()
     assert model.compiled.explain().data["history"]["replan_causes"]["rows joined, left or went back"] == 1
+
+
+@torch.no_grad()
+def test_a_page_that_is_no_longer_shared_is_a_cause_of_planning():
+    model = in_eager_mode(page_size=4)
+    tokens = torch.tensor([[5]])
+    cache = model(torch.tensor([[1, 2, 3, 4]]), use_cache=True).past_key_values
+    model(tokens, past_key_values=cache)
+    other = copy.deepcopy(cache)
+    for _ in range(2):
+        model(tokens, past_key_values=cache)
+    assert model.compiled.explain().data["history"]["replan_causes"]["a row stopped sharing a page"] == 1
+    other.close()
 
 
 def missed(model: Any) -> list[dict[str, Any]]:
@@ -294,6 +308,19 @@ def test_sampling_that_warmup_did_not_prepare_is_missed():
         (finding,) = missed(model)
         assert "for sampling for bucket 1" in finding["reason"]
         assert "sampling=True" in finding["advice"]
+
+
+@torch.no_grad()
+def test_prefill_from_embeddings_is_waited_for_but_no_warmup_would_help():
+    model = in_eager_mode()
+    model.compiled.warmup([1])
+    embeddings = model.get_input_embeddings()(torch.tensor([[1, 2, 3]]))
+    for _ in range(2):
+        model(inputs_embeds=embeddings, use_cache=False)
+    assert missed(model) == []
+    (entry,) = model.compiled.explain().data["history"]["misses"]
+    assert (entry["what"], entry["rows"]) == ("prefill from embeddings", 1)
+    assert entry["cause"] == "warmup does not prepare it"
 
 
 def test_what_a_change_of_the_model_took_is_missed_with_that_as_its_cause():

@@ -21,7 +21,7 @@ Kind = Literal[
 ]
 """What the matter is: ``wrap`` refuses, forward raises, tracing stops, a graph is compiled again, the world outside is
 built into a graph, a graph cannot be recorded, one was recorded again, a call waited for what ``warmup`` could have
-prepared, or a call did not take the fast loop."""
+prepared, or a call took a slower path."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from compiled_llm.journal import Miss
 if TYPE_CHECKING:
     from compiled_llm.runtime import CompiledModel
 
-_SLOW = "This call feature is not in the fast loop. Leave it out where speed matters; the tokens are the same."
+_SLOW = "Leave this feature out of the call where speed matters."
 _MOVED = (
     "Change weights in place (tensor.copy_, load_state_dict without assign=True), before warmup if they have to be "
     "exchanged."
@@ -59,7 +59,7 @@ def history_of(runtime: CompiledModel) -> tuple[dict[str, Any], list[Finding]]:
     }
     found = Findings()
     for reason, count in stats["slow_paths"].items():
-        found.add(general("slow path", f"Not in the fast loop, {count} times: {reason}.", _SLOW))
+        found.add(general("slow path", f"On a slower path, {count} times: {reason}.", _SLOW))
     found.extend(_missed(runtime.journal.misses))
     found.extend(map(_skipped, runtime.cudagraph_reasons()))
     if anew:
