@@ -207,7 +207,7 @@ def test_history_counts_slow_paths_with_their_causes():
     (finding,) = report.data["findings"]
     assert finding["kind"] == "slow path"
     assert "beam" in finding["reason"]
-    assert report.data["history"]["generate_calls"] == {"original": 1}
+    assert report.data["history"]["generate_calls"] == {"compiled forward": 1}
 
 
 def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monkeypatch):
