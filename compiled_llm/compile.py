@@ -22,6 +22,9 @@ from compiled_llm.passes import SkinnyProducts
 
 Forward = Callable[..., Any]
 
+PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
+PREFILL_EMBEDDED = "prefill from embeddings"
+
 
 def _prefill(
     model: PreTrainedModel,
@@ -111,6 +114,7 @@ class Programs:
             device: where the model lives.
         """
         self._forward = forward
+        self._config = config
         self.recorded = config.mode == "reduce-overhead" and device.type == "cuda"
         self.prefill_function = own_copy(_prefill)
         self.decode_one_function = own_copy(_decode)
@@ -121,11 +125,18 @@ class Programs:
         self._embedded_function = own_copy(_prefill)
         forget_when_gone(self, [*self.functions.values(), self._embedded_function])
         products = {"post_grad_custom_pre_pass": SkinnyProducts()} if device.type == "cpu" else {}
-        prefill_options = {"triton.cudagraphs": False, **products}
-        self._prefill = compiled(self.prefill_function, config, prefill_options)
-        self._embedded = compiled(self._embedded_function, config, prefill_options)
-        self._decode_one = compiled(self.decode_one_function, config, {**graphs, **tuned, **products})
-        self._decode_many = compiled(self.decode_many_function, config, {**graphs, **products})
+        options = {
+            PREFILL: {"triton.cudagraphs": False, **products},
+            DECODE_ONE: {**graphs, **tuned, **products},
+            DECODE_MANY: {**graphs, **products},
+        }
+        made = {name: self.compile(name, function, options[name]) for name, function in self.functions.items()}
+        self._prefill, self._decode_one, self._decode_many = made.values()
+        self._embedded = compiled(self._embedded_function, config, options[PREFILL])  # not what ``explain`` watches
+
+    def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+        """Return one of ``functions`` compiled with Inductor ``options``."""
+        return compiled(function, self._config, options)
 
     def prefill(
         self, model: PreTrainedModel, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
@@ -158,12 +169,12 @@ class Programs:
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
         """What is compiled, by name; prefill from embeddings once it was needed."""
-        embedded = {"prefill from embeddings": self._embedded_function} if graph_count(self._embedded_function) else {}
+        embedded = {PREFILL_EMBEDDED: self._embedded_function} if graph_count(self._embedded_function) else {}
         return {
-            "prefill": self.prefill_function,
+            PREFILL: self.prefill_function,
             **embedded,
-            "decode, batch 1": self.decode_one_function,
-            "decode, larger batches": self.decode_many_function,
+            DECODE_ONE: self.decode_one_function,
+            DECODE_MANY: self.decode_many_function,
         }
 
     def graph_counts(self) -> dict[str, int]:

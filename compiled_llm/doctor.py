@@ -331,14 +331,13 @@ def _cpu() -> Finding:
 
 
 def _cxx() -> Finding:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
     from compiled_llm.checks import missing_compiler
+    from compiled_llm.compat import cpp_compiler
 
     if (missing := missing_compiler()) is not None:
         detail, _, fix = missing.partition("; ")
         return Finding("compilers", "C++ compiler", "missing", detail, fix, needed=True)
-    path = shutil.which(get_cpp_compiler()) or get_cpp_compiler()
+    path = shutil.which(cpp_compiler()) or cpp_compiler()
     return Finding("compilers", "C++ compiler", "ok", f"{_tool_version(path, '.+')}, {path}", needed=True)
 
 
@@ -426,9 +425,9 @@ def _own_cache() -> Finding:
 
 
 def _inductor_cache() -> Finding:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from compiled_llm.compat import inductor_cache
 
-    return _cache("Inductor", Path(cache_dir()), "TORCHINDUCTOR_CACHE_DIR")
+    return _cache("Inductor", inductor_cache(), "TORCHINDUCTOR_CACHE_DIR")
 
 
 def _flashinfer_cache() -> Finding:

@@ -24,6 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from compiled_llm.additions import Addition
 from compiled_llm.checks import pages_needed
+from compiled_llm.interrupts import allowed
 from compiled_llm.page_table import Row
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.sampling import NOT_A_TOKEN, Sampling, draw, new_seeds
@@ -213,7 +214,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
                 chosen = runner.drain()
             if not chosen:
                 continue
-            with call.runtime.turn.yielded():
+            with call.runtime.turn.yielded(), allowed():
                 ended = sequences.append([chosen.get(row, 0) for row in rows])
             if call.returns_cache:
                 ends.update({rows[index]: sequences.generated for index in ended})
@@ -275,7 +276,7 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
         positions = [row.position + np.arange(len(own)) for row, own in zip(rows, call.tokens, strict=True)]
         logits = runner.extend(rows, call.tokens, positions)
         while True:
-            with call.runtime.turn.yielded():
+            with call.runtime.turn.yielded(), allowed():
                 raw = logits.to(device=device, dtype=torch.float32, copy=True)
                 scores = call.processors(cast(torch.LongTensor, sequences.result()), raw)
                 sequences.record(scores, raw)

@@ -27,33 +27,41 @@ def held() -> Iterator[None]:
     if not _is_ours_to_hold():
         yield
         return
-    before = _State.allowed
-    _State.allowed = False
-    outermost = not _is_installed()
-    if outermost:
-        signal.signal(signal.SIGINT, _on_interrupt)
+    before, outermost = _State.allowed, not _is_installed()
     try:
+        _State.allowed = False
+        if outermost:
+            signal.signal(signal.SIGINT, _on_interrupt)
         yield
     finally:
-        _State.allowed = before
-        if outermost:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            if outermost:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+        finally:
+            _State.allowed = before
         if before:
             check()
 
 
-@contextmanager
-def allowed() -> Iterator[None]:
-    """Let Ctrl-C through for the block, inside ``held``."""
-    if _State.allowed or not _is_main_thread():
-        yield
-        return
-    check()
-    try:
+class allowed:  # noqa: N801
+    """Let Ctrl-C through for the block, inside ``held``.
+
+    The innermost context, and never around the ``yield`` of another: a generator that was interrupted at its ``yield``
+    is closed when somebody drops the traceback, and would undo then what has long been undone.
+    """
+
+    _changed = False
+
+    def __enter__(self) -> None:
+        if _State.allowed or not _is_main_thread():
+            return
+        check()
+        self._changed = True
         _State.allowed = True
-        yield
-    finally:
-        _State.allowed = False
+
+    def __exit__(self, *_: object) -> None:
+        if self._changed:
+            _State.allowed = False
 
 
 def check() -> None:
@@ -65,6 +73,7 @@ def check() -> None:
 
 def _on_interrupt(signum: int, frame: FrameType | None) -> None:
     if _State.allowed:
+        _State.allowed = False  # the next would hit what this one unwinds
         raise KeyboardInterrupt
     _State.pending = True
 

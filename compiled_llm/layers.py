@@ -8,15 +8,16 @@ call that reaches our attention function is recorded.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
+
+from compiled_llm.compat import fake_tensors
+from compiled_llm.snapshot import same_attributes
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
 _HARMLESS = frozenset({"position_ids", "is_causal"})
@@ -111,8 +112,9 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
     probe = LayerProbe()
     tokens = 4
     forward = type(model).forward
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-    with torch.no_grad(), mode, _quiet(), _batched_experts(model):
+    # What forward stores in modules is fake as well, and must not stay.
+    mode = fake_tensors() if fake else nullcontext()
+    with same_attributes(model), torch.no_grad(), mode, _batched_experts(model):
         ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
         positions = torch.arange(tokens, device=model.device)[None]
         try:
@@ -155,18 +157,6 @@ def _batched_experts(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for config in grouped:
             config._experts_implementation_internal = "grouped_mm"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep fake tensors from logging what the probe reports in its own words."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def accepts_logits_to_keep(model: PreTrainedModel) -> bool:

@@ -8,6 +8,7 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, V vocabulary,
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +22,10 @@ from transformers import PreTrainedModel
 
 from compiled_llm.attention import AttentionSwitch, PagedBatch
 from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
-from compiled_llm.compile import Forward, Programs
+from compiled_llm.compile import PREFILL, PREFILL_EMBEDDED, Forward, Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import Executor
+from compiled_llm.journal import Journal, Replan
 from compiled_llm.kv_cache import (
     DecodeBuffers,
     allocate_pages,
@@ -76,6 +78,7 @@ class PagedModel:
         config: WrapConfig,
         switch: AttentionSwitch,
         thread: Executor,
+        journal: Journal | None = None,
     ) -> None:
         """Allocate pages and buffers; nothing is compiled yet.
 
@@ -86,6 +89,7 @@ class PagedModel:
             config: the options of ``wrap``.
             switch: points the model's attention at the pages.
             thread: where everything here runs.
+            journal: what to note things in.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -94,6 +98,7 @@ class PagedModel:
         self.device = model.device
         self.fits = self.fingerprint(model)
         self.thread = thread
+        self.journal = Journal() if journal is None else journal
         self._model = weakref.ref(model)
         self._switch = switch
         self.max_positions = max_positions_of(model)
@@ -113,6 +118,8 @@ class PagedModel:
         self.cudagraph_skips = 0
         self.cudagraph_reasons: list[str] = []
         self._recordings_before = cudagraph_recordings(self.device)
+        self._recordings_meant = 0
+        self._addresses: dict[str, dict[str, int]] = {}
         self._progress = ProgressDisplay(config.progress)
         self._ready: set[int | str] = set()
         self._sampler: Sampler | None = None
@@ -141,16 +148,17 @@ class PagedModel:
         """The decode buckets that are compiled, and on CUDA recorded."""
         return sorted(bucket for bucket in self._ready if isinstance(bucket, int))
 
-    def make_prefill_ready(self, embedded: bool = False) -> None:
+    def make_prefill_ready(self, embedded: bool = False, waiting: int = 0) -> None:
         """Compile prefill, if it is not compiled yet.
 
         Args:
             embedded: the one that reads embeddings in place of token ids.
+            waiting: how many rows a call has that waits for it.
         """
-        program = "prefill from embeddings" if embedded else "prefill"
+        program = PREFILL_EMBEDDED if embedded else PREFILL
         if program in self._ready:
             return
-        with self._progress.task(self._what(program)):
+        with self._preparing(program, waiting):
             rows, kept = next(sizes for sizes in _PREFILL_SIZES if self._distinct(*_symbols(*sizes)))
             null = [_null_extension(2, self.config.page_size) for _ in range(rows)]
             embeddings = self._null_embeddings(2 * rows) if embedded else None
@@ -167,8 +175,13 @@ class PagedModel:
         """Whether none of the sizes is P: Dynamo takes equal sizes at the first call for one symbol."""
         return self.pages[0].shape[0] not in sizes
 
-    def make_decode_ready(self, bucket: int) -> None:
-        """Compile decode for the bucket and record its graph, if that has not happened yet."""
+    def make_decode_ready(self, bucket: int, waiting: int = 0) -> None:
+        """Compile decode for the bucket and record its graph, if that has not happened yet.
+
+        Args:
+            bucket: B.
+            waiting: how many rows a call has that waits for it.
+        """
         if bucket in self._ready:
             return
         self.claim(None)
@@ -178,10 +191,10 @@ class PagedModel:
                 if self._distinct(other, other + 1):
                     self.make_decode_ready(other)
                     break
-        what = f"decode bucket {bucket} ({buckets.index(bucket) + 1} of {len(buckets)})"
-        with self._progress.task(self._what(what)), self._recording():
+        number = f" ({buckets.index(bucket) + 1} of {len(buckets)})"
+        with self._preparing(f"decode bucket {bucket}", waiting, number), self._recording(f"decode bucket {bucket}"):
             for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
-                self.upload([], bucket, None)
+                self.upload([], bucket, None, "a bucket was prepared")
                 self.run_decode(bucket)
         if self.programs.recorded:
             self.planner.freeze(bucket)
@@ -196,15 +209,21 @@ class PagedModel:
             )
         return self._sampler
 
-    def make_sampling_ready(self, bucket: int) -> None:
-        """Compile the choosing of tokens for the bucket and record it, if that has not happened yet."""
+    def make_sampling_ready(self, bucket: int, waiting: int = 0) -> None:
+        """Compile the choosing of tokens for the bucket and record it, if that has not happened yet.
+
+        Args:
+            bucket: B.
+            waiting: how many rows a call has that waits for it.
+        """
         if bucket in self._sampling_ready:
             return
-        self.make_decode_ready(bucket)
+        self.make_decode_ready(bucket, waiting)
         self.claim(None)
-        with self._progress.task(self._what(f"sampling for bucket {bucket}")), self._recording():
+        what = f"sampling for bucket {bucket}"
+        with self._preparing(what, waiting), self._recording(what):
             for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
-                self.upload([], bucket, None)
+                self.upload([], bucket, None, "a bucket was prepared")
                 self.sampler.seat([], bucket)
                 self.sampler.choose_next(self.run_decode(bucket), self.buffers.bucket(bucket))
         self._sampling_ready.add(bucket)
@@ -233,19 +252,50 @@ class PagedModel:
         return counts if self._sampler is None else counts | self._sampler.graph_counts()
 
     @contextmanager
-    def _recording(self) -> Iterator[None]:
+    def _preparing(self, what: str, waiting: int, number: str = "") -> Iterator[None]:
+        """Show what the block prepares, and note it where a call of ``waiting`` rows waits for it."""
+        start = time.perf_counter()
+        with self._progress.task(self._what(what + number)):
+            yield
+        if waiting:
+            sampling = " with sampling=True" if "sampling" in what else ""
+            cause = None if what == PREFILL_EMBEDDED else f"warmup did not name a batch size of {waiting}{sampling}"
+            self.journal.missed(what, waiting, time.perf_counter() - start, cause)
+
+    @contextmanager
+    def _recording(self, what: str) -> Iterator[None]:
         """Count what the block takes from the allocator for good, and what it was asked to record and did not."""
-        nbytes, skips = reserved_bytes(self.device), cudagraph_skips()
+        nbytes, skips, recordings = reserved_bytes(self.device), cudagraph_skips(), self.recordings()
         with cudagraph_messages() as messages:
             yield
         self.cudagraph_reasons += messages
         logger.debug("graphs %s, %d recorded", self.graph_counts(), self.recordings())
         self._graph_bytes += max(0, reserved_bytes(self.device) - nbytes)
         self.cudagraph_skips += cudagraph_skips() - skips
+        self._recordings_meant += self.recordings() - recordings
+        if self.programs.recorded:
+            self._addresses[what] = self._weight_addresses()
 
     def recordings(self) -> int:
         """Return how many CUDA graphs have been recorded."""
         return max(0, cudagraph_recordings(self.device) - self._recordings_before)
+
+    def rerecordings(self) -> int:
+        """Return how many CUDA graphs were recorded anew in the midst of steps: each had been recorded before."""
+        return max(0, self.recordings() - self._recordings_meant)
+
+    def moved_weights(self) -> list[str]:
+        """Return the parameters and buffers that no longer lie where a CUDA graph was recorded to read them."""
+        recorded = self._addresses.values()
+        return [
+            name
+            for name, address in self._weight_addresses().items()
+            if any(then.get(name, address) != address for then in recorded)
+        ]
+
+    def _weight_addresses(self) -> dict[str, int]:
+        model = self._require_model()
+        return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
     def _what(self, program: str) -> str:
         if self.config.mode == "eager":
@@ -269,7 +319,7 @@ class PagedModel:
         Returns:
             ``[L, V]`` logits, and ``[L]`` int64, the most likely next tokens.
         """
-        self.make_prefill_ready(embedded=embeddings is not None)
+        self.make_prefill_ready(embedded=embeddings is not None, waiting=len(batch))
         if embeddings is not None:
             embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
         if keep is None:
@@ -359,13 +409,14 @@ class PagedModel:
         """Whether the decode buffers hold this runner's rows."""
         return self._owner is not None and self._owner() is runner
 
-    def upload(self, rows: Sequence[Row], bucket: int, tokens: Tensor | None) -> None:
+    def upload(self, rows: Sequence[Row], bucket: int, tokens: Tensor | None, cause: Replan) -> None:
         """Put rows, already grown by the token they are about to feed, into the decode buffers, and plan.
 
         Args:
             rows: the rows; the rest of the bucket becomes null rows.
             bucket: B.
             tokens: ``[len(rows)]`` int64 on the device, what the rows feed in; None leaves it as it is.
+            cause: why.
         """
         inputs = self.buffers.bucket(bucket)
         table = build_table(rows, [1] * len(rows), self.config.page_size, bucket)
@@ -382,6 +433,7 @@ class PagedModel:
         if tokens is not None:
             inputs.tokens[: len(rows)].copy_(tokens)
         self.planner.plan_decode(inputs, table)
+        self.journal.replans[cause] += 1
 
     def run_decode(self, bucket: int) -> Tensor:
         """Run one decode step over what lies in the buffers; returns ``[B, V]`` logits, overwritten by the next."""

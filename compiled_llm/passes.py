@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 import compiled_llm_ops  # noqa: F401  (defines the ops)
+from compiled_llm.compat import CustomGraphPass, get_hash_for_files
 
 _add = torch.ops.aten.add.Tensor
 _mm = torch.ops.aten.mm.default

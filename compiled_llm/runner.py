@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_llm.journal import Replan
 from compiled_llm.page_table import Row
 from compiled_llm.paged_model import Extension, PagedModel
 from compiled_llm.sampling import Sampling
@@ -301,7 +302,7 @@ class Runner:
         positions = [row.position + np.arange(len(tokens)) for row, tokens in zip(rows, ids, strict=True)]
         sampled = [(row, sampling) for row, _, sampling in self._pending if sampling is not None and row.slot is None]
         if sampled:
-            self._paged.make_prefill_ready()  # the vocabulary is known afterwards
+            self._paged.make_prefill_ready(waiting=len(rows))  # the vocabulary is known afterwards
             self._paged.sampler.admit([row for row, _ in sampled], [sampling for _, sampling in sampled])
         self._logits, tokens = self._extend(rows, ids, positions, None)
         if any(row.slot is not None for row in rows):
@@ -343,10 +344,11 @@ class Runner:
         rows, paged = self.rows, self._paged
         bucket = paged.bucket_for(len(rows))
         sampled = any(row.slot is not None for row in rows)
+        cause: Replan = "rows joined, left or went back" if paged.owned_by(self) else "a call moved its rows in"
         if sampled:
-            paged.make_sampling_ready(bucket)
+            paged.make_sampling_ready(bucket, waiting=len(rows))
         else:
-            paged.make_decode_ready(bucket)
+            paged.make_decode_ready(bucket, waiting=len(rows))
         seated = paged.owned_by(self) and self._left == [(row, row.length, row.position) for row in rows]
         if not seated and forced is None:
             self.unseat()
@@ -355,9 +357,11 @@ class Runner:
         with self._grown(rows, [1] * len(rows)) as copied:
             try:
                 if not seated:
-                    self._seat(bucket, forced)
-                elif copied or sum(len(row.pages) for row in rows) != pages:
-                    paged.upload(rows, bucket, forced)
+                    self._seat(bucket, forced, cause)
+                elif copied:
+                    paged.upload(rows, bucket, forced, "a row stopped sharing a page")
+                elif sum(len(row.pages) for row in rows) != pages:
+                    paged.upload(rows, bucket, forced, "a row entered a new page")
                 elif forced is not None:
                     paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(forced)
                 logits = paged.run_decode(bucket)
@@ -389,10 +393,10 @@ class Runner:
                 row.restore(mark)
             raise
 
-    def _seat(self, bucket: int, tokens: Tensor | None) -> None:
+    def _seat(self, bucket: int, tokens: Tensor | None, cause: Replan) -> None:
         """Move this runner's rows, in their present order, into the decode buffers."""
         self._paged.claim(self)
-        self._paged.upload(self.rows, bucket, tokens)
+        self._paged.upload(self.rows, bucket, tokens, cause)
         if any(row.slot is not None for row in self.rows):
             self._paged.sampler.seat(self.rows, bucket)
 

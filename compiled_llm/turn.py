@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from compiled_llm.interrupts import allowed, check
+from compiled_llm.interrupts import check
 
 
 class Turn:
@@ -16,7 +16,7 @@ class Turn:
         """Start free."""
         self._condition = threading.Condition()
         self._holder: object | None = None
-        self._loops = 0
+        self._loops: set[object] = set()
         self._local = threading.local()
 
     @contextmanager
@@ -29,9 +29,9 @@ class Turn:
         """
         outer, mine = getattr(self._local, "loop", None), object()
         with self._condition:
-            self._wait_until(lambda: self._holder is None and bool(outer or self._loops == 0 or fits()))
+            self._wait_until(lambda: self._holder is None and bool(outer or not self._loops or fits()))
             self._holder = mine
-            self._loops += 1
+            self._loops.add(mine)
         self._local.loop = mine
         try:
             yield
@@ -40,23 +40,23 @@ class Turn:
             with self._condition:
                 if self._holder is mine:  # not so if Ctrl-C came while waiting to have it back
                     self._holder = None
-                self._loops -= 1
+                self._loops.remove(mine)
                 self._condition.notify_all()
 
     @contextmanager
     def yielded(self) -> Iterator[None]:
-        """Let others have the turn while the block runs."""
+        """Let others have the turn while the block runs, in which Ctrl-C may be ``allowed``."""
         mine = self._local.loop
         with self._condition:
             self._holder = None
             self._condition.notify_all()
         try:
-            with allowed():
-                yield
+            yield
         finally:
             with self._condition:
-                self._wait_until(lambda: self._holder is None)
-                self._holder = mine
+                self._wait_until(lambda: self._holder is None or mine not in self._loops)
+                if mine in self._loops:  # not so if only a traceback has kept this from being closed
+                    self._holder = mine
 
     def _wait_until(self, predicate: Callable[[], bool]) -> None:
         while not predicate():

@@ -1,12 +1,13 @@
 """What mkdocs calls while it builds: tables made from the code, so that they cannot go stale.
 
-A page asks for one by a comment of its own line: ``<!-- table: options -->`` or ``<!-- table: environment -->``.
+A page asks for one by a comment of its own line: ``<!-- table: options -->``; ``TABLES`` has their names.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).parents[1]
+RESULTS = CHECKOUT / "docs" / "matrix.json"
 _PLACE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 _VARIABLE = re.compile(r"``([A-Z][A-Z0-9_]+)``")
 
@@ -45,6 +47,27 @@ def environment() -> str:
         rest = text[variable.end() :].lstrip(", :")
         lines.append(f"| `{variable[1]}` | {rest[:1].upper()}{rest[1:]} |")
     return "\n".join(lines)
+
+
+def matrix() -> str:
+    """Return a table of what ``tools/matrix.py`` has run, and what came of it."""
+    lines = [
+        "| environment | Python | PyTorch | transformers | FlashInfer | result | on |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, result in json.loads(RESULTS.read_text()).items():
+        versions = result["versions"]
+        columns = [versions.get(key) or "" for key in ("python", "torch", "transformers", "flashinfer-python")]
+        lines.append(f"| `{name}` | {' | '.join(columns)} | {_outcome(result)} | {result['date']} |")
+    return "\n".join(lines)
+
+
+def _outcome(result: dict[str, Any]) -> str:
+    if "passed" not in result:
+        return f"{result['result']}: {result['reason']}".replace("|", "\\|")
+    failed = [f"**failed**: {', '.join(f'`{name}`' for name in result['failures'])}"] if result["failures"] else []
+    skipped = [f"{result['skipped']} skipped"] if result["skipped"] else []
+    return "; ".join([*failed, ", ".join([f"{result['passed']} passed", *skipped])])
 
 
 def described(cls: type) -> dict[str, str]:
@@ -80,4 +103,4 @@ def _from_checkout(module: str, name: str) -> Any:
     return getattr(__import__(module, fromlist=[name]), name)
 
 
-TABLES: dict[str, Callable[[], str]] = {"options": options, "environment": environment}
+TABLES: dict[str, Callable[[], str]] = {"options": options, "environment": environment, "matrix": matrix}

@@ -6,7 +6,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import random
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of every test's random numbers")
 
 
+def pytest_configure() -> None:
+    # A shell starts what it puts into the background with Ctrl-C ignored; tests press it, and would wait for ever.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     return f"seed {config.getoption('seed')}, torch {torch.__version__}, {device}"
@@ -68,6 +75,15 @@ def seed(request: pytest.FixtureRequest) -> int:
     np.random.seed(chosen)
     torch.manual_seed(chosen)
     return chosen
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny models: where the machine has other work, waiting for a second thread is most of their time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

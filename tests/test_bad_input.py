@@ -19,6 +19,8 @@ from compiled_llm.config import WrapConfig
 from conftest import TINY, tiny_llama, tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
+pytestmark = pytest.mark.core
+
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "400 tokens", "max_batch_size": 4}
 
 

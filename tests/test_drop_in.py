@@ -32,6 +32,8 @@ from compiled_llm.paged_cache import PagedCache
 from conftest import tiny_llama, tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
+pytestmark = pytest.mark.core
+
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 16}
 
 
@@ -67,6 +69,25 @@ def test_wrap_allocates_no_pages():
     model = compiled_llm.wrap(tiny_qwen3(), **OPTIONS)
     assert model.compiled.stats().pages is None
     assert model.compiled.graphs == {}
+
+
+def test_wrap_leaves_nothing_in_modules_that_keep_what_forward_computes(inputs):
+    class Keeping(torch.nn.Module):
+        def __init__(self, mlp):
+            super().__init__()
+            self.mlp, self.last, self.seen = mlp, None, {}
+
+        def forward(self, x):
+            self.last = self.seen["x"] = x
+            return self.mlp(x)
+
+    model = tiny_qwen3()
+    model.model.layers[0].mlp = keeping = Keeping(model.model.layers[0].mlp)
+    compiled_llm.wrap(model, mode="eager")
+    assert keeping.last is None
+    assert keeping.seen == {}
+    greedy(model, inputs, 2)
+    assert type(keeping.last) is torch.Tensor
 
 
 def test_wrapping_twice_changes_nothing_and_other_options_are_refused(inputs):

@@ -94,6 +94,7 @@ def assert_equal_tokens(family: str, mode: str, seed: int) -> None:
     assert_account_is_empty(model)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_huggingface(family, seed):
     assert_equal_tokens(family, "eager", seed)
@@ -106,6 +107,7 @@ def test_tokens_equal_huggingface_when_compiled(family, seed):
     assert_equal_tokens(family, "compile", seed)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_cannot_run_over_pages_is_refused_with_the_reason(family, seed):
     options, reason = REFUSED[family]

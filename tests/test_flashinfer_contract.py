@@ -229,6 +229,48 @@ def test_pages_are_split_into_keys_and_values_along_their_second_dimension() -> 
     assert (keys.data_ptr(), values.data_ptr()) == (pages[:, 0].data_ptr(), pages[:, 1].data_ptr())
 
 
+def called_by_name() -> dict[str, ast.Call]:
+    """The calls of FlashInfer's functions and classes in the backend, by their dotted names."""
+    roots = {"_flashinfer()": "flashinfer", "importlib.import_module('flashinfer.utils')": "flashinfer.utils"}
+    calls = {}
+    for node in ast.walk(ast.parse(inspect.getsource(backend))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            root, _, attribute = ast.unparse(node.func).rpartition(".")
+            parent, _, child = root.rpartition(".")
+            root = roots.get(root) or (f"{roots[parent]}.{child}" if parent in roots else root)
+            if root.partition(".")[0] == "flashinfer":
+                calls[f"{root}.{attribute}"] = node
+    return calls
+
+
+def test_every_function_and_class_takes_what_is_passed() -> None:
+    calls = called_by_name()
+    assert set(calls) == {
+        "flashinfer.BatchDecodeWithPagedKVCacheWrapper",
+        "flashinfer.BatchPrefillWithPagedKVCacheWrapper",
+        "flashinfer.append_paged_kv_cache",
+        "flashinfer.sampling.top_k_mask_logits",
+        "flashinfer.sampling.top_p_renorm_probs",
+        "flashinfer.utils._get_cache_alibi_slopes_buf",
+    }
+    for name, call in calls.items():
+        module, _, function = name.rpartition(".")
+        signature = inspect.signature(getattr(importlib.import_module(module), function))
+        signature.bind(*call.args, **{str(keyword.arg): keyword.value for keyword in call.keywords})
+
+
+def test_every_method_that_is_called_has_a_test_above() -> None:
+    """Methods are called on mocks with the real signatures; this notices a new one."""
+    source = inspect.getsource(backend)
+    methods = set(re.findall(r"\bwrapper\.(?:_cached_module\.)?(\w+)\(", source))
+    assert methods == {"plan", "reset_workspace_buffer", "run"}
+
+
+def test_samplers_return_one_tensor() -> None:
+    for function in (flashinfer.sampling.top_k_mask_logits, flashinfer.sampling.top_p_renorm_probs):
+        assert inspect.signature(function).return_annotation in (Tensor, "torch.Tensor")
+
+
 # ---- private attributes
 
 

@@ -18,7 +18,7 @@ NEW_TOKENS = 200
 BATCHES = [[7], [5, 9], [1, 12, 30], [4, 4, 4, 4], [3, 17, 1, 8, 25], [6], [2, 31, 9]]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.core), "llama"])
 def models(request: pytest.FixtureRequest) -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
     """A model and a wrapped twin of it, compiled once for all tests of this file."""
     make = {"qwen3": tiny_qwen3, "llama": tiny_llama}[request.param]
@@ -88,6 +88,7 @@ def test_holes_in_the_mask_are_not_stored(models, seed):
     torch.testing.assert_close(greedy(wrapped, inputs, 30), greedy(plain, inputs, 30))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_page_size_does_not_change_tokens(page_size, seed):
     plain, wrapped = tiny_qwen3(seed=2), compiled_llm.wrap(tiny_qwen3(seed=2), mode="eager", page_size=page_size)
@@ -97,6 +98,7 @@ def test_page_size_does_not_change_tokens(page_size, seed):
         assert_account_is_empty(wrapped)
 
 
+@pytest.mark.core
 def test_sliding_and_full_layers_in_one_model(seed):
     config = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "eos_token_id": None}
     plain, wrapped = tiny_qwen3(**config), compiled_llm.wrap(tiny_qwen3(**config), mode="eager", page_size=4)

@@ -32,6 +32,8 @@ from compiled_llm_ops import (
     skinny_linear,
 )
 
+pytestmark = pytest.mark.core
+
 UNWRITTEN = 1e4
 """What lies in slots that no token was written to: it shows if it is read."""
 

@@ -13,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from compiled_llm.kv_cache import bucket_for, buckets_up_to
 from compiled_llm.page_table import NULL_PAGE, OutOfPagesError, PagePool, Row, Span, build_table
 
+pytestmark = pytest.mark.core
+
 deterministic = settings(derandomize=True, deadline=None, max_examples=60)
 
 

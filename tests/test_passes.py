@@ -9,6 +9,8 @@ from torch._inductor.utils import run_and_get_code
 
 from compiled_llm.passes import SkinnyProducts
 
+pytestmark = pytest.mark.core
+
 
 def code_of(function: object, *args: Tensor) -> tuple[Tensor, str]:
     torch._dynamo.reset()

@@ -12,6 +12,8 @@ from compiled_llm.paged_model import Extension, _chunks
 from conftest import tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize("prefill_tokens", [1, 7, 16, 50])
 def test_pieces_do_not_change_tokens(prefill_tokens, seed):

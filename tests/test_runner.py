@@ -20,6 +20,8 @@ from compiled_llm.runner import Runner
 from conftest import tiny_llama, tiny_qwen3
 from parity import assert_account_is_empty
 
+pytestmark = pytest.mark.core
+
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 3, "kv_memory": "1500 tokens", "max_batch_size": 9}
 OVERRIDES: dict[str, Any] = {"eos_token_id": None, "num_hidden_layers": 1}
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}

@@ -28,6 +28,8 @@ from compiled_llm_ops import filter_logits
 from conftest import tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
+pytestmark = pytest.mark.core
+
 VOCABULARY = 40
 CPU = torch.device("cpu")
 

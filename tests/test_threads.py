@@ -27,12 +27,14 @@ import compiled_llm
 from compiled_llm import runtime
 from compiled_llm.calling_thread import CallingThread
 from compiled_llm.device_thread import DeviceThread
+from compiled_llm.interrupts import _State, allowed, held
 from compiled_llm.paged_model import PagedModel
+from compiled_llm.turn import Turn
 from conftest import tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 8, "progress": False}
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds after which something counts as deadlocked."""
 
 
@@ -103,6 +105,7 @@ by_kind = pytest.mark.parametrize("kind", ["streamer", "stopping criterion"])
 # ---- threads
 
 
+@pytest.mark.core
 def test_twenty_fresh_threads_get_equal_tokens_and_compile_nothing(compiled, seed):
     one, many = mixed_prompts([5], 128, seed), mixed_prompts([3, 8], 128, seed)
     expected = [greedy(compiled, inputs, 8) for inputs in (one, many)]
@@ -118,6 +121,7 @@ def test_twenty_fresh_threads_get_equal_tokens_and_compile_nothing(compiled, see
     assert_account_is_empty(compiled)
 
 
+@pytest.mark.core
 def test_the_callers_modes_compile_nothing(compiled, seed):
     inputs = mixed_prompts([5], 128, seed)
     expected = greedy(compiled, inputs, 8)
@@ -138,6 +142,7 @@ def test_the_callers_modes_compile_nothing(compiled, seed):
     assert compiled.compiled.graphs == before
 
 
+@pytest.mark.core
 def test_concurrent_calls_each_get_their_own_tokens(model, seed):
     batches = [mixed_prompts([2 + number, 9], 128, seed + number) for number in range(6)]
     plain = tiny_qwen3(eos_token_id=None)
@@ -149,6 +154,7 @@ def test_concurrent_calls_each_get_their_own_tokens(model, seed):
     assert_account_is_empty(model)
 
 
+@pytest.mark.core
 def test_concurrent_first_calls_allocate_once(seed):
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **OPTIONS)
     futures = [start(model.compiled.paged) for _ in range(8)]
@@ -208,6 +214,7 @@ def test_a_copy_made_while_a_compiled_step_runs_keeps_the_users_attention(model,
 # ---- callbacks
 
 
+@pytest.mark.core
 @by_kind
 def test_a_callback_may_call_the_model(kind, model, seed):
     inputs, others = mixed_prompts([5], 128, seed), mixed_prompts([2, 7, 3], 128, seed + 1)
@@ -256,6 +263,7 @@ def test_callbacks_run_in_the_callers_thread_and_context(kind, model, seed):
     assert callback.results == [("seen", threading.get_ident())] * 4
 
 
+@pytest.mark.core
 @by_kind
 def test_an_exception_in_a_callback_keeps_its_frame_and_gives_everything_back(kind, model, seed):
     inputs = mixed_prompts([5, 8], 128, seed)
@@ -274,6 +282,7 @@ def test_an_exception_in_a_callback_keeps_its_frame_and_gives_everything_back(ki
     torch.testing.assert_close(greedy(model, inputs, 6), expected)
 
 
+@pytest.mark.core
 def test_an_exception_in_the_model_gives_everything_back(model, seed):
     inputs = mixed_prompts([5, 8], 128, seed)
     expected = greedy(model, inputs, 6)
@@ -316,6 +325,7 @@ def test_ctrl_c_arrives_promptly_and_gives_everything_back(delay, model, seed):
     torch.testing.assert_close(greedy(model, inputs, 6), expected)
 
 
+@pytest.mark.core
 def test_ctrl_c_at_any_moment_gives_everything_back(model, seed):
     inputs = mixed_prompts([5, 8], 128, seed)
     expected = greedy(model, inputs, 6)
@@ -327,6 +337,46 @@ def test_ctrl_c_at_any_moment_gives_everything_back(model, seed):
         assert_account_is_empty(model)
     torch.testing.assert_close(greedy(model, inputs, 6), expected)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def turn_is_taken_and_given_away(turn: Turn) -> None:
+    with held(), turn.taken(fits=lambda: True):
+        for _ in range(2):
+            with turn.yielded(), allowed():
+                pass
+
+
+def interrupted_at(moment: int, function: Callable[[], None]) -> bool:
+    """Press Ctrl-C at a call or return inside a function; whether there were as many."""
+    passed = 0
+
+    def press(*_: Any) -> None:
+        nonlocal passed
+        passed += 1
+        if passed == moment:
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(press)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        passed = moment  # what is called from here on is not the function's
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.core
+def test_ctrl_c_at_every_call_and_return_leaves_the_turn_free_and_ctrl_c_as_it_was():
+    """What an interrupt leaves half done is closed with its traceback: that must not take anything back."""
+    turn, moment = Turn(), 0
+    while interrupted_at(moment := moment + 1, lambda: turn_is_taken_and_given_away(turn)):
+        assert turn._holder is None, moment
+        assert not turn._loops, moment
+        assert (_State.allowed, _State.pending) == (True, False), moment
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert moment > 50
 
 
 def test_a_handler_of_the_users_own_keeps_ctrl_c(model, seed):
@@ -341,6 +391,7 @@ def test_a_handler_of_the_users_own_keeps_ctrl_c(model, seed):
     assert presses == [1]
 
 
+@pytest.mark.core
 def test_ctrl_c_interrupts_a_long_call_on_the_device_thread():
     thread = DeviceThread(torch.device("cpu"))
 
@@ -365,7 +416,7 @@ def test_ctrl_c_while_waiting_for_the_turn_does_not_break_anothers_turn(model):
             ended.wait(PATIENCE)
 
     def take_and_yield() -> Future[Any]:
-        with runtime.turn.taken(fits=lambda: True), runtime.turn.yielded():
+        with runtime.turn.taken(fits=lambda: True), runtime.turn.yielded(), allowed():
             other = start(hold)
             assert holds.wait(PATIENCE)
             interrupt_after(0.2)
@@ -386,6 +437,7 @@ def test_ctrl_c_while_waiting_for_the_turn_does_not_break_anothers_turn(model):
     assert in_thread(take)
 
 
+@pytest.mark.core
 def test_an_interrupt_that_comes_too_late_does_not_lose_the_next_call():
     """Ctrl-C may be aimed at a call that has just ended; the thread then waits for its next job."""
     thread = DeviceThread(torch.device("cpu"))
@@ -430,7 +482,8 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize(
-    ("mode", "ending"), [*(("eager", name) for name in ENDINGS), pytest.param("compile", "falls off the end")]
+    ("mode", "ending"),
+    [*(("eager", name) for name in ENDINGS), pytest.param("compile", "falls off the end")],
 )
 def test_the_process_ends_cleanly_with_a_wrapped_model_alive(mode, ending, executor):
     name = f"{executor.__module__.rpartition('.')[2]}.{executor.__qualname__}"

@@ -1,0 +1,222 @@
+"""Each private part of torch that we depend on still does what it is for."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import profile
+
+import compiled_llm
+import compiled_llm_ops
+from compiled_llm import compat
+
+pytestmark = pytest.mark.core
+
+# What torch documents in spite of the underscore.
+DOCUMENTED = {
+    "torch._dynamo.config",
+    "torch._dynamo.mark_dynamic",
+    "torch._dynamo.mark_static_address",
+    "torch._dynamo.reset",
+    "torch._inductor.config",
+    "torch._ops.OpOverload",
+}
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def breaks(x: Tensor) -> Tensor:
+    print("a graph break")
+    return x * 2
+
+
+def compile_once(function: Callable[[Tensor], Tensor], backend: str, options: dict[str, Any] | None = None) -> None:
+    torch.compile(function, backend=backend, options=options)(torch.zeros(3))
+    compat._forget([function])
+
+
+class Warned(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def function() -> Iterator[Callable[[Tensor], Tensor]]:
+    copy = compat.own_copy(double)
+    yield copy
+    compat._forget([copy])
+
+
+def test_graphs_and_why_there_is_more_than_one_are_told(function):
+    assert compat.graph_count(function) == 0
+    program = torch.compile(function, backend="eager", dynamic=False)
+    program(torch.zeros(3))
+    program(torch.zeros(3))
+    assert compat.graph_count(function) == 1
+    assert compat.recompile_reasons(function) == {}
+    program(torch.zeros(4))
+    first, second = compat.compiled_graphs(function)
+    assert "size=[3]" in first.guards
+    assert "size=[4]" in second.guards
+    assert any(name.startswith("__compiled_fn") for name in second.code.co_names)
+    (reason,) = compat.recompile_reasons(function).items()
+    assert reason[0] == second.number
+    assert "size mismatch" in reason[1]
+
+
+def test_copies_share_no_graphs(function):
+    other = compat.own_copy(double)
+    torch.compile(function, backend="eager")(torch.zeros(3))
+    assert (compat.graph_count(function), compat.graph_count(other), compat.graph_count(double)) == (1, 0, 0)
+
+
+def test_graphs_go_with_their_owner(function):
+    class Owner:
+        pass
+
+    owner = Owner()
+    compat.forget_when_gone(owner, [function])
+    torch.compile(function, backend="eager")(torch.zeros(3))
+    assert compat.graph_count(function) == 1
+    del owner
+    gc.collect()
+    assert compat.graph_count(function) == 0
+
+
+def test_what_one_backend_compiled_is_forgotten_and_no_more(function):
+    def ours(module: torch.fx.GraphModule, _: Any) -> Any:
+        return module
+
+    other = compat.own_copy(double)
+    torch.compile(function, backend=ours)(torch.zeros(3))
+    torch.compile(other, backend="eager")(torch.zeros(3))
+    assert [found.__code__ for found in compat.compiled_with(ours)] == [function.__code__]
+    compat.forget_entries_of(ours)
+    assert compat.compiled_with(ours) == []
+    assert (compat.graph_count(function), compat.graph_count(other)) == (0, 1)
+    compat._forget([other])
+
+
+def test_graph_breaks_are_collected_each_time_and_only_inside():
+    for _ in range(2):
+        function = compat.own_copy(breaks)
+        with compat.graph_breaks_logged() as messages:
+            torch.compile(function, backend="eager")(torch.zeros(3))
+        compat._forget([function])
+        (message,) = messages
+        assert "print" in message
+        assert "test_compat.py" in message
+    function = compat.own_copy(breaks)
+    torch.compile(function, backend="eager")(torch.zeros(3))
+    compat._forget([function])
+    assert len(messages) == 1
+
+
+def test_messages_about_cuda_graphs_are_collected():
+    from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
+
+    before = compat.cudagraph_skips()
+    with compat.cudagraph_messages() as messages:
+        log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to a test")
+    assert messages == ["skipping cudagraphs due to a test"]
+    assert compat.cudagraph_skips() == before + 1
+
+
+def test_modes_that_a_graph_would_bake_in_are_noticed():
+    assert not compat.inside_torch_modes()
+    with torch.device("cpu"):
+        assert compat.inside_torch_modes()
+    with compat.fake_tensors():
+        assert compat.inside_torch_modes()
+    assert not compat.inside_torch_modes()
+
+
+def test_fake_tensors_take_parameters_that_are_real():
+    weight = torch.nn.Parameter(torch.zeros(5, 3))
+    with compat.fake_tensors():
+        out = torch.zeros(2, 3) @ weight.T
+    assert out.shape == (2, 5)
+    with pytest.raises(RuntimeError):
+        out.tolist()
+
+
+def test_compiler_and_cache_are_where_inductor_looks(monkeypatch, tmp_path: Path):
+    assert "++" in compat.cpp_compiler()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert compat.inductor_cache() == tmp_path
+
+
+def test_profiler_takes_what_makes_it_watch_all_threads():
+    with profile(experimental_config=compat.profiling_all_threads(True)) as profiled:
+        torch.zeros(3) + 1
+    assert any("add" in event.name for event in profiled.events())
+
+
+def test_hooks_that_rewrite_bytecode_see_nothing_of_the_block():
+    seen = []
+    handle = torch._dynamo.convert_frame.register_bytecode_hook(lambda old, new: seen.append(old.co_name))
+    try:
+        with compat.no_bytecode_hooks():
+            compile_once(compat.own_copy(double), "eager")
+        assert seen == []
+        compile_once(compat.own_copy(double), "eager")
+        assert seen == ["double"]
+    finally:
+        handle.remove()
+
+
+def test_inductor_writes_what_it_makes_each_time_and_does_not_warn(tmp_path: Path):
+    warned = Warned()
+    logger = logging.getLogger("torch._inductor.debug")
+    logger.addHandler(warned)
+    try:
+        for name in ("first", "again"):
+            with compat.inductor_quiet():
+                compile_once(compat.own_copy(double), "inductor", compat.traced_by_inductor(str(tmp_path / name)))
+            (folder,) = (tmp_path / name / "torchinductor").iterdir()
+            written = {file.name for file in folder.iterdir()}
+            assert {"output_code.py", "inductor_provenance_tracking_node_mappings.json"} <= written
+    finally:
+        logger.removeHandler(warned)
+    assert warned.records == []
+
+
+def names_with_an_underscore(tree: ast.Module) -> set[str]:
+    """`torch._x.y` and what is imported from there, written out."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+    longest = {name for name in names if re.match(r"torch\._[^_]", name)}
+    return {name for name in longest if not any(other.startswith(f"{name}.") for other in longest)}
+
+
+def test_private_parts_of_torch_are_used_in_one_module_only():
+    assert names_with_an_underscore(ast.parse("import torch\ntorch._C._len()")) == {"torch._C._len"}
+    used = {}
+    for package in (compiled_llm, compiled_llm_ops):
+        for file in Path(str(package.__file__)).parent.rglob("*.py"):
+            names = names_with_an_underscore(ast.parse(file.read_text()))
+            private = {name for name in names if not any(name.startswith(known) for known in DOCUMENTED)}
+            if private and file.name != "compat.py":
+                used[file.name] = private
+    assert used == {}
