@@ -110,15 +110,23 @@ def check_prompt(
     """
     check_ids(input_ids)
     lowest, highest = (int(value) for value in input_ids.aminmax())
-    vocabulary = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    check_range(lowest, highest, cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
+    if attention_mask is not None:
+        _check_mask(input_ids, attention_mask, continues)
+
+
+def check_range(lowest: int, highest: int, vocabulary: int) -> None:
+    """Check the smallest and the largest of some token ids.
+
+    Raises:
+        ValueError: the model has no such token.
+    """
     if lowest < 0 or highest >= vocabulary:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(
             f"input_ids: token id {wrong} is out of range 0 to {vocabulary - 1}; "
             "was the text tokenized with this model's tokenizer?"
         )
-    if attention_mask is not None:
-        _check_mask(input_ids, attention_mask, continues)
 
 
 def check_ids(input_ids: object) -> None:
@@ -161,8 +169,17 @@ def pages_needed(paged: PagedModel, prompts: Sequence[int], most_new: int) -> in
     return sum(paged.pool.pages_for(prompt + most_new - 1) for prompt in prompts)
 
 
-def check_fits(model: PreTrainedModel, paged: PagedModel, prompts: Sequence[int], most_new: int) -> None:
+def check_fits(
+    model: PreTrainedModel, paged: PagedModel, prompts: Sequence[int], most_new: int, needed: int | None = None
+) -> None:
     """Check that the prompts and all they may grow by fit the model, the batch size and the pages.
+
+    Args:
+        model: the model.
+        paged: its device side.
+        prompts: the length of each row, with what a cache holds of it already.
+        most_new: how many tokens a row may grow by.
+        needed: how many pages that takes beyond those held; all of them where None.
 
     Raises:
         ValueError: they do not; the message has the numbers.
@@ -179,7 +196,7 @@ def check_fits(model: PreTrainedModel, paged: PagedModel, prompts: Sequence[int]
             f"split the batch, or wrap(model, max_batch_size={len(prompts)})"
         )
     pool = paged.pool
-    needed = pages_needed(paged, prompts, most_new)
+    needed = pages_needed(paged, prompts, most_new) if needed is None else needed
     if needed > pool.available:
         raise ValueError(
             f"input_ids and max_new_tokens={most_new}: {len(prompts)} rows of up to {longest} tokens need {needed} "

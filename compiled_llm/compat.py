@@ -10,6 +10,8 @@
 | the logger of ``cudagraph_utils`` | why CUDA graphs were skipped | torch reports it per function |
 | ``torch._C._len_torch_function_stack``, ``…dispatch_stack`` | noticing modes | torch says it publicly |
 | ``utils.get_compilation_metrics`` | why something recompiled | torch reports it per function |
+| ``convert_frame._bytecode_hooks`` | explaining under depyf's hook | depyf's code always runs |
+| Inductor's ``trace`` options, the logger of ``_inductor.debug`` | its code, kernels by node | an API gives them |
 | ``custom_graph_pass`` of Inductor | a pass of ours in its graphs | torch documents it |
 | ``_subclasses.FakeTensorMode`` | running a model without computing | torch documents it |
 | ``cpp_builder``, ``cache_dir_utils`` of Inductor | what ``doctor`` shows | torch reports it |
@@ -131,13 +133,31 @@ def forget_entries_of(backend: Callable[..., Any]) -> None:
     A graph break makes Dynamo compile the functions on the way to it one by one, and keep that on their code objects.
     A function that has been compiled with other backends too keeps everything: ours never serves their calls.
     """
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.eval_frame import remove_from_cache
 
-    for function in [entry for entry in gc.get_objects() if type(entry) is FunctionType]:
-        entries = _debug_get_cache_entry_list(function.__code__)
-        if entries and all(getattr(entry.backend, "compiler_fn", entry.backend) is backend for entry in entries):
+    for function, entries in _functions_with_entries():
+        if all(_backend_of(entry) is backend for entry in entries):
             remove_from_cache(function)
+
+
+def compiled_with(backend: Callable[..., Any]) -> list[FunctionType]:
+    """Return the functions that have been compiled with ``backend``, those that Dynamo made itself included."""
+    found = [
+        function for function, entries in _functions_with_entries() if any(_backend_of(e) is backend for e in entries)
+    ]
+    return list({function.__code__: function for function in found}.values())
+
+
+def _functions_with_entries() -> Iterator[tuple[FunctionType, list[Any]]]:
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    for function in [entry for entry in gc.get_objects() if type(entry) is FunctionType]:
+        if entries := _debug_get_cache_entry_list(function.__code__):
+            yield function, entries
+
+
+def _backend_of(entry: Any) -> Any:
+    return getattr(entry.backend, "compiler_fn", entry.backend)
 
 
 @contextmanager
@@ -209,10 +229,12 @@ class CompiledGraph(NamedTuple):
     Attributes:
         number: Dynamo's name for it, ``frame/attempt``.
         guards: what it relies on, one guard a line, as Dynamo prints it.
+        code: the bytecode that runs in the function's place.
     """
 
     number: str
     guards: str
+    code: CodeType
 
 
 def compiled_graphs(function: Callable[..., Any]) -> list[CompiledGraph]:
@@ -220,7 +242,7 @@ def compiled_graphs(function: Callable[..., Any]) -> list[CompiledGraph]:
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
     entries = _debug_get_cache_entry_list(function.__code__)
-    graphs = [CompiledGraph(str(entry.compile_id), str(entry.guard_manager)) for entry in entries]
+    graphs = [CompiledGraph(str(entry.compile_id), str(entry.guard_manager), entry.code) for entry in entries]
     return sorted(graphs, key=lambda graph: [int(part) for part in graph.number.split("/")])
 
 
@@ -234,6 +256,47 @@ def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:
         for metric in get_compilation_metrics()
         if metric.recompile_reason and str(metric.compile_id).partition("/")[0] in frames
     }
+
+
+@contextmanager
+def no_bytecode_hooks() -> Iterator[None]:
+    """Keep hooks that rewrite what Dynamo makes, such as depyf's, from seeing what the block compiles.
+
+    What depyf 0.20 puts in the place of a function that uses ``super()`` after a graph break does not run.
+    """
+    from torch._dynamo import convert_frame
+
+    hooks = convert_frame._bytecode_hooks
+    before = dict(hooks)
+    hooks.clear()
+    try:
+        yield
+    finally:
+        hooks.update(before)
+
+
+def traced_by_inductor(folder: str) -> dict[str, Any]:
+    """Return options with which Inductor writes what it makes of a graph, in a new folder in ``folder/torchinductor``.
+
+    What it has cached is not written again, so it is told to compile anew.
+    """
+    return {
+        "trace.enabled": True,
+        "trace.debug_dir": folder,
+        "trace.provenance_tracking_level": 1,
+        "fx_graph_cache": False,
+    }
+
+
+@contextmanager
+def inductor_quiet() -> Iterator[None]:
+    """Keep Inductor from warning of each folder that it writes a trace into."""
+    logger = logging.getLogger("torch._inductor.debug")
+    logger.addFilter(_drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_drop)
 
 
 @contextmanager

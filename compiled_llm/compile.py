@@ -1,5 +1,7 @@
 """The compiled programs of one model: a symbolic prefill, a decode step for batch 1 and one for all larger batches.
 
+A second prefill reads embeddings in place of token ids, for those who give ``inputs_embeds``.
+
 Shapes: B rows, T packed tokens, L tokens whose logits are wanted, V vocabulary, N entries of the page table.
 """
 
@@ -20,29 +22,39 @@ from compiled_llm.passes import SkinnyProducts
 
 Forward = Callable[..., Any]
 
+PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
+PREFILL_EMBEDDED = "prefill from embeddings"
+
 
 def _prefill(
-    model: PreTrainedModel, forward: Forward, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
+    model: PreTrainedModel,
+    forward: Forward,
+    ids: Tensor | None,
+    positions: Tensor,
+    keep: Tensor,
+    batch: PagedBatch,
+    embeddings: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run packed tokens through the model.
 
     Args:
         model: the model.
         forward: its class's own ``forward``.
-        ids: ``[1, T]`` int64.
+        ids: ``[1, T]`` int64; None where there are embeddings.
         positions: ``[1, T]`` int64, rotary positions.
         keep: ``[L]`` int64, the tokens whose logits are wanted.
         batch: the page table; ``[T]`` and ``[B]`` columns.
+        embeddings: ``[1, T, hidden]`` in the model's dtype, or None.
 
     Returns:
         ``[L, V]`` logits in the model's dtype and ``[L]`` int64, the most likely next tokens.
     """
     out = forward(
         model,
-        input_ids=ids,
         position_ids=positions,
         use_cache=False,
         logits_to_keep=keep,
+        **({"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}),
         **{BATCH_ARGUMENT: batch},
     )
     logits = out.logits[0]
@@ -102,6 +114,7 @@ class Programs:
             device: where the model lives.
         """
         self._forward = forward
+        self._config = config
         self.recorded = config.mode == "reduce-overhead" and device.type == "cuda"
         self.prefill_function = own_copy(_prefill)
         self.decode_one_function = own_copy(_decode)
@@ -109,21 +122,36 @@ class Programs:
         graphs = {"triton.cudagraphs": self.recorded}
         # At batch 1 a product is a matrix-vector one, whose Triton reduction this search brings near the bandwidth.
         tuned = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
-        forget_when_gone(self, [self.prefill_function, self.decode_one_function, self.decode_many_function])
+        self._embedded_function = own_copy(_prefill)
+        forget_when_gone(self, [*self.functions.values(), self._embedded_function])
         products = {"post_grad_custom_pre_pass": SkinnyProducts()} if device.type == "cpu" else {}
-        self._prefill = compiled(self.prefill_function, config, {"triton.cudagraphs": False, **products})
-        self._decode_one = compiled(self.decode_one_function, config, {**graphs, **tuned, **products})
-        self._decode_many = compiled(self.decode_many_function, config, {**graphs, **products})
+        options = {
+            PREFILL: {"triton.cudagraphs": False, **products},
+            DECODE_ONE: {**graphs, **tuned, **products},
+            DECODE_MANY: {**graphs, **products},
+        }
+        made = {name: self.compile(name, function, options[name]) for name, function in self.functions.items()}
+        self._prefill, self._decode_one, self._decode_many = made.values()
+        self._embedded = compiled(self._embedded_function, config, options[PREFILL])  # not what ``explain`` watches
+
+    def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+        """Return one of ``functions`` compiled with Inductor ``options``."""
+        return compiled(function, self._config, options)
 
     def prefill(
         self, model: PreTrainedModel, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
     ) -> tuple[Tensor, Tensor]:
         """Run ``_prefill``; T, B and L are symbolic and must be at least 2."""
-        for tensor in (keep, *batch[1:5], batch.last_page_len):
-            torch._dynamo.mark_dynamic(tensor, 0)
-        for tensor in (ids, positions):
-            torch._dynamo.mark_dynamic(tensor, 1)
+        _mark_symbolic(ids, positions, keep, batch)
         logits, tokens = self._prefill(model, self._forward, ids, positions, keep, batch)
+        return logits, tokens
+
+    def prefill_embedded(
+        self, model: PreTrainedModel, embeddings: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Run ``_prefill`` over embeddings; sizes as in ``prefill``."""
+        _mark_symbolic(embeddings, positions, keep, batch)
+        logits, tokens = self._embedded(model, self._forward, None, positions, keep, batch, embeddings)
         return logits, tokens
 
     def decode(self, model: PreTrainedModel, inputs: DecodeInputs, pages: list[Tensor]) -> Tensor:
@@ -140,16 +168,26 @@ class Programs:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """What is compiled, by name."""
+        """What is compiled, by name; prefill from embeddings once it was needed."""
+        embedded = {PREFILL_EMBEDDED: self._embedded_function} if graph_count(self._embedded_function) else {}
         return {
-            "prefill": self.prefill_function,
-            "decode, batch 1": self.decode_one_function,
-            "decode, larger batches": self.decode_many_function,
+            PREFILL: self.prefill_function,
+            **embedded,
+            DECODE_ONE: self.decode_one_function,
+            DECODE_MANY: self.decode_many_function,
         }
 
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         return {name: graph_count(function) for name, function in self.functions.items()}
+
+
+def _mark_symbolic(inputs: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch) -> None:
+    """Say which sizes of a prefill's inputs change from call to call; ``inputs`` are token ids or embeddings."""
+    for tensor in (keep, *batch[1:5], batch.last_page_len):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    for tensor in (inputs, positions):
+        torch._dynamo.mark_dynamic(tensor, 1)
 
 
 def compiled(function: Callable[..., Any], config: WrapConfig, options: dict[str, Any]) -> Callable[..., Any]:

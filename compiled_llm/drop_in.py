@@ -2,13 +2,18 @@
 
 | HuggingFace's | why | ends when |
 | --- | --- | --- |
-| ``GenerationMixin._sample`` | the greedy loop is ours | generate accepts a decoding method of the model's own |
-| ``GenerationMixin._prepare_cache_for_generation`` | rows instead of tensors | a model can name its cache class |
+| ``GenerationMixin._sample`` | the loop is ours | generate accepts a decoding method of the model's own |
+| ``._beam_search``, ``._assisted_decoding`` | pages go back at the end | a loop closes the cache it was given |
+| ``._prepare_cache_for_generation`` | rows instead of tensors | a model can name its cache class |
+| ``GenerationConfig._mask_length`` | how wide a mask of ones was (from 5.23) | the mask stays |
+| ``Cache._is_user_defined`` | whose cache it is | generate says so |
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -23,18 +28,32 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from compiled_llm import forward as over_pages
 from compiled_llm import generate as loop
 from compiled_llm.attention import set_implementations
-from compiled_llm.checks import check_fits, check_ids, check_prompt, check_ready, pages_needed
+from compiled_llm.checks import check_fits, check_prompt, check_ready
 from compiled_llm.config import WrapConfig
 from compiled_llm.interrupts import held
 from compiled_llm.layers import Layer
+from compiled_llm.page_table import OutOfPagesError
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.runtime import CompiledModel
 from compiled_llm.sampling import read_processors
+from compiled_llm.stats import Path
 
-_PAGED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-_KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
+_PAGED_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
+)
+_KNOWN_INPUTS = frozenset(
+    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"}
+)
+
+# The paths that the call of generate in progress has taken; its forwards are not counted one by one.
+_taken: ContextVar[list[Path] | None] = ContextVar("taken", default=None)
 
 
 class WrappedModel:
@@ -53,7 +72,20 @@ class WrappedModel:
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
         if input_ids is not None:
             check_prompt(model, input_ids, kwargs.get("attention_mask"), kwargs.get("past_key_values") is not None)
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        paths = _taken.get()
+        token = _taken.set([] if paths is None else paths)
+        try:
+            result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+            if kwargs.get("custom_generate") is not None and not _taken.get():
+                self._took("compiled forward", "custom_generate")
+            return result
+        finally:
+            _taken.reset(token)
+
+    def _took(self, path: Path, reason: str | None = None) -> None:
+        if (paths := _taken.get()) is not None:
+            paths.append(path)
+        self.compiled.counters.took(path, reason)
 
     def _prepare_cache_for_generation(
         self,
@@ -64,12 +96,22 @@ class WrappedModel:
         **kwargs: Any,
     ) -> Any:
         model = cast(PreTrainedModel, self)
+        cache = model_kwargs.get("past_key_values")
         reason = _original_path(model, generation_config, model_kwargs, generation_mode)
+        if reason is not None and isinstance(cache, PagedCache):
+            raise ValueError(
+                f"generate: {reason} takes HuggingFace's own forward, which cannot use a PagedCache; pass a "
+                "DynamicCache as past_key_values, or none"
+            )
         if reason is not None:
-            self.compiled.counters.took("original", reason)
-        elif model_kwargs.get("past_key_values") is None:
+            self._took("original", reason)
+        elif generation_config.use_cache is False:
+            self._took("compiled forward", "use_cache=False")
+        elif cache is None:
             model_kwargs["past_key_values"] = self.compiled.new_cache()
             return None
+        else:
+            over_pages.check_belongs(self.compiled, cache)
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
@@ -84,95 +126,169 @@ class WrappedModel:
         streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        cache = model_kwargs.get("past_key_values")
-        own = super()._sample  # type: ignore[misc]
-        huggingface = functools.partial(
-            own, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
-        )
-        if not isinstance(cache, PagedCache):
-            return huggingface(**model_kwargs)
-        model, runtime = cast(PreTrainedModel, self), self.compiled
-        call = loop.Call(
-            runtime,
-            cache,
-            input_ids,
-            model_kwargs.get("attention_mask"),
-            model_kwargs.get("position_ids"),
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-        )
-        reason = "synced_gpus" if synced_gpus else loop.obstacle(model, call)
-        fresh = not cache.seen
-        try:
+        model, cache = cast(PreTrainedModel, self), model_kwargs.get("past_key_values")
+        reason = "synced_gpus" if synced_gpus else "inputs_embeds" if "inputs_embeds" in model_kwargs else None
+        if isinstance(cache, PagedCache) and reason is None:
+            call = loop.Call.of(
+                self.compiled,
+                cache,
+                input_ids,
+                model_kwargs,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+            )
+            reason = loop.obstacle(model, call)
             if reason is None:
-                result = _own_loop_in_turn(model, call)
-            else:
-                if fresh:
-                    check_fits(model, runtime.paged(), call.prompt_lengths, call.most_new)
-                runtime.counters.took("compiled forward", reason)
-                result = huggingface(**model_kwargs)
-        except BaseException:
-            if fresh:  # one that held a conversation stays the user's
-                cache.close()
-            raise
-        if not call.returns_cache:
+                return _own_loop_in_turn(self, call)
+        own = functools.partial(super()._sample, synced_gpus=synced_gpus, streamer=streamer)  # type: ignore[misc]
+        return _huggingfaces_loop(
+            self, own, reason, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
+
+    def _beam_search(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        own = super()._beam_search  # type: ignore[misc]
+        return _huggingfaces_loop(
+            self, own, None, input_ids, logits_processor, stopping_criteria, generation_config, kwargs
+        )
+
+    def _assisted_decoding(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,  # named, or HuggingFace does not hand it over
+        **kwargs: Any,
+    ) -> Any:
+        kwargs["inputs_tensor"] = inputs_tensor
+        own = super()._assisted_decoding  # type: ignore[misc]
+        return _huggingfaces_loop(
+            self, own, None, input_ids, logits_processor, stopping_criteria, generation_config, kwargs
+        )
+
+
+def _huggingfaces_loop(
+    wrapped: WrappedModel,
+    own: Callable[..., Any],
+    reason: str | None,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a loop of HuggingFace's; over the compiled forward if the cache is ours, which gives its pages back.
+
+    Args:
+        wrapped: the model.
+        own: the loop.
+        reason: why it is not the fast loop; the generation mode where None.
+        input_ids: ``[B, T]``, and so on as ``own`` takes them.
+        logits_processor: what changes logits.
+        stopping_criteria: what ends rows.
+        generation_config: everything else.
+        kwargs: the rest, model inputs included.
+    """
+    run = functools.partial(
+        own,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+    )
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, PagedCache):
+        return run(**kwargs)
+    fresh = not cache.seen
+    try:
+        if fresh:
+            lengths = loop.row_lengths(input_ids, kwargs)
+            most_new = loop.most_new(stopping_criteria, input_ids)
+            check_fits(cast(PreTrainedModel, wrapped), wrapped.compiled.paged(), lengths, most_new)
+        wrapped._took("compiled forward", reason or generation_config.get_generation_mode(None).value)
+        result = run(**kwargs)
+    except BaseException:
+        if fresh:  # one that held a conversation stays the user's
             cache.close()
-        return result
+        raise
+    if not loop.returns_cache(generation_config, cache):
+        cache.close()
+    return result
 
 
-def _own_loop_in_turn(model: PreTrainedModel, call: loop.Call) -> Any:
+def _own_loop_in_turn(wrapped: WrappedModel, call: loop.Call) -> Any:
     """Run one of our loops once no other runs, and once there are pages for it."""
-    paged, prompts = call.runtime.paged(), call.prompt_lengths
-    needed = pages_needed(paged, prompts, call.most_new)
-    with held(), call.runtime.turn.taken(fits=lambda: needed <= paged.pool.available):
-        check_fits(model, paged, prompts, call.most_new)
-        try:
-            return _own_loop(call)
-        finally:
-            if not call.returns_cache:
-                call.cache.close()  # before the next in the queue looks for pages
+    model, paged = cast(PreTrainedModel, wrapped), call.runtime.paged()
+    fresh, needed = not call.cache.seen, call.pages_needed(paged)
+    try:
+        with held(), call.runtime.turn.taken(fits=lambda: needed <= paged.pool.available):
+            try:
+                check_fits(model, paged, call.lengths, call.most_new, needed)
+                return _own_loop(wrapped, call)
+            finally:
+                if not call.returns_cache:
+                    call.cache.close()  # before the next in the queue looks for pages
+    except BaseException:
+        if fresh:
+            call.cache.close()
+        raise
 
 
-def _own_loop(call: loop.Call) -> Any:
+def _own_loop(wrapped: WrappedModel, call: loop.Call) -> Any:
     """Run the fast loop, or the one that lets processors see each step."""
-    counters, do_sample = call.runtime.counters, bool(call.config.do_sample)
+    do_sample = bool(call.config.do_sample)
     if not do_sample and not call.processors and not call.wants_scores:
-        counters.took("fast loop")
+        wrapped._took("fast loop")
         return loop.fast_loop(call, [None] * len(call.input_ids))
     settings = None if call.wants_scores else read_processors(call.processors, do_sample, call.input_ids)
     if settings is None:
         names = sorted({type(processor).__name__ for processor in call.processors})
-        counters.took("processed loop", "output_scores or output_logits" if call.wants_scores else ", ".join(names))
+        wrapped._took("processed loop", "output_scores or output_logits" if call.wants_scores else ", ".join(names))
         return loop.processed_loop(call)
-    counters.took("fast loop")
+    wrapped._took("fast loop")
     return loop.fast_loop(call, settings)
 
 
 def _forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the compiled forward where the cache is ours, else the class's own."""
-    cache = kwargs.get("past_key_values")
-    if not isinstance(cache, PagedCache):
-        with self.compiled.attention.original():
-            return own(self, *args, **kwargs)
-    if args:
-        kwargs["input_ids"], *rest = args
-        if rest:
-            raise TypeError("forward with a PagedCache takes input_ids and keyword arguments only")
-    for name, value in kwargs.items():
-        if name not in (*_KNOWN_INPUTS, "input_ids", "return_dict") and value is not None and value is not False:
+    """Run the compiled forward where it can be, else the class's own."""
+    if torch.compiler.is_compiling():  # the user's own torch.compile or torch.export
+        return own(self, *args, **kwargs)
+    given, runtime = over_pages.named(own, args, kwargs), self.compiled
+    counted, cache = _taken.get() is None, given.get("past_key_values")
+    reason = over_pages.obstacle(own, self, given)
+    if isinstance(cache, PagedCache):
+        if reason is not None:
             raise ValueError(
-                f"forward with a PagedCache does not take {name}={type(value).__name__}; "
-                "pass a DynamicCache, or none, to run the model's own forward"
+                f"forward with a PagedCache: {reason} takes HuggingFace's own forward; pass a DynamicCache, or none"
             )
-    check_ready(self)
-    check_ids(kwargs.get("input_ids"))
-    keep = kwargs.get("logits_to_keep")
-    output = cache.forward(
-        kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"), 0 if keep is None else keep
-    )
-    return output.to_tuple() if kwargs.get("return_dict") is False else output
+        if counted:  # a call of generate goes on as it began
+            over_pages.check_belongs(runtime, cache)
+    elif reason is None:
+        reason = over_pages.fitting(runtime, given)
+    if reason is None:
+        try:
+            output = over_pages.compiled(own, runtime, given)
+        except OutOfPagesError:
+            if cache is not None:
+                raise
+            reason = "more tokens than pages are free"  # other threads took them since
+        else:
+            if counted:
+                runtime.counters.took_forward("compiled")
+            return output
+    if counted:
+        runtime.counters.took_forward("original", reason)
+    with runtime.attention.original():
+        return own(self, *args, **kwargs)
 
 
 def _original_path(
@@ -183,15 +299,19 @@ def _original_path(
 ) -> str | None:
     """Return why this call has to run HuggingFace's loop over the original forward, or None."""
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
-    others = [name for name, value in model_kwargs.items() if name not in _KNOWN_INPUTS and value is not None]
+    known = _KNOWN_INPUTS | over_pages.ignored(type(model).forward)
+    others = [name for name, value in model_kwargs.items() if name not in known and value is not None]
+    caches = (None, "dynamic", getattr(model.generation_config, "cache_implementation", None))
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
     reasons = (
         (generation_mode not in _PAGED_MODES, f"{generation_mode.value}"),
         (cache is not None and not isinstance(cache, PagedCache), f"past_key_values={type(cache).__name__}"),
-        (generation_config.use_cache is False, "use_cache=False"),
-        (generation_config.cache_implementation is not None, "cache_implementation"),
+        (generation_config.cache_implementation not in caches, "cache_implementation"),
         (bool(generation_config.output_attentions), "output_attentions"),
         (bool(generation_config.output_hidden_states), "output_hidden_states"),
-        (bool(getattr(generation_config, "is_assistant", False)), "the model assists another one"),
+        (bool(getattr(generation_config, "use_mtp", False)), "use_mtp"),
+        (getattr(generation_config, "speculation_type", None) == "dflash", "speculation_type='dflash'"),
+        (layers != len(cast(WrappedModel, model).compiled.layers), "drafting with some of the layers"),
         (bool(others), f"model inputs that pages do not cover ({', '.join(others)})"),
         (mask is not None and bool((mask[:, -1] == 0).any()), "right padding"),
         (torch.is_autocast_enabled(model.device.type), "autocast"),

@@ -9,7 +9,7 @@ Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,12 +22,15 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from compiled_llm.additions import Addition
+from compiled_llm.checks import pages_needed
 from compiled_llm.interrupts import allowed
 from compiled_llm.page_table import Row
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.sampling import NOT_A_TOKEN, Sampling, draw, new_seeds
 
 if TYPE_CHECKING:
+    from compiled_llm.paged_model import PagedModel
     from compiled_llm.runtime import CompiledModel
 
 
@@ -38,9 +41,11 @@ class Call:
     Attributes:
         runtime: the wrapped model's ``compiled``.
         cache: it owns the rows.
-        input_ids: ``[B, T]`` int64 prompts, padded on the left.
-        attention_mask: ``[B, T]``, 0 where padded; None where nothing is.
-        position_ids: ``[B, T]`` or ``[1, T]``, or None.
+        input_ids: ``[B, T]`` int64 prompts, padded on the left; with a cache that holds tokens the whole text so far,
+            or what is new of it.
+        first: the column of the cache that ``input_ids`` begin at.
+        additions: what is new in each row.
+        position_ids: ``[B, T']`` or ``[1, T']``, the last of them for the last column, or None.
         processors: what changes logits, settings such as the temperature included.
         criteria: what ends rows.
         config: everything else.
@@ -50,53 +55,134 @@ class Call:
     runtime: CompiledModel
     cache: PagedCache
     input_ids: Tensor
-    attention_mask: Tensor | None
+    first: int
+    additions: list[Addition]
     position_ids: Tensor | None
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
     streamer: BaseStreamer | None
 
-    @property
-    def most_new(self) -> int:
-        """How many tokens each row can get at most; HuggingFace checks lengths after a token, so never none."""
-        lengths = [entry.max_length for entry in self.criteria if isinstance(entry, MaxLengthCriteria)]
-        return max(1, min(lengths) - self.input_ids.shape[1])
+    @classmethod
+    def of(
+        cls,
+        runtime: CompiledModel,
+        cache: PagedCache,
+        input_ids: Tensor,
+        model_kwargs: Mapping[str, Any],
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: BaseStreamer | None,
+    ) -> Call:
+        """Read what HuggingFace hands to a decoding method.
+
+        Raises:
+            ValueError: the cache does not fit the rows or their mask.
+        """
+        batch, tokens = input_ids.shape
+        mask, seen = model_kwargs.get("attention_mask"), cache.seen
+        if mask is None:  # HuggingFace drops one that hides nothing, and notes its width
+            mask = torch.ones(batch, getattr(config, "_mask_length", tokens), dtype=torch.long)
+        first = seen if mask.shape[1] > tokens else 0
+        rows = cache.additions(batch, mask, first, max(seen, first + tokens))
+        return cls(
+            runtime,
+            cache,
+            input_ids,
+            first,
+            rows,
+            model_kwargs.get("position_ids"),
+            processors,
+            criteria,
+            config,
+            streamer,
+        )
 
     @property
-    def prompt_lengths(self) -> list[int]:
-        """How many tokens of each prompt are not masked."""
-        return [len(prompt) for prompt in prompts_of(self.input_ids, self.attention_mask)]
+    def last(self) -> int:
+        """One past the column of the last token given."""
+        return self.first + self.input_ids.shape[1]
+
+    @property
+    def most_new(self) -> int:
+        """How many tokens each row can get at most."""
+        return most_new(self.criteria, self.input_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each row has before the first new one is chosen."""
+        return [row.length for row in self.additions]
+
+    @property
+    def tokens(self) -> list[NDArray[np.int64]]:
+        """The tokens that are new in each row, on the host."""
+        ids = self.input_ids.cpu().numpy().astype(np.int64)
+        return [own[row.columns - self.first] for own, row in zip(ids, self.additions, strict=True)]
 
     @property
     def returns_cache(self) -> bool:
         """Whether the cache, rows and all, goes to the user."""
-        return bool(self.config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False))
+        return returns_cache(self.config, self.cache)
 
     @property
     def wants_scores(self) -> bool:
         """Whether the caller gets each step's scores or logits."""
         return bool(self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits))
 
+    def pages_needed(self, paged: PagedModel) -> int:
+        """Return how many pages the call may need beyond those that its cache has."""
+        rows, most = self.cache.runner.rows, self.most_new
+        if not rows:
+            return pages_needed(paged, self.lengths, most)
+        both = zip(rows, self.additions, strict=True)
+        return sum(row.missing(addition.length + most - 1, addition.kept) for row, addition in both)
+
+
+def most_new(criteria: StoppingCriteriaList, input_ids: Tensor) -> int:
+    """Return how many tokens each row can get at most; HuggingFace checks lengths after a token, so never none."""
+    lengths = [entry.max_length for entry in criteria if isinstance(entry, MaxLengthCriteria)]
+    return max(1, min(lengths) - input_ids.shape[1])
+
+
+def returns_cache(config: GenerationConfig, cache: PagedCache) -> bool:
+    """Whether the cache, rows and all, goes to the user."""
+    return bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
+
+
+def row_lengths(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
+    """Return how many tokens each row of a call with an empty cache begins with."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        return [int(length) for length in (mask != 0).sum(dim=1)]
+    given = model_kwargs.get("inputs_embeds")
+    return [input_ids.shape[1] if given is None else given.shape[1]] * len(input_ids)
+
 
 def obstacle(model: PreTrainedModel, call: Call) -> str | None:
     """Return why our loops cannot serve this call, or None."""
-    if call.cache.seen:
-        return "a cache that holds tokens already"
+    if not all(len(row.columns) and row.columns[-1] == call.last - 1 for row in call.additions):
+        return "no token that the cache does not hold"
     if model._forward_hooks or model._forward_pre_hooks:
         return "forward hooks on the model itself"
-    if _has_own_positions(call.input_ids, call.attention_mask, call.position_ids):
+    if _has_own_positions(call):
         return "position_ids of your own"
     return None
 
 
-def _has_own_positions(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
+def _has_own_positions(call: Call) -> bool:
     """Whether the positions are not those that counting each row's unmasked tokens gives."""
-    if position_ids is None:
+    if call.position_ids is None:
         return False
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    counted = (mask.long().cumsum(dim=-1) - 1).to(position_ids.device)
-    return bool(((counted != position_ids) & (mask != 0).to(position_ids.device)).any())
+    given = call.position_ids.expand(len(call.input_ids), -1).cpu().numpy()
+    shift = call.last - given.shape[1]
+    ahead = [row.position - row.length for row in call.cache.runner.rows] or [0] * len(given)
+    for own, start, addition in zip(given, ahead, call.additions, strict=True):
+        counted = start + np.arange(addition.kept, addition.length)
+        there = addition.columns >= shift
+        if (own[addition.columns[there] - shift] != counted[there]).any():
+            return True
+    return False
 
 
 def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
@@ -105,7 +191,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     They are read one step late where the device runs beside the host.
 
     Args:
-        call: the call; its cache is empty.
+        call: the call.
         settings: how each row chooses its tokens; the most likely ones where None.
 
     Returns:
@@ -116,32 +202,34 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
         RuntimeError: a row's logits are NaN or all -inf.
     """
     sequences = _Sequences(call)
-    runner = call.cache.runner
-    prompts = prompts_of(call.input_ids, call.attention_mask)
-    rows = [
-        runner.admit(prompt, sequences.most_new, sampling) for prompt, sampling in zip(prompts, settings, strict=True)
-    ]
-    ends: dict[Row, int] = {}
-    while not sequences.done:
-        tokens = runner.step() if runner.steps < sequences.most_new else runner.drain()
-        if not tokens and not runner.asynchronous:
-            tokens = runner.drain()
-        if not tokens:
-            continue
-        with call.runtime.turn.yielded(), allowed():
-            ended = sequences.append([tokens.get(row, 0) for row in rows])
+    cache, runner = call.cache, call.cache.runner
+    with cache.extended(call.additions, call.last) as rows:
+        runner.restart()
+        for row, tokens, sampling in zip(rows, call.tokens, settings, strict=True):
+            runner.resume(row, tokens, sequences.most_new, sampling)
+        ends: dict[Row, int] = {}
+        while not sequences.done:
+            chosen = runner.step() if runner.steps < sequences.most_new else runner.drain()
+            if not chosen and not runner.asynchronous:
+                chosen = runner.drain()
+            if not chosen:
+                continue
+            with call.runtime.turn.yielded(), allowed():
+                ended = sequences.append([chosen.get(row, 0) for row in rows])
+            if call.returns_cache:
+                ends.update({rows[index]: sequences.generated for index in ended})
+            else:
+                for index in ended:
+                    runner.release(rows[index])
         if call.returns_cache:
-            ends.update({rows[index]: sequences.generated for index in ended})
-        else:
-            for index in ended:
-                runner.release(rows[index])
-    if call.returns_cache:
-        _settle(call, rows, [len(prompt) for prompt in prompts], ends, sequences)
+            _settle(call, rows, ends, sequences)
     call.runtime.counters.add_steps(runner.steps)
+    if call.returns_cache:
+        cache.count(sequences.generated - 1)
     return sequences.finish()
 
 
-def _settle(call: Call, rows: list[Row], prompts: list[int], ends: dict[Row, int], sequences: _Sequences) -> None:
+def _settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: _Sequences) -> None:
     """Leave in the cache what HuggingFace leaves there: all columns but the last, pads after a row's end included.
 
     The loop ran a step ahead of what it read, and rows that had ended went on with tokens of their own.
@@ -149,15 +237,14 @@ def _settle(call: Call, rows: list[Row], prompts: list[int], ends: dict[Row, int
     Args:
         call: the call.
         rows: all its rows.
-        prompts: tokens in each row's prompt.
         ends: how many tokens a row had got when it ended.
         sequences: where pads come from.
     """
     stored = sequences.generated - 1
     late: list[tuple[Row, int]] = []
-    for row, prompt in zip(rows, prompts, strict=True):
+    for row, length in zip(rows, call.lengths, strict=True):
         own = min(stored, ends.get(row, stored))
-        row.rewind(prompt + own)
+        row.rewind(length + own)
         if own < stored:
             late.append((row, stored - own))
     if late:
@@ -166,7 +253,6 @@ def _settle(call: Call, rows: list[Row], prompts: list[int], ends: dict[Row, int
             [np.full(count, sequences.pad_token, dtype=np.int64) for _, count in late],
             [row.position + np.arange(count) for row, count in late],
         )
-    call.cache.seen = sequences.length - 1
 
 
 def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
@@ -184,20 +270,22 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     sequences = _Sequences(call)
     runner, device = call.cache.runner, call.input_ids.device
     seeds = new_seeds(len(call.input_ids)).to(device) if call.config.do_sample else None
-    prompts = prompts_of(call.input_ids, call.attention_mask)
-    rows = [runner.add_row(len(prompt) + sequences.most_new - 1) for prompt in prompts]
-    logits = runner.extend(rows, prompts, [np.arange(len(prompt), dtype=np.int64) for prompt in prompts])
-    while True:
-        with call.runtime.turn.yielded(), allowed():
-            raw = logits.to(device=device, dtype=torch.float32, copy=True)
-            scores = call.processors(cast(torch.LongTensor, sequences.result()), raw)
-            sequences.record(scores, raw)
-            positions = torch.tensor([row.position for row in rows], device=device)
-            sequences.append(draw(scores, seeds, positions).tolist())
-        if sequences.done:
-            break
-        logits = runner.decode(sequences.last().to(logits.device), [row.position for row in rows])
-    call.cache.seen = sequences.length - 1
+    with call.cache.extended(call.additions, call.last) as rows:
+        for row, length in zip(rows, call.lengths, strict=True):
+            row.reserve(length + sequences.most_new - 1)
+        positions = [row.position + np.arange(len(own)) for row, own in zip(rows, call.tokens, strict=True)]
+        logits = runner.extend(rows, call.tokens, positions)
+        while True:
+            with call.runtime.turn.yielded(), allowed():
+                raw = logits.to(device=device, dtype=torch.float32, copy=True)
+                scores = call.processors(cast(torch.LongTensor, sequences.result()), raw)
+                sequences.record(scores, raw)
+                counted = torch.tensor([row.position for row in rows], device=device)
+                sequences.append(draw(scores, seeds, counted).tolist())
+            if sequences.done:
+                break
+            logits = runner.decode(sequences.last().to(logits.device), [row.position for row in rows])
+    call.cache.count(sequences.generated - 1)
     call.runtime.counters.add_steps(sequences.generated)
     return sequences.finish()
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat import fake_tensors
+from compiled_llm.snapshot import same_attributes
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
 _HARMLESS = frozenset({"position_ids", "is_causal"})
@@ -111,7 +112,9 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
     probe = LayerProbe()
     tokens = 4
     forward = type(model).forward
-    with torch.no_grad(), fake_tensors() if fake else nullcontext(), _batched_experts(model):
+    # What forward stores in modules is fake as well, and must not stay.
+    mode = fake_tensors() if fake else nullcontext()
+    with same_attributes(model), torch.no_grad(), mode, _batched_experts(model):
         ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
         positions = torch.arange(tokens, device=model.device)[None]
         try:

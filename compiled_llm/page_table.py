@@ -34,14 +34,25 @@ class PageAccount(NamedTuple):
     cached: int
 
 
+class PageCopy(NamedTuple):
+    """A page that a row stopped sharing: what ``source`` holds has to be in ``target`` before the row writes there."""
+
+    source: int
+    target: int
+
+
 class PagePool:
-    """Hands out pages, and promises them ahead of time so that a row that was let in never runs out."""
+    """Hands out pages, and promises them ahead of time so that a row that was let in never runs out.
+
+    A page may have several owners; it is free again once the last of them gives it back.
+    """
 
     def __init__(self, pages: int, page_size: int) -> None:
         """Start with all of ``pages`` free, except the null page."""
         self.page_size = page_size
         self.total = pages - 1
         self._free = list(range(pages - 1, NULL_PAGE, -1))
+        self._owners = [0] * pages
         self._reserved = 0
         # Re-entrant: the garbage collector may give back a dropped row's pages in the middle of any call.
         self._lock = threading.RLock()
@@ -76,25 +87,46 @@ class PagePool:
         with self._lock:
             self._reserved -= 1
             page = self._free.pop()
+            self._owners[page] = 1
         logger.debug("page %d taken, %d free", page, len(self._free))
         return page
 
-    def untake(self, pages: Sequence[int]) -> int:
-        """Turn taken pages back into promised ones; returns how many."""
+    def share(self, pages: Sequence[int]) -> None:
+        """Count one more owner of each page."""
         with self._lock:
-            self._free.extend(pages)
-            self._reserved += len(pages)
-            return len(pages)
+            for page in pages:
+                self._owners[page] += 1
+
+    def is_shared(self, page: int) -> bool:
+        """Whether a page has more than one owner."""
+        return self._owners[page] > 1
+
+    def untake(self, pages: Sequence[int]) -> int:
+        """Turn taken pages back into promised ones, except those that have other owners; returns how many."""
+        with self._lock:
+            freed = self._disown(pages)
+            self._reserved += freed
+            return freed
 
     def give_back(self, pages: Iterable[int], reserved: int = 0) -> None:
         """Return taken pages, and promised ones that were never taken."""
         with self._lock:
-            self._free.extend(pages)
+            self._disown(pages)
             self._reserved -= reserved
+
+    def _disown(self, pages: Iterable[int]) -> int:
+        before = len(self._free)
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                self._free.append(page)
+        return len(self._free) - before
 
 
 class Row:
     """One sequence: its pages, how many tokens they hold, and the position of the next token.
+
+    Rows may share pages. Full pages are only read; the last one is copied before a row writes into it.
 
     Attributes:
         pages: page numbers, in order.
@@ -137,20 +169,66 @@ class Row:
             self._pool.reserve(missing)
             self._reserved += missing
 
-    def grow(self, tokens: int) -> None:
-        """Count ``tokens`` more as stored, taking promised pages as they are entered."""
-        self.reserve(self.length + tokens)
+    def missing(self, tokens: int, kept: int | None = None) -> int:
+        """Return how many pages it takes to hold ``tokens`` in all, beyond those taken and promised.
+
+        Args:
+            tokens: all that the row shall hold.
+            kept: how many of its present tokens stay; all where None.
+        """
+        pool, kept = self._pool, self.length if kept is None else kept
+        held = pool.pages_for(kept)
+        back = sum(not pool.is_shared(page) for page in self.pages[held:])
+        copied = tokens > kept and self._writes_into_shared(kept)
+        return max(0, pool.pages_for(tokens) - held - self._reserved - back) + copied
+
+    def _writes_into_shared(self, length: int) -> bool:
+        full, begun = divmod(length, self._pool.page_size)
+        return begun > 0 and self._pool.is_shared(self.pages[full])
+
+    def grow(self, tokens: int) -> PageCopy | None:
+        """Count ``tokens`` more as stored, taking promised pages as they are entered.
+
+        Returns:
+            What has to be copied before the new tokens are written, where the last page was shared.
+
+        Raises:
+            OutOfPagesError: pages that were not promised are needed and not free; nothing changed.
+        """
+        copies = tokens > 0 and self._writes_into_shared(self.length)  # asked once: other threads may fork and free
+        missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._reserved) + copies
+        self._pool.reserve(missing)
+        self._reserved += missing
+        copy = self._unshare() if copies else None
         self.length += tokens
         while len(self.pages) * self._pool.page_size < self.length:
-            self.pages.append(self._pool.take_reserved())
-            self._reserved -= 1
+            self.pages.append(self._take())
+        return copy
+
+    def _unshare(self) -> PageCopy:
+        """Give the last page a copy of its own."""
+        copy = PageCopy(self.pages[-1], self._take())
+        self.pages[-1] = copy.target
+        self._pool.give_back([copy.source])
+        return copy
+
+    def _take(self) -> int:
+        self._reserved -= 1
+        return self._pool.take_reserved()
+
+    def fork(self) -> Row:
+        """Return another row with the same tokens in the same pages, and with no more pages promised."""
+        row = Row(self._pool, 0)
+        self._pool.share(self.pages)
+        row.pages, row.length, row.position = list(self.pages), self.length, self.position
+        return row
 
     def mark(self) -> tuple[int, int]:
         """Return what ``restore`` needs to undo growth."""
         return self.length, self._reserved + len(self.pages)
 
     def restore(self, mark: tuple[int, int]) -> None:
-        """Undo all growth since ``mark``, and the promises made for it."""
+        """Undo all growth since ``mark``, and the promises made for it; a page that was copied stays the row's own."""
         length, pages = mark
         self.shrink(self.length - length)
         extra = self._reserved + len(self.pages) - pages
@@ -158,7 +236,7 @@ class Row:
         self._reserved -= extra
 
     def shrink(self, tokens: int) -> None:
-        """Forget the last ``tokens``; pages left empty become promised ones again.
+        """Forget the last ``tokens``; pages left empty and not shared become promised ones again.
 
         Raises:
             ValueError: the row does not hold that many.
@@ -180,16 +258,26 @@ class Row:
         self.shrink(extra)
         self.position -= extra
 
+    def settle(self) -> None:
+        """Give back the pages that were promised and not taken, and the entry of the sampling tables."""
+        self.leave_slot()
+        self._pool.give_back((), self._reserved)
+        self._reserved = 0
+
     def take_slot(self, free: list[int]) -> None:
-        """Take an entry of the sampling tables; ``free`` gets it back with the pages."""
+        """Take an entry of the sampling tables; ``free`` gets it back with the pages, or from ``leave_slot``."""
         self._free_slots = free
         self.slot = free.pop()
 
-    def free(self) -> None:
-        """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
+    def leave_slot(self) -> None:
+        """Give the entry of the sampling tables back, if there is one."""
         if self.slot is not None:
             self._free_slots.append(self.slot)
             self.slot = None
+
+    def free(self) -> None:
+        """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
+        self.leave_slot()
         pages, reserved = self.pages, self._reserved
         self.pages, self._reserved, self.length, self.position = [], 0, 0, 0
         self._pool.give_back(pages, reserved)

@@ -8,6 +8,7 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, V vocabulary,
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +22,10 @@ from transformers import PreTrainedModel
 
 from compiled_llm.attention import AttentionSwitch, PagedBatch
 from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
-from compiled_llm.compile import Forward, Programs
+from compiled_llm.compile import PREFILL, PREFILL_EMBEDDED, Forward, Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import Executor
+from compiled_llm.journal import Journal, Replan
 from compiled_llm.kv_cache import (
     DecodeBuffers,
     allocate_pages,
@@ -33,7 +35,7 @@ from compiled_llm.kv_cache import (
     reserved_bytes,
 )
 from compiled_llm.layers import Layer, inner_hooks
-from compiled_llm.page_table import PagePool, Row, Span, Stored, build_table
+from compiled_llm.page_table import PageCopy, PagePool, Row, Span, Stored, build_table
 from compiled_llm.plan import Planner, attention_groups
 from compiled_llm.progress import ProgressDisplay
 from compiled_llm.sampler import Sampler
@@ -76,6 +78,7 @@ class PagedModel:
         config: WrapConfig,
         switch: AttentionSwitch,
         thread: Executor,
+        journal: Journal | None = None,
     ) -> None:
         """Allocate pages and buffers; nothing is compiled yet.
 
@@ -86,6 +89,7 @@ class PagedModel:
             config: the options of ``wrap``.
             switch: points the model's attention at the pages.
             thread: where everything here runs.
+            journal: what to note things in.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -94,6 +98,7 @@ class PagedModel:
         self.device = model.device
         self.fits = self.fingerprint(model)
         self.thread = thread
+        self.journal = Journal() if journal is None else journal
         self._model = weakref.ref(model)
         self._switch = switch
         self.max_positions = max_positions_of(model)
@@ -104,6 +109,7 @@ class PagedModel:
             self.buffers = DecodeBuffers(config.max_batch_size, entries, self.device)
             self._prefill_indices = torch.zeros(entries, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size)
+        self._head_dims = [layer.head_dim for layer in layers]
         self.staging = Staging(self.device)
         self.planner = Planner(
             attention_groups(layers, config.page_size, model.dtype, self.device), config, self.device
@@ -112,6 +118,8 @@ class PagedModel:
         self.cudagraph_skips = 0
         self.cudagraph_reasons: list[str] = []
         self._recordings_before = cudagraph_recordings(self.device)
+        self._recordings_meant = 0
+        self._addresses: dict[str, dict[str, int]] = {}
         self._progress = ProgressDisplay(config.progress)
         self._ready: set[int | str] = set()
         self._sampler: Sampler | None = None
@@ -123,6 +131,10 @@ class PagedModel:
     def fingerprint(model: PreTrainedModel) -> tuple[Hashable, ...]:
         """Return what must not change: where the model is, of what type, and the hooks compiled into its graphs."""
         return model.device, model.dtype, inner_hooks(model)
+
+    def is_of(self, model: PreTrainedModel) -> bool:
+        """Whether this is the device side of ``model``."""
+        return self._model() is model
 
     @property
     def vocabulary(self) -> int:
@@ -136,23 +148,40 @@ class PagedModel:
         """The decode buckets that are compiled, and on CUDA recorded."""
         return sorted(bucket for bucket in self._ready if isinstance(bucket, int))
 
-    def make_prefill_ready(self) -> None:
-        """Compile prefill, if it is not compiled yet."""
-        if "prefill" in self._ready:
+    def make_prefill_ready(self, embedded: bool = False, waiting: int = 0) -> None:
+        """Compile prefill, if it is not compiled yet.
+
+        Args:
+            embedded: the one that reads embeddings in place of token ids.
+            waiting: how many rows a call has that waits for it.
+        """
+        program = PREFILL_EMBEDDED if embedded else PREFILL
+        if program in self._ready:
             return
-        with self._progress.task(self._what("prefill")):
+        with self._preparing(program, waiting):
             rows, kept = next(sizes for sizes in _PREFILL_SIZES if self._distinct(*_symbols(*sizes)))
             null = [_null_extension(2, self.config.page_size) for _ in range(rows)]
-            logits, _ = self._run_prefill(null, np.zeros(kept, dtype=np.int64))
+            embeddings = self._null_embeddings(2 * rows) if embedded else None
+            logits, _ = self._run_prefill(null, np.zeros(kept, dtype=np.int64), embeddings)
             self._logits_width = logits.shape[-1]
-        self._ready.add("prefill")
+        self._ready.add(program)
+
+    def _null_embeddings(self, tokens: int) -> Tensor:
+        model = self._require_model()
+        width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
+        return torch.zeros(tokens, width, dtype=model.dtype, device=self.device)
 
     def _distinct(self, *sizes: int) -> bool:
         """Whether none of the sizes is P: Dynamo takes equal sizes at the first call for one symbol."""
         return self.pages[0].shape[0] not in sizes
 
-    def make_decode_ready(self, bucket: int) -> None:
-        """Compile decode for the bucket and record its graph, if that has not happened yet."""
+    def make_decode_ready(self, bucket: int, waiting: int = 0) -> None:
+        """Compile decode for the bucket and record its graph, if that has not happened yet.
+
+        Args:
+            bucket: B.
+            waiting: how many rows a call has that waits for it.
+        """
         if bucket in self._ready:
             return
         self.claim(None)
@@ -162,10 +191,10 @@ class PagedModel:
                 if self._distinct(other, other + 1):
                     self.make_decode_ready(other)
                     break
-        what = f"decode bucket {bucket} ({buckets.index(bucket) + 1} of {len(buckets)})"
-        with self._progress.task(self._what(what)), self._recording():
+        number = f" ({buckets.index(bucket) + 1} of {len(buckets)})"
+        with self._preparing(f"decode bucket {bucket}", waiting, number), self._recording(f"decode bucket {bucket}"):
             for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
-                self.upload([], bucket, None)
+                self.upload([], bucket, None, "a bucket was prepared")
                 self.run_decode(bucket)
         if self.programs.recorded:
             self.planner.freeze(bucket)
@@ -180,15 +209,21 @@ class PagedModel:
             )
         return self._sampler
 
-    def make_sampling_ready(self, bucket: int) -> None:
-        """Compile the choosing of tokens for the bucket and record it, if that has not happened yet."""
+    def make_sampling_ready(self, bucket: int, waiting: int = 0) -> None:
+        """Compile the choosing of tokens for the bucket and record it, if that has not happened yet.
+
+        Args:
+            bucket: B.
+            waiting: how many rows a call has that waits for it.
+        """
         if bucket in self._sampling_ready:
             return
-        self.make_decode_ready(bucket)
+        self.make_decode_ready(bucket, waiting)
         self.claim(None)
-        with self._progress.task(self._what(f"sampling for bucket {bucket}")), self._recording():
+        what = f"sampling for bucket {bucket}"
+        with self._preparing(what, waiting), self._recording(what):
             for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
-                self.upload([], bucket, None)
+                self.upload([], bucket, None, "a bucket was prepared")
                 self.sampler.seat([], bucket)
                 self.sampler.choose_next(self.run_decode(bucket), self.buffers.bucket(bucket))
         self._sampling_ready.add(bucket)
@@ -217,19 +252,50 @@ class PagedModel:
         return counts if self._sampler is None else counts | self._sampler.graph_counts()
 
     @contextmanager
-    def _recording(self) -> Iterator[None]:
+    def _preparing(self, what: str, waiting: int, number: str = "") -> Iterator[None]:
+        """Show what the block prepares, and note it where a call of ``waiting`` rows waits for it."""
+        start = time.perf_counter()
+        with self._progress.task(self._what(what + number)):
+            yield
+        if waiting:
+            sampling = " with sampling=True" if "sampling" in what else ""
+            cause = None if what == PREFILL_EMBEDDED else f"warmup did not name a batch size of {waiting}{sampling}"
+            self.journal.missed(what, waiting, time.perf_counter() - start, cause)
+
+    @contextmanager
+    def _recording(self, what: str) -> Iterator[None]:
         """Count what the block takes from the allocator for good, and what it was asked to record and did not."""
-        nbytes, skips = reserved_bytes(self.device), cudagraph_skips()
+        nbytes, skips, recordings = reserved_bytes(self.device), cudagraph_skips(), self.recordings()
         with cudagraph_messages() as messages:
             yield
         self.cudagraph_reasons += messages
         logger.debug("graphs %s, %d recorded", self.graph_counts(), self.recordings())
         self._graph_bytes += max(0, reserved_bytes(self.device) - nbytes)
         self.cudagraph_skips += cudagraph_skips() - skips
+        self._recordings_meant += self.recordings() - recordings
+        if self.programs.recorded:
+            self._addresses[what] = self._weight_addresses()
 
     def recordings(self) -> int:
         """Return how many CUDA graphs have been recorded."""
         return max(0, cudagraph_recordings(self.device) - self._recordings_before)
+
+    def rerecordings(self) -> int:
+        """Return how many CUDA graphs were recorded anew in the midst of steps: each had been recorded before."""
+        return max(0, self.recordings() - self._recordings_meant)
+
+    def moved_weights(self) -> list[str]:
+        """Return the parameters and buffers that no longer lie where a CUDA graph was recorded to read them."""
+        recorded = self._addresses.values()
+        return [
+            name
+            for name, address in self._weight_addresses().items()
+            if any(then.get(name, address) != address for then in recorded)
+        ]
+
+    def _weight_addresses(self) -> dict[str, int]:
+        model = self._require_model()
+        return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
     def _what(self, program: str) -> str:
         if self.config.mode == "eager":
@@ -240,39 +306,50 @@ class PagedModel:
 
     # ---- prefill and extend
 
-    def prefill(self, batch: list[Extension], keep: NDArray[np.int64] | None) -> tuple[Tensor, Tensor]:
+    def prefill(
+        self, batch: list[Extension], keep: NDArray[np.int64] | None, embeddings: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run new tokens of some rows, packed.
 
         Args:
             batch: at most ``max_batch_size`` rows, each already grown by its tokens.
             keep: ``[L]`` ascending, which packed tokens' logits are wanted; each row's last where None.
+            embeddings: ``[T, hidden]``, what the model reads in place of the tokens' ids.
 
         Returns:
             ``[L, V]`` logits, and ``[L]`` int64, the most likely next tokens.
         """
-        self.make_prefill_ready()
+        self.make_prefill_ready(embedded=embeddings is not None, waiting=len(batch))
+        if embeddings is not None:
+            embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
         if keep is None:
             keep = np.cumsum([len(extension.ids) for extension in batch]) - 1
         start, parts = 0, []
         for chunk in _chunks(batch, self.config.prefill_tokens, self.config.page_size):
             end = start + sum(len(extension.ids) for extension in chunk)
-            parts.append(self._prefill_chunk(chunk, keep[(keep >= start) & (keep < end)] - start))
+            part = None if embeddings is None else embeddings[start:end]
+            parts.append(self._prefill_chunk(chunk, keep[(keep >= start) & (keep < end)] - start, part))
             start = end
         if len(parts) == 1:
             return parts[0]
         return torch.cat([logits for logits, _ in parts]), torch.cat([tokens for _, tokens in parts])
 
-    def _prefill_chunk(self, batch: list[Extension], keep: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def _prefill_chunk(
+        self, batch: list[Extension], keep: NDArray[np.int64], embeddings: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         wanted = len(keep)
         # A symbolic size is at least 2.
         if len(batch) == 1:
             batch = [*batch, _null_extension(1, self.config.page_size)]
+            embeddings = None if embeddings is None else torch.cat([embeddings, self._null_embeddings(1)])
         if wanted < 2:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
-        logits, tokens = self._run_prefill(batch, keep)
+        logits, tokens = self._run_prefill(batch, keep, embeddings)
         return logits[:wanted], tokens[:wanted]
 
-    def _run_prefill(self, batch: list[Extension], keep: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def _run_prefill(
+        self, batch: list[Extension], keep: NDArray[np.int64], embeddings: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         queries = [len(extension.ids) for extension in batch]
         table = build_table([extension.row for extension in batch], queries, self.config.page_size, len(batch))
         starts = [extension.row.length - len(extension.ids) for extension in batch]
@@ -297,7 +374,27 @@ class PagedModel:
         self.planner.plan_prefill(columns, table)
         packed = PagedBatch(self.pages, rows, cache_positions, *columns)
         with self._switch.paged(self.thread.caller):
-            return self.programs.prefill(self._require_model(), ids[None], positions[None], keeps, packed)
+            if embeddings is None:
+                return self.programs.prefill(self._require_model(), ids[None], positions[None], keeps, packed)
+            return self.programs.prefill_embedded(
+                self._require_model(), embeddings[None], positions[None], keeps, packed
+            )
+
+    # ---- what lies in the pages
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copy whole pages in all layers, in stream order."""
+        columns = [np.array(column, dtype=np.int64) for column in zip(*copies, strict=True)]
+        source, target = self.staging.to_device(columns)
+        for pages in self.pages:
+            pages.index_copy_(0, target, pages.index_select(0, source))
+
+    def read(self, layer: int, row: Row) -> Tensor:
+        """Return ``[2, K, length, D]``, a copy of a row's keys and values in one layer."""
+        (indices,) = self.staging.to_device([np.array(row.pages, dtype=np.int64)])
+        pages = self.pages[layer].index_select(0, indices)
+        tokens = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return tokens[:, :, : row.length, : self._head_dims[layer]]
 
     # ---- decode
 
@@ -312,13 +409,14 @@ class PagedModel:
         """Whether the decode buffers hold this runner's rows."""
         return self._owner is not None and self._owner() is runner
 
-    def upload(self, rows: Sequence[Row], bucket: int, tokens: Tensor | None) -> None:
+    def upload(self, rows: Sequence[Row], bucket: int, tokens: Tensor | None, cause: Replan) -> None:
         """Put rows, already grown by the token they are about to feed, into the decode buffers, and plan.
 
         Args:
             rows: the rows; the rest of the bucket becomes null rows.
             bucket: B.
             tokens: ``[len(rows)]`` int64 on the device, what the rows feed in; None leaves it as it is.
+            cause: why.
         """
         inputs = self.buffers.bucket(bucket)
         table = build_table(rows, [1] * len(rows), self.config.page_size, bucket)
@@ -335,6 +433,7 @@ class PagedModel:
         if tokens is not None:
             inputs.tokens[: len(rows)].copy_(tokens)
         self.planner.plan_decode(inputs, table)
+        self.journal.replans[cause] += 1
 
     def run_decode(self, bucket: int) -> Tensor:
         """Run one decode step over what lies in the buffers; returns ``[B, V]`` logits, overwritten by the next."""

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from compiled_llm.journal import Replan
 from compiled_llm.page_table import Row
 from compiled_llm.paged_model import Extension, PagedModel
 from compiled_llm.sampling import Sampling
@@ -55,6 +57,16 @@ class Runner:
         return self._paged.max_positions
 
     @property
+    def max_rows(self) -> int:
+        """How many rows there can be."""
+        return self._paged.config.max_batch_size
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model can take."""
+        return self._paged.vocabulary
+
+    @property
     def asynchronous(self) -> bool:
         """Whether a step may still be running when ``step`` returns; else reading late gains nothing."""
         return self._paged.device.type != "cpu"
@@ -71,7 +83,7 @@ class Runner:
 
         Raises:
             ValueError: the prompt is empty or not of tokens of the model, ``max_new_tokens`` is negative, or
-                ``max_batch_size`` rows are in already.
+                there would be more rows than ``max_batch_size``.
             OutOfPagesError: the pages it may need are not free; nothing was taken.
         """
         given = np.asarray(prompt)
@@ -89,6 +101,24 @@ class Runner:
         row = self.add_row(given.size + max(0, max_new_tokens - 1))
         self._pending.append((row, given.astype(np.int64).reshape(-1), sampling))
         return row
+
+    def resume(
+        self, row: Row, tokens: NDArray[np.int64], max_new_tokens: int, sampling: Sampling | None = None
+    ) -> None:
+        """Let a row go on with more tokens given; otherwise as ``admit``.
+
+        Args:
+            row: one of this runner's.
+            tokens: ``[Q]`` token ids, at least one.
+            max_new_tokens: how many tokens the row may grow by after them; its pages are promised now.
+            sampling: how it chooses its tokens; the most likely ones where None.
+
+        Raises:
+            OutOfPagesError: the pages it may need are not free; nothing was taken.
+        """
+        row.reserve(row.length + len(tokens) + max(0, max_new_tokens - 1))
+        row.leave_slot()
+        self._pending.append((row, tokens, sampling))
 
     def step(self, forced: Tensor | None = None) -> dict[Row, int]:
         """Launch one step and return the tokens of the step before.
@@ -124,6 +154,37 @@ class Runner:
         self._pending = [entry for entry in self._pending if entry[0] is not row]
         row.free()
 
+    def select(self, indices: Sequence[int]) -> None:
+        """Replace the rows by some of them, each as often as it is named; pages are shared, not copied.
+
+        Args:
+            indices: for each new row, the old one that it goes on from.
+
+        Raises:
+            ValueError: they are more than ``max_batch_size``; nothing has changed.
+        """
+        self._check_room(len(indices))
+        old = list(self.rows)
+        rows = [old[index] if index == seat else old[index].fork() for seat, index in enumerate(indices)]
+        self.rows[:] = rows
+        for row in old:
+            if row not in rows:
+                row.free()
+
+    def fork(self) -> Runner:
+        """Return a runner of its own with the same rows; pages are shared, not copied."""
+        runner = Runner(self._paged)
+        runner.rows += [row.fork() for row in self.rows]
+        return runner
+
+    def belongs_to(self, paged: PagedModel) -> bool:
+        """Whether these rows lie in the pages of ``paged``."""
+        return self._paged is paged
+
+    def runs(self, model: PreTrainedModel) -> bool:
+        """Whether these rows are of ``model``, as it is now or as it was."""
+        return self._paged.is_of(model)
+
     # ---- around them
 
     def drain(self) -> dict[Row, int]:
@@ -140,6 +201,10 @@ class Runner:
         self._finalizer()
         self._finalizer = weakref.finalize(self, _free, self.rows)
         self.rows.clear()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new loop with the rows as they are; what an earlier one left is forgotten."""
         self._pending.clear()
         self._launched.clear()
         self._forget()
@@ -149,12 +214,10 @@ class Runner:
         """Add an empty row with pages promised for ``tokens``, for ``extend``.
 
         Raises:
-            ValueError: ``max_batch_size`` rows are in already.
+            ValueError: there would be more rows than ``max_batch_size``.
             OutOfPagesError: the pages are not free; nothing was taken.
         """
-        limit = self._paged.config.max_batch_size
-        if len(self.rows) == limit:
-            raise ValueError(f"{limit} rows are in already, which is max_batch_size; wrap with a larger one")
+        self._check_room(len(self.rows) + 1)
         row = Row(self._paged.pool, tokens)
         self.rows.append(row)
         return row
@@ -165,6 +228,7 @@ class Runner:
         ids: Sequence[NDArray[np.int64]],
         positions: Sequence[NDArray[np.int64]],
         keep: NDArray[np.int64] | None = None,
+        embeddings: Tensor | None = None,
     ) -> Tensor:
         """Store and compute more tokens of some rows, packed, and wait for nothing.
 
@@ -173,12 +237,17 @@ class Runner:
             ids: each row's new tokens, at least one.
             positions: their rotary positions.
             keep: which packed tokens' logits are wanted; each row's last where None.
+            embeddings: ``[T, hidden]``, what the model reads in place of ``ids``, packed.
 
         Returns:
             ``[L, V]`` logits in the model's dtype.
         """
-        logits, _ = self._thread.call(self._extend, rows, ids, positions, keep)
+        logits, _ = self._thread.call(self._extend, rows, ids, positions, keep, embeddings)
         return logits
+
+    def stored(self, layer: int) -> list[Tensor]:
+        """Return ``[2, K, length, D]`` for each row: copies of a layer's keys and values."""
+        return self._thread.call(lambda: [self._paged.read(layer, row) for row in self.rows])
 
     def decode(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
         """Run one decode step of all rows with given tokens, and read nothing back.
@@ -199,6 +268,10 @@ class Runner:
         if self._logits is not None:
             self._logits = self._logits.clone()  # the next replay overwrites them
         self._left = []
+
+    def _check_room(self, rows: int) -> None:
+        if rows > self.max_rows:
+            raise ValueError(f"{rows} rows are more than max_batch_size={self.max_rows}; wrap with a larger one")
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if tokens.shape != (len(self.rows),) or tokens.dtype not in (torch.int64, torch.int32):
@@ -226,10 +299,10 @@ class Runner:
     def _prefill_pending(self) -> tuple[list[Row], Tensor]:
         rows = [row for row, _, _ in self._pending]
         ids = [tokens for _, tokens, _ in self._pending]
-        positions = [np.arange(len(tokens), dtype=np.int64) for tokens in ids]
+        positions = [row.position + np.arange(len(tokens)) for row, tokens in zip(rows, ids, strict=True)]
         sampled = [(row, sampling) for row, _, sampling in self._pending if sampling is not None and row.slot is None]
         if sampled:
-            self._paged.make_prefill_ready()  # the vocabulary is known afterwards
+            self._paged.make_prefill_ready(waiting=len(rows))  # the vocabulary is known afterwards
             self._paged.sampler.admit([row for row, _ in sampled], [sampling for _, sampling in sampled])
         self._logits, tokens = self._extend(rows, ids, positions, None)
         if any(row.slot is not None for row in rows):
@@ -244,10 +317,11 @@ class Runner:
         ids: Sequence[NDArray[np.int64]],
         positions: Sequence[NDArray[np.int64]],
         keep: NDArray[np.int64] | None,
+        embeddings: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         batch = [Extension(*extension) for extension in zip(rows, ids, positions, strict=True)]
-        with _grown(rows, [len(extension.ids) for extension in batch]):
-            logits, tokens = self._paged.prefill(batch, keep)
+        with self._grown(rows, [len(extension.ids) for extension in batch]):
+            logits, tokens = self._paged.prefill(batch, keep, embeddings)
         for row, row_positions in zip(rows, positions, strict=True):
             row.position = int(row_positions[-1]) + 1
         return logits, tokens
@@ -270,21 +344,24 @@ class Runner:
         rows, paged = self.rows, self._paged
         bucket = paged.bucket_for(len(rows))
         sampled = any(row.slot is not None for row in rows)
+        cause: Replan = "rows joined, left or went back" if paged.owned_by(self) else "a call moved its rows in"
         if sampled:
-            paged.make_sampling_ready(bucket)
+            paged.make_sampling_ready(bucket, waiting=len(rows))
         else:
-            paged.make_decode_ready(bucket)
+            paged.make_decode_ready(bucket, waiting=len(rows))
         seated = paged.owned_by(self) and self._left == [(row, row.length, row.position) for row in rows]
         if not seated and forced is None:
             self.unseat()
             forced = self._next_tokens()
         pages = sum(len(row.pages) for row in rows)
-        with _grown(rows, [1] * len(rows)):
+        with self._grown(rows, [1] * len(rows)) as copied:
             try:
                 if not seated:
-                    self._seat(bucket, forced)
+                    self._seat(bucket, forced, cause)
+                elif copied:
+                    paged.upload(rows, bucket, forced, "a row stopped sharing a page")
                 elif sum(len(row.pages) for row in rows) != pages:
-                    paged.upload(rows, bucket, forced)
+                    paged.upload(rows, bucket, forced, "a row entered a new page")
                 elif forced is not None:
                     paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(forced)
                 logits = paged.run_decode(bucket)
@@ -302,10 +379,24 @@ class Runner:
         self._logits = logits[: len(rows)]
         return list(rows), tokens[: len(rows)]
 
-    def _seat(self, bucket: int, tokens: Tensor | None) -> None:
+    @contextmanager
+    def _grown(self, rows: Sequence[Row], counts: Sequence[int]) -> Iterator[bool]:
+        """Grow rows for the block, which learns whether pages were copied; if it fails, they shrink again."""
+        marks = [row.mark() for row in rows]
+        try:
+            copies = [copy for row, count in zip(rows, counts, strict=True) if (copy := row.grow(count)) is not None]
+            if copies:
+                self._paged.copy_pages(copies)
+            yield bool(copies)
+        except BaseException:
+            for row, mark in zip(rows, marks, strict=True):
+                row.restore(mark)
+            raise
+
+    def _seat(self, bucket: int, tokens: Tensor | None, cause: Replan) -> None:
         """Move this runner's rows, in their present order, into the decode buffers."""
         self._paged.claim(self)
-        self._paged.upload(self.rows, bucket, tokens)
+        self._paged.upload(self.rows, bucket, tokens, cause)
         if any(row.slot is not None for row in self.rows):
             self._paged.sampler.seat(self.rows, bucket)
 
@@ -321,20 +412,6 @@ class Runner:
     def _read(self) -> dict[Row, int]:
         rows, readback = self._launched.popleft()
         return dict(zip(rows, readback.result().tolist(), strict=True))
-
-
-@contextmanager
-def _grown(rows: Sequence[Row], counts: Sequence[int]) -> Iterator[None]:
-    """Grow rows for the block; if it fails, nothing has been stored and they shrink again."""
-    marks = [row.mark() for row in rows]
-    try:
-        for row, count in zip(rows, counts, strict=True):
-            row.grow(count)
-        yield
-    except BaseException:
-        for row, mark in zip(rows, marks, strict=True):
-            row.restore(mark)
-        raise
 
 
 def _free(rows: list[Row]) -> None:

@@ -14,6 +14,7 @@ from compiled_llm.checks import check_placement
 from compiled_llm.compile import Forward
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import executor_for
+from compiled_llm.journal import Journal
 from compiled_llm.kv_cache import buckets_up_to
 from compiled_llm.layers import Layer
 from compiled_llm.paged_cache import PagedCache
@@ -35,6 +36,7 @@ class CompiledModel:
         attention: switches between paged attention and the model's own.
         turn: whose loop runs.
         counters: what ran where; read them through ``stats``.
+        journal: what happened on the device side; read it through ``explain``.
     """
 
     def __init__(self, model: PreTrainedModel, forward: Forward, layers: Sequence[Layer], config: WrapConfig) -> None:
@@ -48,6 +50,7 @@ class CompiledModel:
         """
         self.config = config
         self.counters = Counters()
+        self.journal = Journal()
         self._model = weakref.ref(model)
         self._forward = forward
         self.layers = list(layers)
@@ -66,24 +69,23 @@ class CompiledModel:
         Raises:
             ValueError: a batch size is not between 1 and ``max_batch_size``.
         """
-        limit = self.config.max_batch_size
-        sizes = buckets_up_to(limit) if batch_sizes is None else list(batch_sizes)
-        for size in sizes:
-            if not 1 <= size <= limit:
-                raise ValueError(f"batch_sizes: {size} is not between 1 and max_batch_size={limit}")
+        sizes = buckets_up_to(self.config.max_batch_size) if batch_sizes is None else list(batch_sizes)
+        self.check_sizes("batch_sizes", sizes)
         paged = self.paged()
         paged.thread.call(paged.make_prefill_ready)
         for bucket in sorted({paged.bucket_for(size) for size in sizes}):
             paged.thread.call(paged.make_sampling_ready if sampling else paged.make_decode_ready, bucket)
+        self.journal.warmed_up()
 
     def stats(self) -> Stats:
         """Return what has happened so far."""
         counters, paged = self.counters, self._paged
         if paged is None:
-            return Stats(dict(counters.generate_calls), dict(counters.slow_paths))
+            return Stats(dict(counters.generate_calls), dict(counters.forward_calls), dict(counters.slow_paths))
         graphs = paged.graph_counts()
         return Stats(
             generate_calls=dict(counters.generate_calls),
+            forward_calls=dict(counters.forward_calls),
             slow_paths=dict(counters.slow_paths),
             steps=counters.steps,
             replans=paged.planner.replans,
@@ -102,13 +104,33 @@ class CompiledModel:
         """How many graphs each program is compiled into."""
         return {} if self._paged is None else self._paged.graph_counts()
 
-    def explain(self) -> Report:
-        """Return what has happened so far: paths taken, recompiles and what pins them."""
+    def explain(self, timings: bool | Sequence[int] = False) -> Report:
+        """Return what has happened so far and why: paths taken, recompiles, buckets missed, plans, recordings.
+
+        Args:
+            timings: also run prefill and decode on rows of no meaning and say where their time goes: at these batch
+                sizes, or where True at those that are ready. Calls of other threads wait meanwhile.
+
+        Raises:
+            ValueError: a batch size is not between 1 and ``max_batch_size``.
+            OutOfPagesError: caches that you hold leave too few pages for the timings.
+        """
         from compiled_llm.explaining.history import report_of
 
-        return report_of(self)
+        return report_of(self, timings)
 
     # ---- used by the parts of the package that run on a wrapped model
+
+    def check_sizes(self, name: str, sizes: Iterable[int]) -> None:
+        """Check the batch sizes that an argument named ``name`` holds.
+
+        Raises:
+            ValueError: one is not between 1 and ``max_batch_size``.
+        """
+        limit = self.config.max_batch_size
+        for size in sizes:
+            if not 1 <= size <= limit:
+                raise ValueError(f"{name}: {size} is not between 1 and max_batch_size={limit}")
 
     def paged(self) -> PagedModel:
         """Return the device side; made at the first call, and anew after the model was moved, converted or hooked."""
@@ -117,10 +139,13 @@ class CompiledModel:
         with self._allocation:
             paged = self._paged
             if paged is None or paged.fits != PagedModel.fingerprint(model):
-                self._paged = None  # its memory goes back first
+                if paged is not None:
+                    self.journal.started_anew()
+                paged = self._paged = None  # its memory goes back first
                 check_placement(model, self.config)
                 thread = executor_for(model.device)
-                paged = thread.call(PagedModel, model, self._forward, self.layers, self.config, self.attention, thread)
+                known = model, self._forward, self.layers, self.config, self.attention
+                paged = thread.call(PagedModel, *known, thread, self.journal)
                 self._paged = paged
             return paged
 
@@ -137,6 +162,11 @@ class CompiledModel:
     def cudagraph_reasons(self) -> list[str]:
         """Return what Inductor said of decode steps that it did not record."""
         return [] if self._paged is None else self._paged.cudagraph_reasons
+
+    def rerecordings(self) -> tuple[int, list[str]]:
+        """Return how many CUDA graphs were recorded anew, and the weights that have moved since the first time."""
+        paged = self._paged
+        return (0, []) if paged is None else (paged.thread.call(paged.rerecordings), paged.moved_weights())
 
     def runner(self) -> Runner:
         """Return a new runner."""

@@ -20,6 +20,8 @@ logger = logging.getLogger("compiled_llm.generate")
 Path = Literal["fast loop", "processed loop", "compiled forward", "original"]
 """Our loop; our loop with processors between steps; HuggingFace's loop over the compiled forward, or the original."""
 
+ForwardPath = Literal["compiled", "original"]
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -27,11 +29,13 @@ class Stats:
 
     Attributes:
         generate_calls: calls of ``generate`` by the path they took.
-        slow_paths: why calls did not take the fast loop, and how often.
+        forward_calls: calls of the model itself by ``compiled`` or ``original``; those that ``generate`` makes are
+            not among them.
+        slow_paths: why calls did not take the fast loop or the compiled forward, and how often.
         steps: prefills and decode steps launched by the fast loop.
         replans: page tables planned for decode; between them steps only replay.
-        graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), and 2 more once
-            something was sampled (at batch 1, at larger batches).
+        graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), 2 more once
+            something was sampled (at batch 1, at larger batches), and 1 more once ``inputs_embeds`` were given.
         graph_breaks: always 0: programs compile whole or raise.
         recompiles: graphs compiled again although they existed.
         cudagraph_skips: times Inductor did not record a CUDA graph although it was asked to.
@@ -44,6 +48,7 @@ class Stats:
     """
 
     generate_calls: dict[str, int] = field(default_factory=dict)
+    forward_calls: dict[str, int] = field(default_factory=dict)
     slow_paths: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     replans: int = 0
@@ -69,8 +74,10 @@ class Stats:
     def _rows(self) -> Iterator[tuple[str, str]]:
         calls = ", ".join(f"{count} {path}" for path, count in self.generate_calls.items())
         yield "generate", calls or "not called"
+        if self.forward_calls:
+            yield "forward", ", ".join(f"{count} {path}" for path, count in self.forward_calls.items())
         for reason, count in self.slow_paths.items():
-            yield "", f"{count} not in the fast loop: {reason}"
+            yield "", f"{count} on a slower path: {reason}"
         yield "steps", f"{self.steps}, page tables planned {self.replans} times"
         yield (
             "graphs",
@@ -95,6 +102,7 @@ class Counters:
         """Start at zero."""
         self._lock = threading.Lock()
         self.generate_calls: Counter[str] = Counter()
+        self.forward_calls: Counter[str] = Counter()
         self.slow_paths: Counter[str] = Counter()
         self.steps = 0
         self.cudagraph_skips = 0
@@ -104,9 +112,19 @@ class Counters:
         with self._lock:
             self.generate_calls[path] += 1
             if reason is not None:
-                self.slow_paths[reason] += 1
-                if self.slow_paths[reason] == 1:
-                    logger.warning("generate takes a slower path (%s): %s", path, reason)
+                self._slow("generate", path, reason, reason)
+
+    def took_forward(self, path: ForwardPath, reason: str | None = None) -> None:
+        """Count one call of the model itself; a reason for not taking the compiled forward is logged the first time."""
+        with self._lock:
+            self.forward_calls[path] += 1
+            if reason is not None:
+                self._slow("forward", path, reason, f"forward: {reason}")
+
+    def _slow(self, call: str, path: str, reason: str, key: str) -> None:
+        self.slow_paths[key] += 1
+        if self.slow_paths[key] == 1:
+            logger.warning("%s takes a slower path (%s): %s", call, path, reason)
 
     def add_steps(self, steps: int) -> None:
         """Count launched steps."""

@@ -7,7 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,15 @@ def seed(request: pytest.FixtureRequest) -> int:
     np.random.seed(chosen)
     torch.manual_seed(chosen)
     return chosen
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny models: where the machine has other work, waiting for a second thread is most of their time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,27 @@ import os
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
+from conftest import tiny_qwen3
+
 SETTINGS = Path(tempfile.gettempdir()) / "compiled_llm_planted_settings"
+
+
+def plant(*things: Any) -> Any:
+    """A tiny model with one layer for each thing: an MLP, or a hook on one."""
+    model = tiny_qwen3(eos_token_id=None, num_hidden_layers=len(things))
+    for layer, thing in zip(model.model.layers, things, strict=True):
+        if isinstance(thing, type):
+            new = thing(model.config).eval()
+            new.load_state_dict(layer.mlp.state_dict(), strict=False)
+            layer.mlp = new
+        else:
+            layer.mlp.register_forward_hook(thing)
+    return model
 
 
 class Print(Qwen3MLP):

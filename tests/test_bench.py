@@ -20,14 +20,16 @@ from typer.testing import CliRunner, Result
 
 from compiled_llm.bench import contenders, latency, markdown, models, plot, roofline, startup
 from compiled_llm.bench.contender import Setup
-from compiled_llm.bench.kernels import KINDS, Launch, StepProfiler, busy_us, kind_of
 from compiled_llm.bench.local import LocalSession, tokens_to_hold
-from compiled_llm.bench.models import step_bytes
-from compiled_llm.bench.report import Kernel, Kind, Latency, Report, Roofline, Startup
+from compiled_llm.bench.report import Latency, Report, Roofline, Startup
+from compiled_llm.bench.step_profiler import StepProfiler
 from compiled_llm.bench.tables import tables_of
 from compiled_llm.bench.timing import Timing, TokenClock, timed
 from compiled_llm.bench.workload import SAMPLING, Workload, workloads
 from compiled_llm.commands import app
+from compiled_llm.profiling.breakdown import Kernel, Kind, kernels_of, kinds_of, moved_by_decode
+from compiled_llm.profiling.kernels import KINDS, Launch, busy_us, kind_of
+from compiled_llm.profiling.step_bytes import StepBytes, step_bytes
 from conftest import tiny_llama, tiny_qwen3
 
 CPU = torch.device("cpu")
@@ -504,11 +506,11 @@ def test_kinds_are_averages_over_the_steps_and_carry_their_bytes() -> None:
         Launch("a", "attention", 5.0, 4, 9),
         Launch("m", KINDS[5][0], 2, 9, 11),
     ]
-    nbytes = models.StepBytes(weights=1000, kv_per_row=10, kv_written=1)
-    attention, products = roofline.kinds_of(launches, 2, nbytes, batch=3)
+    nbytes = StepBytes(weights=1000, kv_per_row=10, kv_written=1)
+    attention, products = kinds_of(launches, 2, moved_by_decode(nbytes, batch=3))
     assert attention == Kind("attention", 4.0, 1.0, 30)
     assert products == Kind("matrix products", 1.0, 0.5, 1000)
-    assert roofline.kernels_of(launches, 2) == [Kernel("a", 4.0, 1.0), Kernel("m", 1.0, 0.5)]
+    assert kernels_of(launches, 2) == [Kernel("a", 4.0, 1.0), Kernel("m", 1.0, 0.5)]
 
 
 @pytest.mark.parametrize("name", ["hf-eager", "compiled-llm:eager"])

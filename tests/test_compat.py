@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +41,20 @@ def breaks(x: Tensor) -> Tensor:
     return x * 2
 
 
+def compile_once(function: Callable[[Tensor], Tensor], backend: str, options: dict[str, Any] | None = None) -> None:
+    torch.compile(function, backend=backend, options=options)(torch.zeros(3))
+    compat._forget([function])
+
+
+class Warned(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
 @pytest.fixture
 def function() -> Iterator[Callable[[Tensor], Tensor]]:
     copy = compat.own_copy(double)
@@ -58,6 +73,7 @@ def test_graphs_and_why_there_is_more_than_one_are_told(function):
     first, second = compat.compiled_graphs(function)
     assert "size=[3]" in first.guards
     assert "size=[4]" in second.guards
+    assert any(name.startswith("__compiled_fn") for name in second.code.co_names)
     (reason,) = compat.recompile_reasons(function).items()
     assert reason[0] == second.number
     assert "size mismatch" in reason[1]
@@ -89,7 +105,9 @@ def test_what_one_backend_compiled_is_forgotten_and_no_more(function):
     other = compat.own_copy(double)
     torch.compile(function, backend=ours)(torch.zeros(3))
     torch.compile(other, backend="eager")(torch.zeros(3))
+    assert [found.__code__ for found in compat.compiled_with(ours)] == [function.__code__]
     compat.forget_entries_of(ours)
+    assert compat.compiled_with(ours) == []
     assert (compat.graph_count(function), compat.graph_count(other)) == (0, 1)
     compat._forget([other])
 
@@ -147,6 +165,35 @@ def test_profiler_takes_what_makes_it_watch_all_threads():
     with profile(experimental_config=compat.profiling_all_threads(True)) as profiled:
         torch.zeros(3) + 1
     assert any("add" in event.name for event in profiled.events())
+
+
+def test_hooks_that_rewrite_bytecode_see_nothing_of_the_block():
+    seen = []
+    handle = torch._dynamo.convert_frame.register_bytecode_hook(lambda old, new: seen.append(old.co_name))
+    try:
+        with compat.no_bytecode_hooks():
+            compile_once(compat.own_copy(double), "eager")
+        assert seen == []
+        compile_once(compat.own_copy(double), "eager")
+        assert seen == ["double"]
+    finally:
+        handle.remove()
+
+
+def test_inductor_writes_what_it_makes_each_time_and_does_not_warn(tmp_path: Path):
+    warned = Warned()
+    logger = logging.getLogger("torch._inductor.debug")
+    logger.addHandler(warned)
+    try:
+        for name in ("first", "again"):
+            with compat.inductor_quiet():
+                compile_once(compat.own_copy(double), "inductor", compat.traced_by_inductor(str(tmp_path / name)))
+            (folder,) = (tmp_path / name / "torchinductor").iterdir()
+            written = {file.name for file in folder.iterdir()}
+            assert {"output_code.py", "inductor_provenance_tracking_node_mappings.json"} <= written
+    finally:
+        logger.removeHandler(warned)
+    assert warned.records == []
 
 
 def names_with_an_underscore(tree: ast.Module) -> set[str]:

@@ -338,6 +338,7 @@ def test_page_names_the_ranges_that_pip_is_told() -> None:
 
 # The modules whose messages reach somebody who calls wrap or generate.
 SPEAKING = [
+    *("additions", "forward"),
     *("attention", "checks", "config", "drop_in", "generate", "kv_cache", "layers", "page_table", "paged_cache"),
     *("paged_model", "runtime", "sampler", "wrapping"),
 ]

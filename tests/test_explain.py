@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from html.parser import HTMLParser
-from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 from transformers import FalconConfig, FalconForCausalLM, PreTrainedTokenizerFast
 from transformers.models.qwen3 import modeling_qwen3
@@ -25,38 +26,69 @@ from typer.testing import CliRunner
 import compiled_llm
 import planted
 from compiled_llm import compile as programs
+from compiled_llm import paged_model
 from compiled_llm.commands import app
+from compiled_llm.explaining import timings
 from compiled_llm.explaining.report import Report
+from compiled_llm.profiling.step_bytes import step_bytes
 from conftest import tiny_qwen3
 from parity import greedy, mixed_prompts
+from planted import plant
 
-# What is planted, what its finding is called, what its advice says, and what following that makes of it.
-LAYERS = {
-    "print": (planted.Print, "graph break", "Delete the call", planted.PrintDeleted),
-    "item": (planted.Item, "no CUDA graph", "Leave it a tensor", planted.ItemLeftATensor),
-    "branch": (planted.Branch, "graph break", "torch.where", planted.BothSides),
-    "file": (planted.FileAccess, "graph break", "Read the file once, in __init__", planted.FileReadOnce),
-    "environment": (planted.Environment, "pinned", "Read the variable once, in __init__", planted.EnvironmentReadOnce),
-    "nonzero": (planted.NonZero, "no CUDA graph", "torch.where(condition, value, 0)", planted.WholeWithMask),
-    "python cache": (planted.PythonCache, "recompile", "Fill the container in __init__", planted.PythonCacheOnlyRead),
-    "mutated": (planted.Mutated, "no CUDA graph", "register_buffer in __init__", planted.MutatedBuffer),
-    "growing": (planted.Growing, "recompile", "Give it one shape", planted.OneShape),
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Fault(NamedTuple):
+    """What is planted, what its finding is called, what its advice says, and what following that makes of it."""
+
+    planted: Any
+    kind: str
+    advice: str
+    followed: Any
+
+
+BREAKS = {
+    "print": Fault(planted.Print, "graph break", "Delete the call", planted.PrintDeleted),
+    "branch": Fault(planted.Branch, "graph break", "torch.where", planted.BothSides),
+    "file": Fault(planted.FileAccess, "graph break", "Read the file once, in __init__", planted.FileReadOnce),
+    "hook with a lock": Fault(planted.hook_with_lock, "graph break", "Take the lock out", planted.hook_without_lock),
 }
+UNRECORDABLE = {
+    "item": Fault(planted.Item, "no CUDA graph", "Leave it a tensor", planted.ItemLeftATensor),
+    "nonzero": Fault(planted.NonZero, "no CUDA graph", "torch.where(condition, value, 0)", planted.WholeWithMask),
+    "mutated": Fault(planted.Mutated, "no CUDA graph", "register_buffer in __init__", planted.MutatedBuffer),
+    "environment": Fault(
+        planted.Environment, "pinned", "Read the variable once, in __init__", planted.EnvironmentReadOnce
+    ),
+}
+# Compiled anew at the first one that fails, so each is in a model of its own.
+CACHE = {
+    "python cache": Fault(
+        planted.PythonCache, "recompile", "Fill the container in __init__", planted.PythonCacheOnlyRead
+    ),
+}
+GROWING = {"growing": Fault(planted.Growing, "recompile", "Give it one shape", planted.OneShape)}
+GROUPS = (BREAKS, UNRECORDABLE, CACHE, GROWING)
+FAULTS = {name: fault for group in GROUPS for name, fault in group.items()}
 
 
-@pytest.fixture(autouse=True)
-def _settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planted, "SETTINGS", tmp_path / "settings")
-    planted.SETTINGS.write_text("0.9")
+@pytest.fixture(autouse=True, scope="module")
+def _settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planted, "SETTINGS", tmp_path_factory.mktemp("planted") / "settings")
+        planted.SETTINGS.write_text("0.9")
+        yield
 
 
-def plant(layer: type[nn.Module]) -> Any:
-    model = tiny_qwen3(eos_token_id=None)
-    own = model.model.layers[1].mlp
-    new = layer(model.config).eval()
-    new.load_state_dict(own.state_dict(), strict=False)
-    model.model.layers[1].mlp = new
-    return model
+@pytest.fixture(scope="module")
+def reports() -> Callable[[str], Report]:
+    """The report that names a fault; models with several are explained once."""
+
+    @cache
+    def explained(index: int) -> Report:
+        return compiled_llm.explain(plant(*(fault.planted for fault in GROUPS[index].values())))
+
+    return lambda name: explained(next(index for index, group in enumerate(GROUPS) if name in group))
 
 
 def planted_line(thing: Any) -> int:
@@ -65,43 +97,42 @@ def planted_line(thing: Any) -> int:
 
 
 def the_finding(report: Report, thing: Any) -> dict[str, Any]:
-    """The one finding, consequences aside, which must be on the planted line."""
-    (finding,) = [entry for entry in report.data["findings"] if not entry["follows"]]
-    assert (finding["file"], finding["line"]) == (planted.__file__, planted_line(thing)), str(report)
+    """The one finding on the planted line."""
+    place = planted.__file__, planted_line(thing)
+    (finding,) = [entry for entry in report.data["findings"] if (entry["file"], entry["line"]) == place]
     assert finding["source"].endswith("# planted")
-    assert f"test_explain.py:{finding['line']}" not in str(report)
+    assert not finding["follows"]
     assert f"planted.py:{finding['line']}" in str(report)
     return finding
 
 
-def assert_serves(make: Any) -> None:
-    """Explained clean, and the same tokens as HuggingFace."""
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_by_its_line_and_advice(name, reports):
+    fault = FAULTS[name]
+    finding = the_finding(reports(name), fault.planted)
+    assert finding["kind"] == fault.kind
+    assert fault.advice in finding["advice"]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: ", ".join(group))
+def test_nothing_but_the_faults_is_named(group, reports):
+    report = reports(next(iter(group)))
+    causes = [entry for entry in report.data["findings"] if not entry["follows"]]
+    lines = {(entry["file"], entry["line"]) for entry in causes}
+    assert lines == {(planted.__file__, planted_line(fault.planted)) for fault in group.values()}, str(report)
+
+
+def test_what_is_advised_makes_every_finding_go_away_and_the_model_serves():
+    """All of it in one model: any that did not help would still be a finding."""
+
+    def make() -> Any:
+        return plant(*(fault.followed for fault in FAULTS.values()))
+
     report = compiled_llm.explain(make())
     assert report.clean, str(report)
     inputs = mixed_prompts([4, 9], 128, seed=0)
     expected = greedy(make(), inputs, 12)
     torch.testing.assert_close(greedy(compiled_llm.wrap(make(), mode="eager"), inputs, 12), expected)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_fault_is_named_by_its_line_and_its_advice_removes_it(name):
-    layer, kind, advice, followed = LAYERS[name]
-    finding = the_finding(compiled_llm.explain(plant(layer)), layer)
-    assert finding["kind"] == kind
-    assert advice in finding["advice"]
-    assert_serves(lambda: plant(followed))
-
-
-def test_a_hook_with_a_lock_is_named_and_without_the_lock_it_serves():
-    def hooked(hook: Any) -> Any:
-        model = tiny_qwen3(eos_token_id=None)
-        model.model.layers[1].mlp.register_forward_hook(hook)
-        return model
-
-    finding = the_finding(compiled_llm.explain(hooked(planted.hook_with_lock)), planted.hook_with_lock)
-    assert finding["kind"] == "graph break"
-    assert "Take the lock out" in finding["advice"]
-    assert_serves(lambda: hooked(planted.hook_without_lock))
 
 
 def test_a_module_swapped_after_wrap_is_named_and_wrapping_anew_serves(monkeypatch):
@@ -111,25 +142,25 @@ def test_a_module_swapped_after_wrap_is_named_and_wrapping_anew_serves(monkeypat
         lambda function, config, options: torch.compile(function, backend="eager", fullgraph=True, dynamic=False),
     )
     inputs = mixed_prompts([4], 128, seed=0)
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), progress=False)
+    model = compiled_llm.wrap(plant(planted.PrintDeleted), progress=False)
     greedy(model, inputs, 4)
     assert model.compiled.explain().clean
-    model.model.layers[1].mlp = plant(planted.Swapped).model.layers[1].mlp
+    model.model.layers[0].mlp = plant(planted.Swapped).model.layers[0].mlp
     greedy(model, inputs, 4)
     for report in (model.compiled.explain(), compiled_llm.explain(model)):
         finding = the_finding(report, planted.Swapped)
         assert finding["kind"] == "recompile"
-        assert (finding["old"], finding["new"]) == ("Qwen3MLP", "Swapped")
-        assert finding["pinned_by"] == "model.model.layers.1.mlp"
+        assert (finding["old"], finding["new"]) == ("PrintDeleted", "Swapped")
+        assert finding["pinned_by"] == "model.model.layers.0.mlp"
         assert "compiled_llm.unwrap(model), then wrap it again" in finding["advice"]
     compiled_llm.wrap(compiled_llm.unwrap(model), progress=False)
     torch.testing.assert_close(greedy(model, inputs, 12), greedy(plant(planted.Swapped), inputs, 12))
     assert model.compiled.explain().clean
 
 
-def test_recompiles_say_the_old_value_the_new_one_and_what_pins_it():
-    finding = the_finding(compiled_llm.explain(plant(planted.Growing)), planted.Growing)
-    assert finding["pinned_by"] == "size of model.model.layers.1.mlp.history"
+def test_recompiles_say_the_old_value_the_new_one_and_what_pins_it(reports):
+    finding = the_finding(reports("growing"), planted.Growing)
+    assert finding["pinned_by"] == "size of model.model.layers.0.mlp.history"
     assert int(finding["new"]) == int(finding["old"]) + 1
 
 
@@ -157,8 +188,7 @@ def test_what_forward_raises_is_a_finding_with_its_line():
 
 
 def test_explaining_leaves_no_trace():
-    model = plant(planted.PythonCache)
-    model.model.layers[0].mlp = plant(planted.Print).model.layers[1].mlp
+    model = plant(planted.Print, planted.PythonCache)
     model.model.layers[1].mlp.register_forward_hook(planted.hook_with_lock)
     before = type(model), model.config._attn_implementation, len(model.model.layers[1].mlp._forward_hooks)
     compiles = []
@@ -207,7 +237,210 @@ def test_history_counts_slow_paths_with_their_causes():
     (finding,) = report.data["findings"]
     assert finding["kind"] == "slow path"
     assert "beam" in finding["reason"]
-    assert report.data["history"]["generate_calls"] == {"original": 1}
+    assert report.data["history"]["generate_calls"] == {"compiled forward": 1}
+
+
+def in_eager_mode(**options: Any) -> Any:
+    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", progress=False, **options)
+
+
+def test_history_says_why_page_tables_were_planned():
+    model = in_eager_mode(page_size=4)
+    greedy(model, mixed_prompts([3], 128, seed=0), 10)
+    causes = model.compiled.explain().data["history"]["replan_causes"]
+    # Tokens 3 to 11 are stored by decode steps, of which 4 and 8 begin pages.
+    assert causes == {"a bucket was prepared": 1, "a call moved its rows in": 1, "a row entered a new page": 2}
+    greedy(model, mixed_prompts([3, 2], 128, seed=0), 2)
+    history = model.compiled.explain().data["history"]
+    assert history["replan_causes"]["a call moved its rows in"] == 2
+    assert sum(history["replan_causes"].values()) == history["replans"] == model.compiled.stats().replans
+
+
+def test_rows_that_leave_are_a_cause_of_planning():
+    model = in_eager_mode()
+    runner = model.compiled.runner()
+    rows = [runner.admit([1, 2, 3], 8) for _ in range(3)]
+    for _ in range(3):
+        runner.step()
+    runner.release(rows[0])
+    runner.step()
+    assert model.compiled.explain().data["history"]["replan_causes"]["rows joined, left or went back"] == 1
+
+
+@torch.no_grad()
+def test_a_page_that_is_no_longer_shared_is_a_cause_of_planning():
+    model = in_eager_mode(page_size=4)
+    tokens = torch.tensor([[5]])
+    cache = model(torch.tensor([[1, 2, 3, 4]]), use_cache=True).past_key_values
+    model(tokens, past_key_values=cache)
+    other = copy.deepcopy(cache)
+    for _ in range(2):
+        model(tokens, past_key_values=cache)
+    assert model.compiled.explain().data["history"]["replan_causes"]["a row stopped sharing a page"] == 1
+    other.close()
+
+
+def missed(model: Any) -> list[dict[str, Any]]:
+    report = model.compiled.explain()
+    assert [entry["kind"] for entry in report.data["findings"]] in ([], ["bucket missed"])
+    return report.data["findings"]
+
+
+def test_a_bucket_that_warmup_did_not_name_is_missed_and_naming_it_helps():
+    inputs = mixed_prompts([4, 2, 3], 128, seed=0)
+    model = in_eager_mode()
+    model.compiled.warmup([1])
+    greedy(model, inputs, 3)
+    (finding,) = missed(model)
+    assert "for decode bucket 4: warmup did not name a batch size of 3" in finding["reason"]
+    assert "warmup([..., 3])" in finding["advice"]
+    model = in_eager_mode()
+    model.compiled.warmup([1, 3])
+    greedy(model, inputs, 3)
+    assert missed(model) == []
+
+
+def test_sampling_that_warmup_did_not_prepare_is_missed():
+    model = in_eager_mode()
+    for sampling in (False, True):
+        model.compiled.warmup([1], sampling=sampling)
+        model.generate(**mixed_prompts([4], 128, seed=0), max_new_tokens=3, do_sample=True)
+        (finding,) = missed(model)
+        assert "for sampling for bucket 1" in finding["reason"]
+        assert "sampling=True" in finding["advice"]
+
+
+@torch.no_grad()
+def test_prefill_from_embeddings_is_waited_for_but_no_warmup_would_help():
+    model = in_eager_mode()
+    model.compiled.warmup([1])
+    embeddings = model.get_input_embeddings()(torch.tensor([[1, 2, 3]]))
+    for _ in range(2):
+        model(inputs_embeds=embeddings, use_cache=False)
+    assert missed(model) == []
+    (entry,) = model.compiled.explain().data["history"]["misses"]
+    assert (entry["what"], entry["rows"]) == ("prefill from embeddings", 1)
+    assert entry["cause"] == "warmup does not prepare it"
+
+
+def test_what_a_change_of_the_model_took_is_missed_with_that_as_its_cause():
+    model = in_eager_mode()
+    model.compiled.warmup([1])
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    greedy(model, mixed_prompts([4], 128, seed=0), 3)
+    reasons = [entry["reason"] for entry in model.compiled.explain().data["findings"]]
+    assert ["moved, converted or hooked after warmup" in reason for reason in reasons] == [True, True]
+
+
+def test_without_warmup_the_first_call_of_a_size_waits_and_that_is_no_fault():
+    model = in_eager_mode()
+    greedy(model, mixed_prompts([4, 2], 128, seed=0), 3)
+    report = model.compiled.explain()
+    assert report.clean
+    found = [(miss["what"], miss["rows"], miss["cause"]) for miss in report.data["history"]["misses"]]
+    assert found == [("prefill", 2, "warmup was not called"), ("decode bucket 2", 2, "warmup was not called")]
+    assert "waited for decode bucket 2" in str(report)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model that is told of CUDA graphs: one for each bucket that has run, and those in its ``anew``."""
+    model = in_eager_mode()
+    paged = model.compiled.paged()
+    model.anew, seen, own = [], set(), paged.programs.decode
+
+    def decode(*args: Any) -> Any:
+        seen.add(args[1].tokens.shape[0])
+        return own(*args)
+
+    monkeypatch.setattr(paged.programs, "recorded", True)
+    monkeypatch.setattr(paged.programs, "decode", decode)
+    monkeypatch.setattr(paged_model, "cudagraph_recordings", lambda device: len(seen) + len(model.anew))
+    model.compiled.warmup([1, 2])
+    return model
+
+
+def test_a_weight_that_moved_is_to_blame_for_graphs_recorded_anew(recorded):
+    assert recorded.compiled.explain().clean
+    layer = recorded.model.layers[1].mlp.down_proj
+    layer.weight.data.copy_(layer.weight.data * 2)
+    assert recorded.compiled.explain().clean
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    recorded.anew += [1, 2]
+    (finding,) = recorded.compiled.explain().data["findings"]
+    assert finding["kind"] == "recorded anew"
+    assert finding["reason"].endswith(": model.layers.1.mlp.down_proj.weight.")
+    assert finding["reason"].startswith("2 CUDA graphs")
+    assert "in place" in finding["advice"]
+
+
+def test_graphs_recorded_anew_for_no_known_reason_are_told_and_how_to_find_it(recorded):
+    recorded.anew.append(1)
+    (finding,) = recorded.compiled.explain().data["findings"]
+    assert "TORCH_LOGS=+cudagraphs" in finding["advice"]
+
+
+@pytest.fixture
+def bandwidth(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(timings, "read_bandwidth", lambda device, dtype: 1e9)
+    return 1e9
+
+
+def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth, tmp_path):
+    model = in_eager_mode()
+    greedy(model, mixed_prompts([4, 2], 128, seed=0), 3)
+    before = model.compiled.explain().data["history"]
+    report = model.compiled.explain(timings=True)
+    prefill, decode = report.data["timings"]
+    assert (prefill["program"], prefill["rows"], prefill["tokens"]) == ("prefill", 2, 2 * 128)
+    assert (decode["program"], decode["rows"]) == ("decode", 2)
+    assert 128 < decode["tokens"] < 192
+    calls = {kernel["name"]: kernel["launches"] for kernel in decode["kernels"]}
+    assert calls["compiled_llm::paged_attention"] == 2, "one a layer, in each of the steps"
+    kinds = {kind["name"]: kind for kind in decode["kinds"]}
+    nbytes = step_bytes(model, decode["tokens"])
+    assert kinds["matrix products"]["nbytes"] == nbytes.weights
+    assert kinds["attention"]["nbytes"] == decode["kv_bytes"] == 2 * nbytes.kv_per_row
+    assert decode["of_bandwidth"] == pytest.approx(nbytes.total(2) / bandwidth / (1e-6 * decode["step_us"]))
+    page = report.to_html(tmp_path / "report.html").read_text()
+    for said in (str(report), page):
+        assert f"decode, 2 rows of about {decode['tokens']} tokens" in said
+        assert "the rest: compiled loops, Python" in said
+    assert report.data["history"] == before, "looking changes nothing"
+    assert model.compiled.stats().pages.used == 0
+
+
+@pytest.mark.gpu
+def test_on_cuda_kernels_are_timed_and_a_moved_weight_is_named():
+    model = tiny_qwen3(eos_token_id=None).to("cuda", torch.bfloat16)
+    compiled_llm.wrap(model, kv_memory="8192 tokens", progress=False).compiled.warmup([2])
+    report = model.compiled.explain(timings=True)
+    assert report.clean, str(report)
+    prefill, decode = report.data["timings"]
+    assert (prefill["measured"], decode["measured"], decode["rows"]) == ("kernels", "kernels", 2)
+    assert decode["host_us"] > 0
+    assert {"attention", "page append", "matrix products"} <= {kind["name"] for kind in decode["kinds"]}
+    layer = model.model.layers[1].mlp.down_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    inputs = mixed_prompts([4, 2], 128, seed=0)
+    greedy(model, {name: tensor.to("cuda") for name, tensor in inputs.items()}, 8)
+    (finding,) = model.compiled.explain().data["findings"]
+    assert finding["kind"] == "recorded anew"
+    assert finding["reason"].endswith(": model.layers.1.mlp.down_proj.weight.")
+
+
+def test_timings_of_sizes_that_cannot_be_are_refused():
+    model = in_eager_mode(max_batch_size=4)
+    with pytest.raises(ValueError, match="timings: 5 is not between 1 and max_batch_size=4"):
+        model.compiled.explain(timings=[1, 5])
+    with pytest.raises(ValueError, match="timings: 0 rows"):
+        compiled_llm.explain(plant(planted.PrintDeleted), timings=[0])
+
+
+def test_a_broken_model_is_not_timed_and_told_so():
+    report = compiled_llm.explain(tiny_qwen3().train(), timings=True)
+    assert report.data["timings"] == []
+    assert "Nothing was timed" in str(report)
 
 
 def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monkeypatch):
@@ -233,7 +466,7 @@ def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monke
 
 def test_the_command_prints_the_report_and_writes_the_page(tmp_path):
     folder = tmp_path / "model"
-    tiny_qwen3(eos_token_id=None).save_pretrained(folder)
+    tiny_qwen3(eos_token_id=None, num_hidden_layers=1).save_pretrained(folder)
     vocabulary = {"<unk>": 0, "Once": 1, "upon": 2, "a": 3, "time": 4}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

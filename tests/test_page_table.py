@@ -23,12 +23,29 @@ def pages_needed(tokens: int, page_size: int) -> int:
 
 
 class Pages(RuleBasedStateMachine):
-    """Rows of one pool, and beside each what it was promised and what it holds."""
+    """Rows of one pool, beside each what it holds, and a memory of pages with the tokens as they were written."""
 
     @initialize(pages=st.integers(1, 24), page_size=st.integers(1, 5))
     def start(self, pages: int, page_size: int) -> None:
         self.pool, self.size = PagePool(pages + 1, page_size), page_size
-        self.rows: dict[Row, int] = {}  # promised tokens
+        self.rows: dict[Row, list[int]] = {}
+        self.memory = [[0] * page_size for _ in range(pages + 1)]
+        self.written = 0
+
+    def write(self, row: Row, tokens: int) -> None:
+        """Grow a row and do what its pages need, as a device would."""
+        copy = row.grow(tokens)
+        if copy is not None:
+            self.memory[copy.target] = list(self.memory[copy.source])
+        for _ in range(tokens):
+            self.written += 1
+            page, slot = divmod(len(self.rows[row]), self.size)
+            self.memory[row.pages[page]][slot] = self.written
+            self.rows[row].append(self.written)
+
+    def shares_its_last_page(self, row: Row) -> bool:
+        others = [page for other in self.rows if other is not row for page in other.pages]
+        return row.length % self.size > 0 and row.pages[-1] in others
 
     def snapshot(self) -> object:
         return self.pool.account(), self.pool.available, [(r.length, r.limit, tuple(r.pages)) for r in self.rows]
@@ -45,24 +62,30 @@ class Pages(RuleBasedStateMachine):
             assert fits
             assert (row.length, row.pages) == (0, [])
             assert row.limit >= tokens
-            self.rows[row] = tokens
+            self.rows[row] = []
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def grow_within_the_promise(self, data: st.DataObject) -> None:
         row = data.draw(st.sampled_from(list(self.rows)))
         available, promised = self.pool.available, row.limit
-        row.grow(data.draw(st.integers(0, promised - row.length)))
-        assert (self.pool.available, row.limit) == (available, promised)
+        tokens = data.draw(st.integers(0, promised - row.length))
+        copies = tokens > 0 and self.shares_its_last_page(row)
+        if copies and not available:
+            return
+        self.write(row, tokens)
+        assert (self.pool.available, row.limit) == (available - copies, promised)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), tokens=st.integers(0, 60))
     def grow_beyond_it(self, data: st.DataObject, tokens: int) -> None:
         row = data.draw(st.sampled_from(list(self.rows)))
         before = self.snapshot()
-        missing = pages_needed(row.length + tokens, self.size) - row.limit // self.size
+        missing = max(0, pages_needed(row.length + tokens, self.size) - row.limit // self.size)
+        missing += tokens > 0 and self.shares_its_last_page(row)
+        assert row.missing(row.length + tokens) == missing
         try:
-            row.grow(tokens)
+            self.write(row, tokens)
         except OutOfPagesError:
             assert missing > before[1]  # type: ignore[index]
             assert self.snapshot() == before
@@ -90,8 +113,44 @@ class Pages(RuleBasedStateMachine):
         row = data.draw(st.sampled_from(list(self.rows)))
         promised, kept = row.limit, row.length - data.draw(st.integers(0, row.length))
         pages = row.pages[: pages_needed(kept, self.size)]
+        shared = {page for other in self.rows if other is not row for page in other.pages}
+        dropped = shared.intersection(row.pages[len(pages) :])
+        more = data.draw(st.integers(0, 20))
+        missing = row.missing(kept + more, kept)
         row.shrink(row.length - kept)
-        assert (row.limit, row.length, row.pages) == (promised, kept, pages)
+        del self.rows[row][kept:]
+        assert (row.limit, row.length, row.pages) == (promised - len(dropped) * self.size, kept, pages)
+        assert row.missing(kept + more) == missing
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def undo_growth(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(list(self.rows)))
+        mark, before, text = row.mark(), self.snapshot(), list(self.rows[row])
+        copies = self.shares_its_last_page(row)
+        try:
+            self.write(row, data.draw(st.integers(1, 20)))
+        except OutOfPagesError:
+            assert self.snapshot() == before
+            return
+        row.restore(mark)
+        self.rows[row] = text
+        assert (row.length, row.limit) == next(
+            (length, limit)
+            for own, (length, limit, _) in zip(self.rows, before[2], strict=True)
+            if own is row  # type: ignore[index]
+        )
+        assert self.pool.available == before[1] - copies  # type: ignore[index]
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(list(self.rows)))
+        before = self.pool.account(), self.pool.available
+        fork = row.fork()
+        assert (self.pool.account(), self.pool.available) == before
+        assert (fork.length, fork.position, fork.pages) == (row.length, row.position, row.pages)
+        self.rows[fork] = list(self.rows[row])
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -99,6 +158,7 @@ class Pages(RuleBasedStateMachine):
         row = data.draw(st.sampled_from(list(self.rows)))
         row.position = row.length + 7
         length = data.draw(st.integers(0, row.length))
+        del self.rows[row][length:]
         for _ in range(2):  # the second time there is nothing to do
             row.rewind(length)
             assert (row.length, row.position) == (length, length + 7)
@@ -121,16 +181,16 @@ class Pages(RuleBasedStateMachine):
             return
         account = self.pool.account()
         assert account.used + account.free + account.cached == account.total
-        assert account.used == sum(len(row.pages) for row in self.rows)
+        assert account.used == len({page for row in self.rows for page in row.pages})
         promised = sum(row.limit // self.size - len(row.pages) for row in self.rows)
         assert self.pool.available == account.free - promised >= 0
 
     @invariant()
-    def each_page_has_one_owner_and_the_null_page_none(self) -> None:
+    def each_page_has_its_owners_and_the_null_page_none(self) -> None:
         if not hasattr(self, "pool"):
             return
         owned = [page for row in self.rows for page in row.pages]
-        assert len(owned) == len(set(owned))
+        assert self.pool._owners == [owned.count(page) for page in range(self.pool.total + 1)]
         assert set(owned) <= set(range(1, self.pool.total + 1)) - {NULL_PAGE}
         assert set(owned).isdisjoint(self.pool._free)
 
@@ -138,6 +198,12 @@ class Pages(RuleBasedStateMachine):
     def each_row_has_the_pages_its_tokens_take(self) -> None:
         for row in getattr(self, "rows", ()):
             assert len(row.pages) == pages_needed(row.length, self.size)
+
+    @invariant()
+    def each_row_reads_what_it_wrote(self) -> None:
+        for row, text in getattr(self, "rows", {}).items():
+            slots = [divmod(token, self.size) for token in range(row.length)]
+            assert [self.memory[row.pages[page]][slot] for page, slot in slots] == text
 
 
 TestPages = Pages.TestCase
@@ -173,6 +239,33 @@ def test_a_row_cannot_forget_what_it_does_not_hold(act):
     with pytest.raises(ValueError, match=r"5|6|-1"):
         act(row)
     assert (row.length, len(row.pages)) == (5, 2)
+
+
+def test_a_page_is_copied_once_for_each_row_that_leaves_it_and_the_last_one_keeps_it():
+    pool = PagePool(21, 4)
+    row = Row(pool, 0)
+    row.grow(6)
+    rows = [row, row.fork(), row.fork()]
+    assert pool.account().used == 2
+    copies = [row.grow(1) for row in rows]
+    assert [copy is None for copy in copies] == [False, False, True]
+    assert {copy.source for copy in copies if copy is not None} == {rows[2].pages[1]}
+    assert pool.account().used == 4
+    for row in rows:
+        assert row.grow(1) is None
+        row.free()
+    assert pool.account() == (20, 0, 20, 0)
+
+
+def test_full_pages_are_shared_for_good():
+    pool = PagePool(21, 4)
+    row = Row(pool, 0)
+    row.grow(8)
+    fork = row.fork()
+    assert row.grow(1) is None
+    assert fork.grow(5) is None
+    assert pool.account().used == 2 + 1 + 2
+    assert row.pages[:2] == fork.pages[:2]
 
 
 # ---- the page table against one built token by token

@@ -315,7 +315,7 @@ def test_too_many_rows_are_refused(model, runner):
     for _ in range(9):
         runner.admit([3, 4], 5)
     available = model.compiled.paged().pool.available
-    with pytest.raises(ValueError, match=r"9 rows.*max_batch_size"):
+    with pytest.raises(ValueError, match=r"10 rows are more than max_batch_size=9"):
         runner.admit([3], 5)
     assert len(runner.rows) == 9
     assert model.compiled.paged().pool.available == available

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -164,7 +163,6 @@ def roofline(
 ) -> None:
     """Where the time of a decode step goes, by kind of kernel, against the bytes that it has to read."""
     with _run(json, markdown, plot, commit, verbose) as run:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells stderr each time it starts
         from compiled_llm.bench import roofline as experiment
         from compiled_llm.bench.workload import workloads
 
@@ -242,7 +240,7 @@ class _Run:
 
     def measure_bandwidth(self) -> None:
         """Measure what results are held against."""
-        from compiled_llm.bench.bandwidth import read_bandwidth
+        from compiled_llm.profiling.bandwidth import read_bandwidth
 
         self._log("measuring the read bandwidth")
         self.report.read_bandwidth = read_bandwidth(self._device, self._dtype)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from compiled_llm.bench.contender import Contender, Session, Setup
-from compiled_llm.bench.models import step_bytes
 from compiled_llm.bench.report import Latency, Report
 from compiled_llm.bench.workload import Workload
+from compiled_llm.profiling.step_bytes import step_bytes
 
 Save = Callable[[], object]
 

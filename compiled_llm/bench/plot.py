@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
-from compiled_llm.bench.kernels import KINDS
 from compiled_llm.bench.report import Latency, Report, Roofline, Startup
+from compiled_llm.profiling.kernels import KINDS
 
 COLOURS = {
     "hf-eager": "#8c8c8c",

@@ -10,6 +10,7 @@ from typing import Any
 
 from compiled_llm.bench.timing import Spread
 from compiled_llm.bench.workload import Workload
+from compiled_llm.profiling.breakdown import Breakdown, Kernel, Kind
 
 SCHEMA = 1
 
@@ -104,33 +105,7 @@ class Startup:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Kernels of one kind in one decode step.
-
-    Attributes:
-        name: the kind.
-        us: their time, in microseconds.
-        launches: how many.
-        nbytes: what they have to read or write, or None where that is not counted.
-    """
-
-    name: str
-    us: float
-    launches: float
-    nbytes: int | None
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel in one decode step."""
-
-    name: str
-    us: float
-    launches: float
-
-
-@dataclass(frozen=True)
-class Roofline:
+class Roofline(Breakdown):
     """Where the time of one decode step goes.
 
     Attributes:
@@ -139,16 +114,6 @@ class Roofline:
         prompt: tokens in each prompt.
         new: new tokens of each row.
         sampled: whether tokens were sampled.
-        measured: ``kernels``, or on a CPU ``operators``.
-        step_us: one decode step without the profiler: the median over the runs.
-        busy_us: how long any kernel ran in a step.
-        steps: how many steps were profiled.
-        weight_bytes: the weights that a step reads, or None where that is not known.
-        kv_bytes: the keys and values that it reads.
-        read_bandwidth: bytes/s, measured in the same run.
-        host_us: what launching a step costs the host, or None where that was not measured.
-        kinds: time by kind.
-        kernels: the kernels that took longest.
     """
 
     contender: str
@@ -156,46 +121,11 @@ class Roofline:
     prompt: int
     new: int
     sampled: bool
-    measured: str
-    step_us: float
-    busy_us: float
-    steps: int
-    weight_bytes: int | None
-    kv_bytes: int
-    read_bandwidth: float
-    host_us: float | None
-    kinds: list[Kind]
-    kernels: list[Kernel]
 
     @property
     def workload(self) -> Workload:
         """What was asked."""
         return Workload(self.batch, self.prompt, self.new, self.sampled)
-
-    @property
-    def gaps_us(self) -> float:
-        """How long no kernel ran."""
-        return max(0.0, self.step_us - self.busy_us)
-
-    @property
-    def launches(self) -> float:
-        """Kernels in one step."""
-        return sum(kind.launches for kind in self.kinds)
-
-    @property
-    def of_bandwidth(self) -> float | None:
-        """The bytes that a step has to read, over its time, as a share of the read bandwidth."""
-        if self.weight_bytes is None:
-            return None
-        return self.share_of_bandwidth(self.weight_bytes + self.kv_bytes, self.step_us)
-
-    def share_of_bandwidth(self, nbytes: int, us: float) -> float:
-        """Bytes over time as a share of the read bandwidth."""
-        return nbytes / (us * 1e-6) / self.read_bandwidth
-
-    def figures(self) -> dict[str, Any]:
-        """What is computed from the times."""
-        return {"gaps_us": self.gaps_us, "launches": self.launches, "of_bandwidth": self.of_bandwidth}
 
 
 @dataclass

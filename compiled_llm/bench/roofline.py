@@ -6,16 +6,17 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from compiled_llm.bench.contender import Contender, Setup
-from compiled_llm.bench.kernels import KINDS, Launch, StepProfiler, busy_us
 from compiled_llm.bench.latency import failure
 from compiled_llm.bench.local import LocalSession
-from compiled_llm.bench.models import StepBytes, step_bytes
-from compiled_llm.bench.report import Kernel, Kind, Report, Roofline
+from compiled_llm.bench.report import Report, Roofline
+from compiled_llm.bench.step_profiler import StepProfiler
 from compiled_llm.bench.workload import Workload
+from compiled_llm.profiling.breakdown import kernels_of, kinds_of, moved_by_decode
+from compiled_llm.profiling.kernels import busy_us
+from compiled_llm.profiling.step_bytes import step_bytes
 
 PROFILED = 16
 """Decode steps under the profiler; with pages of 16 tokens, one of them plans anew."""
-TOP = 25
 
 
 def measure(
@@ -89,30 +90,6 @@ def measure_step(name: str, session: LocalSession, workload: Workload, runs: int
         kv_bytes=workload.batch * nbytes.kv_per_row,
         read_bandwidth=bandwidth,
         host_us=host,
-        kinds=kinds_of(launches, steps, nbytes, workload.batch),
+        kinds=kinds_of(launches, steps, moved_by_decode(nbytes, workload.batch)),
         kernels=kernels_of(launches, steps),
     )
-
-
-def kinds_of(launches: list[Launch], steps: int, nbytes: StepBytes, batch: int) -> list[Kind]:
-    """Return time and bytes by kind, for one step; kinds that never ran are left out."""
-    moved = {
-        "matrix products": nbytes.weights,
-        "attention": batch * nbytes.kv_per_row,
-        "page append": batch * nbytes.kv_written,
-    }
-    kinds = []
-    for kind, _ in KINDS:
-        spent = [launch.us for launch in launches if launch.kind == kind]
-        if spent:
-            kinds.append(Kind(kind, sum(spent) / steps, len(spent) / steps, moved.get(kind)))
-    return kinds
-
-
-def kernels_of(launches: list[Launch], steps: int) -> list[Kernel]:
-    """Return the kernels that took longest, for one step."""
-    spent: dict[str, list[float]] = {}
-    for launch in launches:
-        spent.setdefault(launch.name, []).append(launch.us)
-    longest = sorted(spent, key=lambda name: sum(spent[name]), reverse=True)[:TOP]
-    return [Kernel(name[:160], sum(spent[name]) / steps, len(spent[name]) / steps) for name in longest]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from compiled_llm.bench.report import Latency, Report, Roofline, Startup
 from compiled_llm.bench.timing import Spread
+from compiled_llm.profiling.breakdown import columns_of, rows_of
 
 
 @dataclass
@@ -184,30 +185,8 @@ def _startup(results: Sequence[Startup]) -> Iterator[Table]:
 
 
 def _roofline(result: Roofline) -> Table:
-    head = "launches" if result.measured == "kernels" else "calls"
-    columns = [result.measured, head, "us", "of the step", "MB", "of the read bandwidth"]
-    rows = [
-        [
-            kind.name,
-            f"{kind.launches:.1f}",
-            f"{kind.us:,.1f}",
-            f"{kind.us / result.step_us:.1%}",
-            *_bytes(result, kind.nbytes, kind.us),
-        ]
-        for kind in result.kinds
-    ]
-    idle = "gaps: no kernel runs" if result.measured == "kernels" else "the rest: compiled loops, Python"
-    rows.append([idle, "", f"{result.gaps_us:,.1f}", f"{result.gaps_us / result.step_us:.1%}", "", ""])
-    total = None if result.weight_bytes is None else result.weight_bytes + result.kv_bytes
-    launches = f"{result.launches:.1f}"
-    rows.append(["one decode step", launches, f"{result.step_us:,.1f}", "100%", *_bytes(result, total, result.step_us)])
-    return Table(f"A decode step of {result.contender}, {result.workload}", columns, rows, _roofline_note(result))
-
-
-def _bytes(result: Roofline, nbytes: int | None, us: float) -> list[str]:
-    if nbytes is None:
-        return ["", ""]
-    return [f"{nbytes / 1e6:,.1f}", f"{result.share_of_bandwidth(nbytes, us):.1%}"]
+    title = f"A decode step of {result.contender}, {result.workload}"
+    return Table(title, columns_of(result), rows_of(result, "one decode step"), _roofline_note(result))
 
 
 def _roofline_note(result: Roofline) -> str:

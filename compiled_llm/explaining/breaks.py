@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from compiled_llm.compile import DECODE_ONE, PREFILL
 from compiled_llm.explaining.advice import advise_break
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.explaining.places import NOWHERE, Place, blame, is_users, stack_in
-from compiled_llm.explaining.tracing import DECODE_ONE, PREFILL
 
 _REASON = re.compile(r"Graph Break Reason: (.*?)\s*(?:Developer debug context|User code traceback)", re.DOTALL)
 _AT = re.compile(r"Graph break in user code at (?P<file>.+):(?P<line>\d+)")

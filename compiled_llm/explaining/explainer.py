@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,16 +26,18 @@ from compiled_llm.compile import Forward
 from compiled_llm.config import WrapConfig
 from compiled_llm.drop_in import WrappedModel
 from compiled_llm.explaining import breaks
+from compiled_llm.explaining.dump import Dump, new_folder
 from compiled_llm.explaining.findings import Finding, Findings, general
 from compiled_llm.explaining.graph_checks import unrecordable
-from compiled_llm.explaining.history import history_of
+from compiled_llm.explaining.history import history_of, timings_of
 from compiled_llm.explaining.places import blame, stack_of
 from compiled_llm.explaining.recompiles import environment_in, recompiles_of
 from compiled_llm.explaining.report import Report
-from compiled_llm.explaining.snapshot import unchanged
+from compiled_llm.explaining.timings import Prompts, Timing
 from compiled_llm.explaining.tracing import Bench, Trace
 from compiled_llm.generate import prompts_of
 from compiled_llm.layers import Layer, UnpagedCallError, UnsupportedModelError, probe_layers
+from compiled_llm.snapshot import unchanged
 
 _INTERFACE = (
     "Use the model unwrapped; or let its attention layers call ALL_ATTENTION_FUNCTIONS[config._attn_implementation], "
@@ -42,7 +46,13 @@ _INTERFACE = (
 _DEFAULT_PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8], [9, 10])
 
 
-def explain(model: PreTrainedModel, example_inputs: Mapping[str, Tensor] | Tensor | None = None) -> Report:
+def explain(
+    model: PreTrainedModel,
+    example_inputs: Mapping[str, Tensor] | Tensor | None = None,
+    *,
+    timings: bool | Sequence[int] = False,
+    dump: str | PathLike[str] | None = None,
+) -> Report:
     """Find what keeps a model from running as one graph, line by line, and say what to do about it.
 
     The model's forward runs a few times, over a few pages of its own, as prefill and as decode step. It stays as it
@@ -51,13 +61,19 @@ def explain(model: PreTrainedModel, example_inputs: Mapping[str, Tensor] | Tenso
     Args:
         model: a causal language model, wrapped or not, working or broken.
         example_inputs: what a tokenizer returns, or token ids ``[B, T]``, to run it on; some tokens where None.
+        timings: also say where the time of prefill and of decode steps goes: at these batch sizes; where True, at those
+            that a wrapped model has ready, else at 1. A model that is not wrapped is compiled for it, which takes as
+            long as the first call of a wrapped one.
+        dump: a folder to write what is made of the model on the way to kernels: bytecode, guards, graphs and
+            Inductor's code, with an ``index.html``. It is compiled anew for it.
 
     Returns:
         The report: print it, ``.to_html(path)``, or ``.data``.
 
     Raises:
         TypeError: ``model`` is no HuggingFace model.
-        ValueError: ``example_inputs`` hold no token ids.
+        ValueError: ``example_inputs`` hold no token ids, there is something in the folder ``dump``, or a batch size in
+            ``timings`` is not possible.
 
     Example:
         >>> print(compiled_llm.explain(model))  # doctest: +SKIP
@@ -65,20 +81,27 @@ def explain(model: PreTrainedModel, example_inputs: Mapping[str, Tensor] | Tenso
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"explain: model is a {type(model).__name__}; give a transformers PreTrainedModel")
     prompts = _prompts(model, example_inputs)
-    findings, traces = Findings(), []
+    findings, traces, timed = Findings(), list[Trace](), list[Timing]()
+    dumped = None if dump is None else Dump(new_folder(Path(dump)))
+    history, happened = history_of(model.compiled) if isinstance(model, WrappedModel) else (None, [])
     with unchanged(model):
-        subject = _Subject(model)
+        subject = _Subject(model, dumped)
         layers = subject.layers(findings)
         if layers is not None:
-            traces = _trace(subject, layers, prompts, findings)
+            bench = Bench(model, subject.forward, layers, subject.config, subject.switch, prompts)
+            traces = _trace(subject, bench, findings)
+            if timings and _whole(traces):
+                timed = _timings(subject, bench, timings, None if example_inputs is None else prompts)
     if not findings.entries and subject.refusal:
         findings.add(general("refused", subject.refusal, "Use the model unwrapped, or report this as a bug."))
-    if isinstance(model, WrappedModel):
-        history, happened = history_of(model.compiled)
-        findings.extend(happened)
-    else:
-        history = None
-    return Report.of(model, findings.sorted(), traces, history)
+    findings.extend(happened)
+    notes = [] if dumped is None else dumped.notes
+    if timings and not timed:
+        notes = [*notes, "Nothing was timed: that takes programs that are one graph each."]
+    report = Report.of(model, findings.sorted(), traces, history, timed, notes)
+    if dumped is not None:
+        dumped.finish(report)
+    return report
 
 
 class _Subject:
@@ -88,8 +111,9 @@ class _Subject:
         refusal: why ``wrap`` would not take it.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, dump: Dump | None) -> None:
         self.model = model
+        self.dump = dump
         self.refusal = ""
         if isinstance(model, WrappedModel):
             base: Any = type(model).__mro__[2]
@@ -137,19 +161,18 @@ class _Subject:
         return paged_attention_in(attention_configs(self.model))
 
 
-def _trace(
-    subject: _Subject, layers: Sequence[Layer], prompts: Sequence[NDArray[np.int64]], findings: Findings
-) -> list[Trace]:
+def _trace(subject: _Subject, bench: Bench, findings: Findings) -> list[Trace]:
     """Run both passes; what forward itself raises ends them."""
-    model = subject.model
-    bench = Bench(model, subject.forward, layers, subject.config, subject.switch, prompts)
+    model, dump = subject.model, subject.dump
     traces: list[Trace] = []
     try:
         traces = bench.whole()
-        if any(trace.error is not None for trace in traces):
-            findings.extend(breaks.findings_in(bench.broken()))
+        if not _whole(traces):
+            findings.extend(breaks.findings_in(bench.broken(None if dump is None else dump.add_pieces)))
     except Exception as error:  # the model's own: it is what we are here to explain
         findings.add(_raised(error))
+    if dump is not None:
+        dump.add_programs(traces, bench)
     for trace in traces:
         if trace.error is not None:
             findings.add(breaks.finding_of(trace.error, trace.name))
@@ -157,6 +180,19 @@ def _trace(
         findings.extend(environment_in(trace.function, trace.name))
         findings.extend(unrecordable(trace, model.device))
     return traces
+
+
+def _whole(traces: Sequence[Trace]) -> bool:
+    return bool(traces) and all(trace.error is None for trace in traces)
+
+
+def _timings(subject: _Subject, bench: Bench, wanted: bool | Sequence[int], prompts: Prompts | None) -> list[Timing]:
+    if isinstance(subject.model, WrappedModel):
+        return timings_of(subject.model.compiled, wanted, prompts)
+    sizes = [1] if wanted is True else list(wanted or ())
+    if min(sizes) < 1:
+        raise ValueError(f"timings: {min(sizes)} rows cannot be timed; give batch sizes from 1")
+    return bench.timed(sizes, prompts)
 
 
 def _bypasses_interface(model: PreTrainedModel) -> bool:

@@ -8,9 +8,20 @@ from typing import Any, Literal
 
 from compiled_llm.explaining.places import NOWHERE, Place
 
-Kind = Literal["refused", "error", "graph break", "recompile", "pinned", "no CUDA graph", "slow path"]
+Kind = Literal[
+    "refused",
+    "error",
+    "graph break",
+    "recompile",
+    "pinned",
+    "no CUDA graph",
+    "recorded anew",
+    "bucket missed",
+    "slow path",
+]
 """What the matter is: ``wrap`` refuses, forward raises, tracing stops, a graph is compiled again, the world outside is
-built into a graph, a graph cannot be recorded, or a call did not take the fast loop."""
+built into a graph, a graph cannot be recorded, one was recorded again, a call waited for what ``warmup`` could have
+prepared, or a call took a slower path."""
 
 
 @dataclass(frozen=True)

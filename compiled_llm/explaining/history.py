@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.explaining.advice import advise_change
@@ -10,32 +11,84 @@ from compiled_llm.explaining.findings import Finding, Findings, general
 from compiled_llm.explaining.places import blame, stack_in
 from compiled_llm.explaining.recompiles import recompiles_of
 from compiled_llm.explaining.report import Report
+from compiled_llm.explaining.timings import Prompts, Timing, measure
+from compiled_llm.journal import Miss
 
 if TYPE_CHECKING:
     from compiled_llm.runtime import CompiledModel
 
-_SLOW = "This call feature is not in the fast loop. Leave it out where speed matters; the tokens are the same."
+_SLOW = "Leave this feature out of the call where speed matters."
+_MOVED = (
+    "Change weights in place (tensor.copy_, load_state_dict without assign=True), before warmup if they have to be "
+    "exchanged."
+)
+_UNNAMED = "Set TORCH_LOGS=+cudagraphs, which says it for each recording, and report what it says."
+_SHOWN = 5
 
 
-def report_of(runtime: CompiledModel) -> Report:
-    """Return the report of what has happened so far."""
+def report_of(runtime: CompiledModel, timings: bool | Sequence[int] = False) -> Report:
+    """Return the report of what has happened so far, before the timings."""
     counters, found = history_of(runtime)
-    return Report.of(runtime.model(), found, history=counters)
+    timed = timings_of(runtime, timings) if timings else []
+    return Report.of(runtime.model(), found, history=counters, timings=timed)
+
+
+def timings_of(runtime: CompiledModel, wanted: bool | Sequence[int], prompts: Prompts | None = None) -> list[Timing]:
+    """Return where the time of a wrapped model's programs goes; other calls wait.
+
+    Args:
+        runtime: of the model.
+        wanted: batch sizes; those that are ready where True.
+        prompts: what rows begin with; tokens of no meaning where None.
+    """
+    sizes = (runtime.stats().buckets or [1]) if wanted is True else list(wanted or ())
+    runtime.check_sizes("timings", sizes)
+    with runtime.turn.taken(lambda: True):
+        return measure(runtime.paged(), runtime.model(), sizes, prompts, runtime.config.progress)
 
 
 def history_of(runtime: CompiledModel) -> tuple[dict[str, Any], list[Finding]]:
     """Return counters as plain data, and what slowed calls down."""
     stats = dataclasses.asdict(runtime.stats())
     stats["pages"] = {} if stats["pages"] is None else stats["pages"]._asdict()
+    anew, moved = runtime.rerecordings()
+    stats |= {
+        "replan_causes": dict(runtime.journal.replans),
+        "rerecordings": anew,
+        "misses": [dataclasses.asdict(miss) for miss in runtime.journal.misses],
+    }
     found = Findings()
     for reason, count in stats["slow_paths"].items():
-        found.add(general("slow path", f"Not in the fast loop, {count} times: {reason}.", _SLOW))
+        found.add(general("slow path", f"On a slower path, {count} times: {reason}.", _SLOW))
+    found.extend(_missed(runtime.journal.misses))
     found.extend(map(_skipped, runtime.cudagraph_reasons()))
+    if anew:
+        found.add(_recorded_anew(anew, moved))
     for name, function in runtime.programs().items():
         found.extend(recompiles_of(function, name, runtime.model()))
     return stats, found.sorted()
 
 
+def _missed(misses: Sequence[Miss]) -> Iterator[Finding]:
+    """Yield what ``warmup`` could have prepared; without one, the first call of each size does it, as documented."""
+    for miss in misses:
+        if miss.warmed:
+            reason = f"{miss.call.capitalize()} for {miss.what}: {miss.cause}."
+            sampling = ", sampling=True" if miss.what.startswith("sampling") else ""
+            advice = f"model.compiled.warmup([..., {miss.rows}]{sampling}), after everything that changes the model."
+            yield general("bucket missed", reason, advice)
+
+
 def _skipped(said: str) -> Finding:
     reason, advice = advise_change(said)
     return Finding("no CUDA graph", blame(stack_in(said)), reason, advice, detail=said)
+
+
+def _recorded_anew(count: int, moved: Sequence[str]) -> Finding:
+    if not moved:
+        reason = f"{count} CUDA graphs were recorded again, for a reason that is not known."
+        return general("recorded anew", reason, _UNNAMED)
+    more = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
+    names = f"{', '.join(moved[:_SHOWN])}{more}"
+    reason = f"{count} CUDA graphs were recorded again, because weights moved to other memory: {names}."
+    return general("recorded anew", reason, _MOVED, detail="\n".join(moved))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,20 @@ from transformers import PreTrainedModel
 
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.explaining.places import Place
+from compiled_llm.explaining.timings import Timing
 from compiled_llm.explaining.tracing import Trace
+from compiled_llm.journal import Miss
+from compiled_llm.profiling.breakdown import Breakdown, Kernel, Kind, columns_of, rows_of
+
+_LONGEST = 3
 
 
 class Report:
     """What ``explain`` found.
 
     Attributes:
-        data: all of it as dicts, lists, strings and numbers: ``model``, ``findings``, ``programs``, ``history``.
+        data: all of it as dicts, lists, strings and numbers: ``model``, ``device``, ``versions``, ``findings``,
+            ``programs``, ``timings``, ``history``, ``notes``.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
@@ -40,8 +47,19 @@ class Report:
         findings: Sequence[Finding],
         traces: Sequence[Trace] = (),
         history: dict[str, Any] | None = None,
+        timings: Sequence[Timing] = (),
+        notes: Sequence[str] = (),
     ) -> Report:
-        """Collect what was found."""
+        """Collect what was found.
+
+        Args:
+            model: the model.
+            findings: what is wrong.
+            traces: what became of its programs.
+            history: counters of what has happened, of a wrapped one.
+            timings: where the time of its programs goes.
+            notes: sentences on what could not be looked at, or was written elsewhere.
+        """
         return cls(
             {
                 "model": type(model).__name__,
@@ -49,7 +67,9 @@ class Report:
                 "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
                 "findings": [finding.data() for finding in findings],
                 "programs": {trace.name: _program(trace) for trace in traces},
+                "timings": [timing.data() for timing in timings],
                 "history": history,
+                "notes": list(notes),
             }
         )
 
@@ -75,9 +95,15 @@ class Report:
         if data["programs"]:
             yield Text()
             yield _programs(data["programs"])
+        for timing in data["timings"]:
+            yield Text()
+            yield from _timing(timing)
         if data["history"] is not None:
             yield Text()
             yield _history(data["history"])
+        for note in data["notes"]:
+            yield Text()
+            yield Text(note, "yellow")
 
     def to_html(self, path: str | PathLike[str]) -> Path:
         """Write the report as one page that needs nothing else, and return its path."""
@@ -135,10 +161,59 @@ def _programs(programs: dict[str, Any]) -> Table:
     return table
 
 
+def _timing(timing: dict[str, Any]) -> Iterator[RenderableType]:
+    breakdown = breakdown_of(timing)
+    yield Text(title_of(timing), "bold")
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns_of(breakdown)):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows_of(breakdown, "in all"):
+        table.add_row(*row)
+    yield table
+    longest = ", ".join(f"{kernel.name[:60]} {kernel.us:,.0f} us" for kernel in breakdown.kernels[:_LONGEST])
+    yield Text(f"longest: {longest}")
+    yield Text(host_of(timing))
+
+
+def title_of(timing: dict[str, Any]) -> str:
+    """Return what was timed, in words."""
+    rows = f"{timing['rows']} row{'s' * (timing['rows'] > 1)}"
+    if timing["program"] == "prefill":
+        return f"prefill of {rows}, {timing['tokens']} tokens"
+    return f"decode, {rows} of about {timing['tokens']} tokens"
+
+
+def host_of(timing: dict[str, Any]) -> str:
+    """Return what a step costs the host, in words."""
+    speed = f"{timing['read_bandwidth'] / 1e9:,.1f} GB/s are read at best."
+    if timing["host_us"] is None:
+        return f"{speed} Host and device are one here." if timing["measured"] == "operators" else speed
+    return f"{speed} Launching a step takes the host {timing['host_us']:,.0f} us."
+
+
+def breakdown_of(timing: dict[str, Any]) -> Breakdown:
+    """Return a timing's data as the record it was."""
+    names = [field.name for field in dataclasses.fields(Breakdown)]
+    lists = {
+        "kinds": [Kind(**kind) for kind in timing["kinds"]],
+        "kernels": [Kernel(**kernel) for kernel in timing["kernels"]],
+    }
+    return Breakdown(**{**{name: timing[name] for name in names}, **lists})
+
+
 def _history(history: dict[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in history.items():
-        if value not in ({}, [], None):
-            shown = ", ".join(f"{key} {count}" for key, count in value.items()) if isinstance(value, dict) else value
-            table.add_row(name.replace("_", " "), str(shown))
+    for name, value in history_rows(history):
+        table.add_row(name, value)
     return table
+
+
+def history_rows(history: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield names and values, those that say nothing left out."""
+    for name, value in history.items():
+        if name == "misses":
+            for miss in value:
+                yield f"waited for {miss['what']}", f"{Miss(**miss).call}: {miss['cause']}"
+        elif value not in ({}, [], None):
+            shown = ", ".join(f"{key} {count}" for key, count in value.items()) if isinstance(value, dict) else value
+            yield name.replace("_", " "), str(shown)

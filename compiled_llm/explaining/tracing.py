@@ -6,10 +6,13 @@ whole, a pass that goes on after each graph break, to find them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,16 +21,27 @@ from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 from compiled_llm.attention import AttentionSwitch, PagedBatch
-from compiled_llm.compat import forget_entries_of, graph_breaks_logged, graph_count
-from compiled_llm.compile import Forward, Programs
-from compiled_llm.config import WrapConfig
+from compiled_llm.compat import (
+    CompiledGraph,
+    compiled_graphs,
+    compiled_with,
+    forget_entries_of,
+    graph_breaks_logged,
+    graph_count,
+    inductor_quiet,
+    no_bytecode_hooks,
+    traced_by_inductor,
+)
+from compiled_llm.compile import DECODE_MANY, DECODE_ONE, PREFILL, Forward, Programs
+from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.executor import executor_for
+from compiled_llm.explaining.places import Place
+from compiled_llm.explaining.timings import Prompts, Timing, measure, tokens_to_hold
 from compiled_llm.kv_cache import DecodeInputs
 from compiled_llm.layers import Layer
 from compiled_llm.paged_model import PagedModel
+from compiled_llm.progress import ProgressDisplay
 from compiled_llm.runner import Runner
-
-PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
 
 # Steps of one batch: a prefill, a decode step that compiles and one that shows what has changed since.
 _STEPS = 3
@@ -129,13 +143,19 @@ def _whole(trace: Trace) -> Callable[..., Any]:
 
 
 class BrokenPrograms(Programs):
-    """The programs compiled piece by piece, with every size built in."""
+    """The programs compiled piece by piece, with every size built in.
+
+    Attributes:
+        graphs: the pieces, in the order in which they were made.
+    """
 
     def __init__(self, forward: Forward, config: WrapConfig, device: torch.device) -> None:
         """Prepare like ``Programs``."""
         super().__init__(config, forward, device)
-        self._prefill: Callable[..., Any] = torch.compile(self.prefill_function, backend=_run_as_it_is, dynamic=False)
-        self._decode_one = torch.compile(self.decode_one_function, backend=_run_as_it_is, dynamic=False)
+        self.graphs: list[fx.GraphModule] = []
+        self._backend = self._keep
+        self._prefill: Callable[..., Any] = torch.compile(self.prefill_function, backend=self._backend, dynamic=False)
+        self._decode_one = torch.compile(self.decode_one_function, backend=self._backend, dynamic=False)
 
     def prefill(
         self, model: PreTrainedModel, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
@@ -150,9 +170,63 @@ class BrokenPrograms(Programs):
         logits: Tensor = self._decode_one(model, self._forward, inputs, pages)
         return logits
 
+    @contextmanager
+    def cleaned(self) -> Iterator[None]:
+        """Take what the block compiled off the user's functions; what others compiled stays."""
+        try:
+            yield
+        finally:
+            forget_entries_of(self._backend)
 
-def _run_as_it_is(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    return graph.forward
+    def pieces(self) -> list[Piece]:
+        """Return the frames that were compiled."""
+        return [Piece(function.__code__, compiled_graphs(function)) for function in compiled_with(self._backend)]
+
+    def _keep(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        return graph.forward
+
+
+class Piece(NamedTuple):
+    """A frame that was compiled because one around it could not be.
+
+    Attributes:
+        code: the frame's own.
+        graphs: what it was compiled into.
+    """
+
+    code: CodeType
+    graphs: list[CompiledGraph]
+
+    @property
+    def name(self) -> str:
+        """The function's, with that of its class where Python says so (3.11)."""
+        return getattr(self.code, "co_qualname", self.code.co_name)
+
+    @property
+    def place(self) -> Place:
+        """Where the function begins."""
+        return Place(self.code.co_filename, self.code.co_firstlineno, self.name)
+
+
+class InductorPrograms(Programs):
+    """The programs as ``wrap`` compiles them, with Inductor writing down what it makes of them."""
+
+    def __init__(self, forward: Forward, config: WrapConfig, device: torch.device, folders: Mapping[str, Path]) -> None:
+        """Prepare like ``Programs``.
+
+        Args:
+            forward: the model class's own ``forward``.
+            config: the options of ``wrap``.
+            device: where the model lives.
+            folders: where each program's files go.
+        """
+        self._folders = folders
+        super().__init__(config, forward, device)
+
+    def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+        """Return the function compiled with ``options`` and traced."""
+        return super().compile(name, function, {**options, **traced_by_inductor(str(self._folders[name]))})
 
 
 class Bench:
@@ -178,47 +252,64 @@ class Bench:
             prompts: what to feed it.
         """
         self._prompts = [prompts[index % len(prompts)] for index in range(_MAX_ROWS - 1)]
+        self._given = config
         tokens = sum(len(prompt) + _STEPS for prompt in self._prompts)
-        self._config = WrapConfig(
-            mode="eager",
-            page_size=config.page_size,
-            max_batch_size=_MAX_ROWS,
-            kv_memory=f"{tokens + (_SPARE_PAGES + _MAX_ROWS) * config.page_size} tokens",
-            workspace_bytes=config.workspace_bytes,
-            progress=False,
-        )
+        self._config = self._configured("eager", _MAX_ROWS, tokens + (_SPARE_PAGES + _MAX_ROWS) * config.page_size)
         self._model, self._forward, self._layers, self._switch = model, forward, layers, switch
         self.thread = executor_for(model.device)
+        self._display = ProgressDisplay(config.progress)
 
     def whole(self) -> list[Trace]:
         """Run all programs as whole graphs."""
         programs = WholePrograms(self._forward, self._config, self._model.device)
-        self.thread.call(self._run, programs, (1, 2, 3))
+        with self._display.task("tracing prefill and decode"):
+            self.thread.call(self._run, programs, (1, 2, 3))
         return programs.traces
 
-    def broken(self) -> list[str]:
-        """Run prefill and decode piece by piece; return what Dynamo said about each graph break."""
+    def broken(self, look: Callable[[BrokenPrograms], object] | None = None) -> list[str]:
+        """Run prefill and decode piece by piece; return what Dynamo said about each graph break.
+
+        Args:
+            look: called with the programs before their pieces are forgotten.
+        """
         programs = BrokenPrograms(self._forward, self._config, self._model.device)
-        with self._cleaned(), graph_breaks_logged() as messages:
+        with programs.cleaned(), graph_breaks_logged() as messages, self._display.task("tracing around graph breaks"):
             self.thread.call(self._run, programs, (1,))
+            if look is not None:
+                look(programs)
         return messages
 
-    def _run(self, programs: Programs, batches: Sequence[int]) -> None:
-        model, config = self._model, self._config
-        paged = PagedModel(model, self._forward, self._layers, config, self._switch, self.thread)
-        paged.programs = programs
-        for size in batches:
-            runner = Runner(paged)
-            for prompt in self._prompts[:size]:
-                runner.admit(prompt, _STEPS)
-            for _ in range(_STEPS):
-                runner.step()
-            runner.close()
+    def inductor(self, folders: Mapping[str, Path]) -> None:
+        """Compile all programs with Inductor, and have it write what it makes into each program's folder."""
+        config = dataclasses.replace(self._config, mode="compile")
+        programs = InductorPrograms(self._forward, config, self._model.device, folders)
+        with inductor_quiet(), self._display.task("compiling prefill and decode for the dump"):
+            self.thread.call(self._run, programs, (1, 2))
 
-    @contextmanager
-    def _cleaned(self) -> Iterator[None]:
-        """Take what the block compiled off the user's functions; what others compiled stays."""
-        try:
-            yield
-        finally:
-            forget_entries_of(_run_as_it_is)
+    def timed(self, batches: Sequence[int], prompts: Prompts | None) -> list[Timing]:
+        """Compile the programs as ``wrap`` would, and return where their time goes."""
+        config = self._configured(
+            self._given.mode, max(batches), tokens_to_hold(batches, prompts, self._given.page_size)
+        )
+        paged = self.thread.call(self._paged, config)
+        return measure(paged, self._model, batches, prompts, config.progress)
+
+    def _configured(self, mode: Mode, rows: int, tokens: int) -> WrapConfig:
+        return dataclasses.replace(self._given, mode=mode, max_batch_size=rows, kv_memory=f"{tokens} tokens")
+
+    def _paged(self, config: WrapConfig) -> PagedModel:
+        return PagedModel(self._model, self._forward, self._layers, config, self._switch, self.thread)
+
+    def _run(self, programs: Programs, batches: Sequence[int]) -> None:
+        paged = self._paged(dataclasses.replace(self._config, progress=False))
+        paged.programs = programs
+        with no_bytecode_hooks():
+            for size in batches:
+                self._step(Runner(paged), size)
+
+    def _step(self, runner: Runner, rows: int) -> None:
+        for prompt in self._prompts[:rows]:
+            runner.admit(prompt, _STEPS)
+        for _ in range(_STEPS):
+            runner.step()
+        runner.close()

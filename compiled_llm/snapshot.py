@@ -1,4 +1,4 @@
-"""Leaves a model as it was: forward runs for real while it is explained, and may write to anything it can reach."""
+"""Leaves a model as it was, after its forward was run only to be watched: it may write to anything it can reach."""
 
 from __future__ import annotations
 
@@ -16,8 +16,23 @@ _CONTAINERS = (dict, list, set)
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Put attributes, containers and tensors of all modules, parameters excepted, back afterwards."""
+    tensors = _tensors(model)
+    with same_attributes(model):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in tensors:
+                    tensor.copy_(value)
+
+
+@contextmanager
+def same_attributes(model: nn.Module) -> Iterator[None]:
+    """Put attributes and containers of all modules back afterwards; what was written into tensors stays.
+
+    Enough for fake tensors, which nothing can be written through, and as quick as the model has modules.
+    """
     saved = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
-    tensors = _tensors([contents for _, _, contents in saved])
     try:
         yield
     finally:
@@ -26,23 +41,18 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             module.__dict__.update(attributes)
             for name, content in contents.items():
                 _refill(attributes[name], content)
-        with torch.no_grad():
-            for tensor, value in tensors:
-                tensor.copy_(value)
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
     """Return copies of a module's containers, by attribute."""
-    return {name: copy.copy(value) for name, value in module.__dict__.items() if isinstance(value, _CONTAINERS)} | {
-        name: value for name, value in module.__dict__.items() if isinstance(value, Tensor)
-    }
+    return {name: copy.copy(value) for name, value in module.__dict__.items() if isinstance(value, _CONTAINERS)}
 
 
-def _tensors(contents: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
+def _tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors in attributes and containers, each with a copy; parameters are too big, and not written."""
     found: dict[int, Tensor] = {}
-    for attributes in contents:
-        for value in attributes.values():
+    for module in model.modules():
+        for value in module.__dict__.values():
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else [value]
             for entry in inner:
                 if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter):

@@ -1,4 +1,4 @@
-"""The profiler on decode steps in the midst of a call of ``generate``, and what kind of work each kernel does."""
+"""What ran while a profiler looked on, kernel by kernel, and what kind of work each does."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from compiled_llm.bench.timing import TokenClock
 from compiled_llm.compat import profiling_all_threads
 
 KINDS = (
@@ -26,6 +25,8 @@ KINDS = (
 """Kinds of work and what their kernels are called, the first that fits; names are compared in lower case."""
 
 _ANNOTATIONS = ("##", "ProfilerStep", "Torch-Compiled", "TorchDynamo", "CompiledFunction", "[pytorch|", "Pregraph")
+
+P = TypeVar("P", bound="KernelProfiler")
 
 
 @dataclass(frozen=True)
@@ -66,31 +67,21 @@ def busy_us(launches: Iterable[Launch]) -> float:
     return busy
 
 
-class StepProfiler:
-    """Profiles some decode steps of a call.
-
-    Between the tokens ``after`` and ``after + steps`` of the stream, a loop launches exactly ``steps`` steps, be it
-    ahead of what it streams or not; the device is idle at both ends.
+class KernelProfiler:
+    """Sees what runs between ``start`` and ``stop``, from whatever thread.
 
     Attributes:
-        clock: the streamer that starts and stops the profiler.
         launches: what ran, after the block.
     """
 
-    def __init__(self, device: torch.device, steps: int, after: int) -> None:
-        """Prepare.
-
-        Args:
-            device: what is profiled.
-            steps: how many steps.
-            after: how many tokens come before them, at least one.
-        """
+    def __init__(self, device: torch.device) -> None:
+        """Prepare to look at ``device``."""
         self._cuda = device.type == "cuda"
-        self.clock = _SwitchingClock(self, max(1, after), max(1, after) + steps)
         self.launches: list[Launch] = []
         self._profile: Any = None
 
-    def __enter__(self) -> StepProfiler:
+    def __enter__(self: P) -> P:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it tells stderr each time it starts
         if self._cuda:
             # As torch does for its own CUDA graphs: with CUPTI torn down between profiles, replays can crash.
             os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
@@ -133,21 +124,6 @@ class StepProfiler:
                 span = event.time_range
                 spent = span.elapsed_us() if self._cuda else event.self_cpu_time_total
                 yield Launch(event.name, kind_of(_names(event)), float(spent), float(span.start), float(span.end))
-
-
-class _SwitchingClock(TokenClock):
-    def __init__(self, profiler: StepProfiler, first: int, last: int) -> None:
-        super().__init__()
-        self._profiler = profiler
-        self._first = first
-        self._last = last
-
-    def put(self, value: Any) -> None:
-        super().put(value)
-        if len(self.times) == self._first:
-            self._profiler.start()
-        if len(self.times) == self._last:
-            self._profiler.stop()
 
 
 def _names(event: Any) -> Iterator[str]:

@@ -1,0 +1,114 @@
+"""From a line of source to the graph nodes that it became, and to the kernels that compute them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from compiled_llm.explaining.places import Place, blame, stack_in
+
+_HANDLE = re.compile(r"\[Provenance debug handles\] (?P<name>\S+:\d+)")
+_NODE = re.compile(r"^\s+(?P<name>\w+)(?:: .*?)? = ")
+
+
+@dataclass
+class Link:
+    """What one line of source became, in one module.
+
+    Attributes:
+        module: the path of the module that ran it; empty around the model.
+        place: the line.
+        nodes: names in Dynamo's graph.
+        kernels: names in Inductor's code, each with the number of its call.
+    """
+
+    module: str
+    place: Place
+    nodes: list[str] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+
+    def add(self, kernels: Iterable[str]) -> None:
+        """Add kernels, each with its first call alone."""
+        known = {_without_call(kernel) for kernel in self.kernels}
+        for kernel in kernels:
+            if _without_call(kernel) not in known:
+                known.add(_without_call(kernel))
+                self.kernels.append(kernel)
+
+    @property
+    def layer(self) -> str:
+        """The module's path up to the number of its layer; the whole of it outside of layers."""
+        match = re.match(r".*?\.\d+(?=\.|$)", self.module)
+        return match[0] if match else self.module
+
+
+def links_of(graph: fx.GraphModule, provenance: Mapping[str, Any]) -> list[Link]:
+    """Return the graph's lines in the order in which they run.
+
+    Args:
+        graph: Dynamo's.
+        provenance: Inductor's ``preToPost`` and ``postToCppCode``; may be empty.
+    """
+    links: dict[tuple[str, Place], Link] = {}
+    for node in graph.graph.nodes:
+        if node.op.startswith("call"):
+            module, place = _module_of(node), blame(stack_in(node.meta.get("stack_trace") or ""))
+            link = links.setdefault((module, place), Link(module, place))
+            link.nodes.append(node.name)
+            link.add(kernels_of(node.name, provenance))
+    return list(links.values())
+
+
+def kernels_of(node: str, provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the kernels that compute a node of Dynamo's graph."""
+    for post in provenance.get("preToPost", {}).get(node, ()):
+        for kernel in provenance.get("postToCppCode", {}).get(post, ()):
+            if _computes(kernel, post):
+                yield kernel
+
+
+def _without_call(kernel: str) -> str:
+    return kernel.partition(":")[0]
+
+
+def _computes(kernel: str, post: str) -> bool:
+    """Whether the kernel does the node's own work: a library's kernel is said to come from all that leads to it."""
+    if not kernel.startswith(("torch.ops.", "extern_kernels.")):
+        return True
+    parts = _without_call(kernel).split(".")
+    operator = parts[3] if parts[0] == "torch" else parts[1]
+    return post.startswith((operator, f"add{operator}"))
+
+
+def _module_of(node: fx.Node) -> str:
+    """Return the path of the innermost module that the node ran in, as the user would write it."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return ""
+    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", str(stack[-1][0]))
+    return re.sub(r"^L?\.?model\.", "", path)
+
+
+def lines_of_nodes(code: str) -> dict[str, int]:
+    """Return the line on which a printed graph defines each node."""
+    return _first_lines(code, _NODE)
+
+
+def lines_of_kernels(code: str) -> dict[str, int]:
+    """Return the line above each kernel's call in Inductor's code."""
+    return _first_lines(code, _HANDLE)
+
+
+def _first_lines(code: str, pattern: re.Pattern[str]) -> dict[str, int]:
+    matches: Iterable[tuple[int, re.Match[str] | None]] = (
+        (number, pattern.search(line)) for number, line in enumerate(code.splitlines(), 1)
+    )
+    lines: dict[str, int] = {}
+    for number, match in matches:
+        if match:
+            lines.setdefault(match["name"], number)
+    return lines

@@ -1,0 +1,204 @@
+"""Where the time of each program goes: prefill, and a decode step of each bucket, on rows of our own."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from compiled_llm.paged_model import PagedModel
+from compiled_llm.profiling.bandwidth import read_bandwidth
+from compiled_llm.profiling.breakdown import Breakdown, kernels_of, kinds_of, moved_by_decode
+from compiled_llm.profiling.kernels import KernelProfiler, busy_us
+from compiled_llm.profiling.step_bytes import StepBytes, step_bytes
+from compiled_llm.progress import ProgressDisplay
+from compiled_llm.runner import Runner
+
+Prompts = Sequence[NDArray[np.int64]]
+
+_WARM = 3
+_RUNS = 3
+_RUN = 8
+# With pages of 16 tokens, one of them plans anew.
+_PROFILED = 16
+_STEPS = 1 + _WARM + _RUNS * _RUN + _RUN + _PROFILED
+_PROMPT = 128
+# Prefill of all rows together; with many of them, prompts are shorter.
+_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One program's time.
+
+    Attributes:
+        program: ``prefill``, or ``decode``.
+        rows: B.
+        tokens: in prefill, all new tokens; in decode, those of an average row, in the middle of what was profiled.
+        breakdown: where the time goes.
+    """
+
+    program: str
+    rows: int
+    tokens: int
+    breakdown: Breakdown
+
+    def data(self) -> dict[str, Any]:
+        """Return plain data."""
+        named = {"program": self.program, "rows": self.rows, "tokens": self.tokens}
+        return {**named, **asdict(self.breakdown), **self.breakdown.figures()}
+
+
+def tokens_to_hold(batches: Sequence[int], prompts: Prompts | None, page_size: int) -> int:
+    """Return how many tokens of pages ``measure`` needs."""
+    longest = _PROMPT if prompts is None else max(map(len, prompts))
+    return max(batches) * (-(-(longest + _STEPS) // page_size) + 1) * page_size
+
+
+def measure(
+    paged: PagedModel, model: PreTrainedModel, batches: Sequence[int], prompts: Prompts | None, progress: bool
+) -> list[Timing]:
+    """Time prefill and a decode step at some batch sizes; what is not compiled yet is compiled first.
+
+    Args:
+        paged: where the model runs; its pages must hold ``tokens_to_hold``.
+        model: the model.
+        batches: how many rows.
+        prompts: what rows begin with, in turn; tokens of no meaning where None.
+        progress: show on stderr what is being timed.
+
+    Raises:
+        OutOfPagesError: the pages are in use.
+    """
+    display, rows = ProgressDisplay(progress), sorted({paged.bucket_for(size) for size in batches})
+    for bucket in rows:
+        paged.thread.call(paged.make_decode_ready, bucket)
+    paged.thread.call(paged.make_prefill_ready)
+    with display.task("measuring the read bandwidth"):
+        bench = _Stopwatch(paged, model, read_bandwidth(paged.device, model.dtype))
+        if paged.device.type == "cuda":
+            torch.cuda.empty_cache()  # it took gigabytes, which others may need
+    timings = []
+    with display.task("timing prefill"):
+        timings.append(bench.prefill(_prompts(prompts, rows[0], paged)))
+    for number, bucket in enumerate(rows, 1):
+        with display.task(f"timing decode bucket {bucket} ({number} of {len(rows)})"):
+            timings.append(bench.decode(_prompts(prompts, bucket, paged)))
+    return timings
+
+
+def _prompts(given: Prompts | None, rows: int, paged: PagedModel) -> Prompts:
+    if given is not None:
+        return [given[row % len(given)] for row in range(rows)]
+    length = max(1, min(_PROMPT, _TOKENS // rows, paged.max_positions - _STEPS))
+    return [np.arange(row, row + length, dtype=np.int64) % paged.vocabulary for row in range(rows)]
+
+
+class _Stopwatch:
+    """Drives a runner and reads the clock."""
+
+    def __init__(self, paged: PagedModel, model: PreTrainedModel, bandwidth: float) -> None:
+        self._paged, self._model, self._bandwidth = paged, model, bandwidth
+        self._cuda = paged.device.type == "cuda"
+
+    def prefill(self, prompts: Prompts) -> Timing:
+        """Time the prompts' way to their first tokens."""
+        for _ in range(_WARM):
+            self._seconds_of_prefill(prompts)
+        seconds = statistics.median(self._seconds_of_prefill(prompts) for _ in range(_RUNS))
+        profiler = KernelProfiler(self._paged.device)
+        with profiler, self._admitted(prompts) as runner:
+            profiler.start()
+            runner.step()
+            profiler.stop()
+        tokens = sum(map(len, prompts))
+        nbytes = step_bytes(self._model, 1)
+        moved = {"matrix products": nbytes.weights, "page append": tokens * nbytes.kv_written}
+        found = self._breakdown(profiler, 1, seconds, StepBytes(nbytes.weights, 0, 0), moved, len(prompts), None)
+        return Timing("prefill", len(prompts), tokens, found)
+
+    def decode(self, prompts: Prompts) -> Timing:
+        """Time steps after the prompts."""
+        with self._admitted(prompts) as runner:
+            runner.step()
+            self._seconds(runner, _WARM)
+            seconds = statistics.median(self._seconds(runner, _RUN) / _RUN for _ in range(_RUNS))
+            host = statistics.median(self._launch_seconds(runner) for _ in range(_RUN))
+            with KernelProfiler(self._paged.device) as profiler:
+                profiler.start()
+                for _ in range(_PROFILED):
+                    runner.step()
+                profiler.stop()
+            context = sum(row.length for row in runner.rows) // len(prompts) - _PROFILED // 2
+        nbytes = step_bytes(self._model, context)
+        moved = moved_by_decode(nbytes, len(prompts))
+        # Where host and device are one, launching a step is running it.
+        host_us = 1e6 * host if self._cuda else None
+        found = self._breakdown(profiler, _PROFILED, seconds, nbytes, moved, len(prompts), host_us)
+        return Timing("decode", len(prompts), context, found)
+
+    def _breakdown(
+        self,
+        profiler: KernelProfiler,
+        steps: int,
+        seconds: float,
+        nbytes: StepBytes,
+        moved: dict[str, int | None],
+        rows: int,
+        host_us: float | None,
+    ) -> Breakdown:
+        return Breakdown(
+            measured="kernels" if self._cuda else "operators",
+            step_us=1e6 * seconds,
+            busy_us=busy_us(profiler.launches) / steps,
+            steps=steps,
+            weight_bytes=nbytes.weights,
+            kv_bytes=rows * nbytes.kv_per_row,
+            read_bandwidth=self._bandwidth,
+            host_us=host_us,
+            kinds=kinds_of(profiler.launches, steps, moved),
+            kernels=kernels_of(profiler.launches, steps),
+        )
+
+    @contextmanager
+    def _admitted(self, prompts: Prompts) -> Iterator[Runner]:
+        runner = Runner(self._paged)
+        try:
+            for prompt in prompts:
+                runner.admit(prompt, _STEPS)
+            yield runner
+        finally:
+            self._synchronize()
+            runner.close()
+
+    def _seconds_of_prefill(self, prompts: Prompts) -> float:
+        with self._admitted(prompts) as runner:
+            return self._seconds(runner, 1)
+
+    def _seconds(self, runner: Runner, steps: int) -> float:
+        """Return how long some steps take, one launched after the other."""
+        self._synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            runner.step()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _launch_seconds(self, runner: Runner) -> float:
+        """Return how long launching a step takes on an idle device."""
+        self._synchronize()
+        start = time.perf_counter()
+        runner.step()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self._paged.device)
