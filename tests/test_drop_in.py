@@ -549,11 +549,11 @@ def test_forward_hooks_that_change_logits_change_tokens(models, inputs):
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
 def test_hooks_on_inner_modules_fire_whenever_they_are_registered(mode, inputs):
-    model = compiled_llm.wrap(tiny_llama(eos_token_id=None), **{**OPTIONS, "mode": mode, "progress": False})
+    model, plain = (tiny_llama(eos_token_id=None, num_hidden_layers=1) for _ in range(2))
+    compiled_llm.wrap(model, **{**OPTIONS, "mode": mode, "progress": False})
     before = greedy(model, inputs, 6)
-    handle = model.model.layers[0].register_forward_hook(lambda module, args, output: output * 0)
-    plain = tiny_llama(eos_token_id=None)
-    plain.model.layers[0].register_forward_hook(lambda module, args, output: output * 0)
+    handle = model.model.layers[0].register_forward_hook(lambda module, args, output: -output)
+    plain.model.layers[0].register_forward_hook(lambda module, args, output: -output)
     changed = greedy(plain, inputs, 6)
     assert not torch.equal(changed, before)
     torch.testing.assert_close(greedy(model, inputs, 6), changed)

@@ -416,11 +416,13 @@ def test_run_reads_the_table_it_is_given(mocked: Mocked) -> None:
         plan.run(*tensors())
     plan.plan(HOST)
     wrapper = wrapper_of(mocked, decode=True)
-    plan.run(*tensors())
-    assert wrapper._paged_kv_last_page_len_buf is HOST.last_page_len
+    read = []
+    wrapper.run.side_effect = lambda **_: read.append(wrapper._paged_kv_last_page_len_buf)
     advanced = HOST._replace(last_page_len=HOST.last_page_len + 1)
+    plan.run(*tensors())
     plan.run(*tensors(), table=advanced)
-    assert wrapper._paged_kv_last_page_len_buf is advanced.last_page_len
+    assert [id(column) for column in read] == [id(HOST.last_page_len), id(advanced.last_page_len)]
+    assert wrapper._paged_kv_last_page_len_buf is HOST.last_page_len, "what a graph made is let go"
 
 
 def test_plans_of_one_geometry_share_the_wrapper_and_nothing_else(mocked: Mocked) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -108,12 +109,16 @@ def test_sliding_and_full_layers_in_one_model(seed):
 
 
 def test_two_wrapped_models_of_one_class_do_not_share_graphs(seed):
-    first = compiled_llm.wrap(tiny_qwen3(seed=3), page_size=4, progress=False)
-    second = compiled_llm.wrap(tiny_qwen3(seed=4), page_size=4, progress=False)
+    first = compiled_llm.wrap(tiny_qwen3(seed=3, num_hidden_layers=1), page_size=4, progress=False)
+    second = compiled_llm.wrap(tiny_qwen3(seed=4, num_hidden_layers=1), page_size=4, progress=False)
     inputs = mixed_prompts([3, 8], 128, seed)
     outputs = [greedy(model, inputs, 30, eos_token_id=None) for model in (first, second, first, second)]
-    torch.testing.assert_close(outputs[0], greedy(tiny_qwen3(seed=3), inputs, 30, eos_token_id=None))
-    torch.testing.assert_close(outputs[1], greedy(tiny_qwen3(seed=4), inputs, 30, eos_token_id=None))
+    torch.testing.assert_close(
+        outputs[0], greedy(tiny_qwen3(seed=3, num_hidden_layers=1), inputs, 30, eos_token_id=None)
+    )
+    torch.testing.assert_close(
+        outputs[1], greedy(tiny_qwen3(seed=4, num_hidden_layers=1), inputs, 30, eos_token_id=None)
+    )
     torch.testing.assert_close(outputs[2], outputs[0])
     torch.testing.assert_close(outputs[3], outputs[1])
     assert first.compiled.stats().recompiles == second.compiled.stats().recompiles == 0
@@ -121,6 +126,16 @@ def test_two_wrapped_models_of_one_class_do_not_share_graphs(seed):
     gc.collect()
 
 
+@pytest.fixture
+def all_cores() -> Iterator[None]:
+    """tox gives tests one thread; here products and loops are divided among several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, os.cpu_count() or 1))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("all_cores")
 def test_real_weights(demo_model_dir, seed):
     from compiled_llm.loading import load
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextvars
 import copy
 import ctypes
+import json
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import traceback
@@ -52,7 +52,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def compiled(executor: type) -> Iterator[PreTrainedModel]:
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="compile", **OPTIONS)
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None, num_hidden_layers=1), mode="compile", **OPTIONS)
     model.compiled.warmup([1, 2])
     yield model
     compiled_llm.unwrap(model)
@@ -479,33 +479,53 @@ ENDINGS = {
     "try:\n    model.generate(ids, max_new_tokens=900)\nexcept KeyboardInterrupt:\n    pass\n"
     "assert model.compiled.stats().pages.used == 0",
 }
+PROCESSES = [*(("eager", ending) for ending in ENDINGS), ("compile", "falls off the end")]
+
+# Imports once, which is what takes long, and becomes each of the processes in turn.
+PROCESS = """
+import json, os, signal, sys, threading, time
+import torch, transformers, compiled_llm
+from compiled_llm import calling_thread, device_thread, runtime
+folder, processes = sys.argv[1], json.loads(sys.argv[2])
+codes = []
+for number, (mode, ending) in enumerate(processes):
+    child = os.fork()
+    if child == 0:
+        break
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    print(json.dumps(codes))
+    sys.exit()
+signal.alarm(200)
+os.dup2(os.open(f"{folder}/{number}", os.O_CREAT | os.O_WRONLY), 2)
+runtime.executor_for = %s
+config = transformers.LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                                  num_attention_heads=4, num_key_value_heads=2, head_dim=16, eos_token_id=None,
+                                  pad_token_id=0, max_position_embeddings=1024)
+model = transformers.LlamaForCausalLM(config).eval()
+compiled_llm.wrap(model, mode=mode, kv_memory="2000 tokens", max_batch_size=4, progress=False)
+ids = torch.tensor([[3, 4, 5]])
+assert model.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 8)
+exec(ending)
+"""
 
 
-@pytest.mark.parametrize(
-    ("mode", "ending"),
-    [*(("eager", name) for name in ENDINGS), pytest.param("compile", "falls off the end")],
-)
-def test_the_process_ends_cleanly_with_a_wrapped_model_alive(mode, ending, executor):
+@pytest.fixture(scope="module")
+def ended(executor: type, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[int, str]]:
+    """The exit code of each process, and what it said."""
+    folder = tmp_path_factory.mktemp("processes")
     name = f"{executor.__module__.rpartition('.')[2]}.{executor.__qualname__}"
-    code = textwrap.dedent(
-        """
-        import signal, threading, time
-        import torch, transformers, compiled_llm
-        from compiled_llm import calling_thread, device_thread, runtime
-        runtime.executor_for = %s
-        config = transformers.LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-                                          num_attention_heads=4, num_key_value_heads=2, head_dim=16, eos_token_id=None,
-                                          pad_token_id=0, max_position_embeddings=1024)
-        model = transformers.LlamaForCausalLM(config).eval()
-        compiled_llm.wrap(model, mode=%r, kv_memory="2000 tokens", max_batch_size=4, progress=False)
-        ids = torch.tensor([[3, 4, 5]])
-        assert model.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 8)
-        """
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code % (name, mode) + ENDINGS[ending]], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "terminate called" not in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "Error" not in done.stderr
+    processes = json.dumps([(mode, ENDINGS[ending]) for mode, ending in PROCESSES])
+    command = [sys.executable, "-c", PROCESS % name, str(folder), processes]
+    codes = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=500).stdout)
+    said = [(folder / str(number)).read_text() for number in range(len(PROCESSES))]
+    return dict(zip(PROCESSES, zip(codes, said, strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("mode", "ending"), PROCESSES)
+def test_the_process_ends_cleanly_with_a_wrapped_model_alive(mode, ending, ended):
+    code, said = ended[mode, ending]
+    assert code == 0, said
+    assert "terminate called" not in said
+    assert "Traceback" not in said
+    assert "Error" not in said
