@@ -303,8 +303,23 @@ def test_matrix_has_one_row_a_result_and_each_says_what_came_of_it(hooks: Module
             assert re.match(r"\*\*failed\*\*: `.+`|(failed|not run): .+", text), name
 
 
+ENDS = {
+    "torch": {"torch211", "torch215"},
+    "transformers": {"transformers-oldest", "transformers-newest"},
+    "flashinfer-python": {"flashinfer06", "flashinfer07"},
+    "python": {"py310", "py312", "py313"},
+}
+"""The environments that show both ends of a range."""
+
+
+def require_results(package: str, matrix: dict[str, Any]) -> None:
+    if missing := sorted(ENDS[package] - set(matrix)):
+        pytest.skip(f"the matrix has not been run for {', '.join(missing)}")
+
+
 @pytest.mark.parametrize("package", NEXT)
 def test_ranges_end_where_the_matrix_has_ended(package: str, matrix: dict[str, Any]) -> None:
+    require_results(package, matrix)
     versions, allowed = shown(matrix, package), range_of(package)
     assert all(version in allowed for version in versions)
     (lowest,) = (Version(bound.version) for bound in allowed if bound.operator == ">=")
@@ -315,6 +330,7 @@ def test_ranges_end_where_the_matrix_has_ended(package: str, matrix: dict[str, A
 
 
 def test_pythons_that_are_named_have_been_shown(matrix: dict[str, Any]) -> None:
+    require_results("python", matrix)
     minors = {version.release[:2] for version in shown(matrix, "python")}
     named = metadata("compiled-llm").get_all("Classifier") or []
     classified = re.findall(r"^Programming Language :: Python :: (\d+)\.(\d+)$", "\n".join(named), re.MULTILINE)

@@ -306,9 +306,13 @@ def test_an_exception_in_the_model_gives_everything_back(model, seed):
 
 def interrupt_after(seconds: float) -> threading.Timer:
     """Press Ctrl-C: the terminal's signal reaches the main thread."""
-    timer = threading.Timer(seconds, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    timer = threading.Timer(seconds, press_ctrl_c)
     timer.start()
     return timer
+
+
+def press_ctrl_c() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 @pytest.mark.parametrize("delay", [0.05, 0.31, 0.7])
@@ -329,11 +333,14 @@ def test_ctrl_c_arrives_promptly_and_gives_everything_back(delay, model, seed):
 def test_ctrl_c_at_any_moment_gives_everything_back(model, seed):
     inputs = mixed_prompts([5, 8], 128, seed)
     expected = greedy(model, inputs, 6)
+
+    def generate_until(delay: float) -> None:
+        threading.Timer(delay, press_ctrl_c).start()
+        greedy(model, inputs, 900)
+
     for delay in torch.rand(25).mul(0.05).tolist():
-        timer = interrupt_after(delay)
         with pytest.raises(KeyboardInterrupt):
-            greedy(model, inputs, 900)
-        timer.join()
+            generate_until(delay)
         assert_account_is_empty(model)
     torch.testing.assert_close(greedy(model, inputs, 6), expected)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
