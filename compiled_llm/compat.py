@@ -5,6 +5,7 @@
 | ``cudagraph_trees._initialize_tls`` / ``local`` | cudagraph trees on a thread of ours | torch < 2.13 is dropped |
 | ``eval_frame.remove_from_cache`` | freeing a dropped model's graphs | Dynamo forgets code that nobody holds |
 | ``eval_frame._debug_get_cache_entry_list`` | counting a function's graphs | torch reports them per function |
+| the entries' ``guard_manager.check`` | guards without a call | torch checks them for those who replay a graph |
 | ``cudagraph_trees.get_container`` | counting recordings | torch reports them |
 | the ``torch.__trace`` logger | collecting graph breaks | ``torch._dynamo.explain`` no longer resets Dynamo |
 | the logger of ``cudagraph_utils`` | why CUDA graphs were skipped | torch reports it per function |
@@ -244,6 +245,25 @@ def compiled_graphs(function: Callable[..., Any]) -> list[CompiledGraph]:
     entries = _debug_get_cache_entry_list(function.__code__)
     graphs = [CompiledGraph(str(entry.compile_id), str(entry.guard_manager), entry.code) for entry in entries]
     return sorted(graphs, key=lambda graph: [int(part) for part in graph.number.split("/")])
+
+
+def guards_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:
+    """Return the check that Dynamo makes before it runs what it compiled for ``arguments``.
+
+    Args:
+        function: made by ``own_copy``, and called with the arguments before.
+        arguments: by name.
+
+    Raises:
+        RuntimeError: nothing that was compiled serves these arguments.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    for entry in _debug_get_cache_entry_list(function.__code__):
+        check: Callable[[dict[str, Any]], bool] = entry.guard_manager.check
+        if check(arguments):
+            return check
+    raise RuntimeError(f"{function.__name__} was not compiled for these arguments, or they have changed since")
 
 
 def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:

@@ -1,14 +1,16 @@
 """The compiled programs of one model: a symbolic prefill, a decode step for batch 1 and one for all larger batches.
 
-A second prefill reads embeddings in place of token ids, for those who give ``inputs_embeds``.
+Each ends with the choice of the next tokens, greedy or drawn by each row's own settings. A second prefill reads
+embeddings in place of token ids, for those who give ``inputs_embeds``.
 
-Shapes: B rows, T packed tokens, L tokens whose logits are wanted, V vocabulary, N entries of the page table.
+Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen, V
+vocabulary, N entries of the page table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from compiled_llm.compat import forget_when_gone, graph_count, own_copy
 from compiled_llm.config import WrapConfig
 from compiled_llm.kv_cache import DecodeInputs
 from compiled_llm.passes import SkinnyProducts
+from compiled_llm.sampling import SamplingTables, choose
+from compiled_llm.watch import Guards
 
 Forward = Callable[..., Any]
 
@@ -26,52 +30,91 @@ PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger
 PREFILL_EMBEDDED = "prefill from embeddings"
 
 
+class PrefillInputs(NamedTuple):
+    """What a prefill reads beside the pages.
+
+    Attributes:
+        ids: ``[1, T]`` int64; ``[1, T, hidden]`` in the model's dtype where it starts from embeddings.
+        positions: ``[1, T]`` int64, rotary positions.
+        keep: ``[L]`` int64, the tokens whose logits are wanted.
+        ends: ``[C]`` int64, the entries of ``keep`` after which a token is chosen.
+        slots: ``[C]`` int64, the entries of the sampling tables that say how.
+        token_rows: ``[T]`` int32, each token's row.
+        token_positions: ``[T]`` int32, its place in the row.
+        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        last_page_len: ``[B]`` int32, tokens in the row's last page.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    keep: Tensor
+    ends: Tensor
+    slots: Tensor
+    token_rows: Tensor
+    token_positions: Tensor
+    qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
 def _prefill(
     model: PreTrainedModel,
     forward: Forward,
-    ids: Tensor | None,
-    positions: Tensor,
-    keep: Tensor,
-    batch: PagedBatch,
-    embeddings: Tensor | None = None,
+    inputs: PrefillInputs,
+    tables: SamplingTables,
+    pages: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Run packed tokens through the model.
 
     Args:
         model: the model.
         forward: its class's own ``forward``.
-        ids: ``[1, T]`` int64; None where there are embeddings.
-        positions: ``[1, T]`` int64, rotary positions.
-        keep: ``[L]`` int64, the tokens whose logits are wanted.
-        batch: the page table; ``[T]`` and ``[B]`` columns.
-        embeddings: ``[1, T, hidden]`` in the model's dtype, or None.
+        inputs: the tokens.
+        tables: how rows choose tokens.
+        pages: one ``[P, 2, K, S, D]`` a layer.
 
     Returns:
-        ``[L, V]`` logits in the model's dtype and ``[L]`` int64, the most likely next tokens.
+        ``[L, V]`` logits in the model's dtype and ``[C]`` int64, the next tokens.
     """
+    batch = PagedBatch(
+        pages=pages,
+        token_rows=inputs.token_rows,
+        token_positions=inputs.token_positions,
+        qo_indptr=inputs.qo_indptr,
+        indptr=inputs.indptr,
+        indices=inputs.indices,
+        last_page_len=inputs.last_page_len,
+    )
     out = forward(
         model,
-        position_ids=positions,
+        position_ids=inputs.positions,
         use_cache=False,
-        logits_to_keep=keep,
-        **({"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}),
+        logits_to_keep=inputs.keep,
+        **{"inputs_embeds" if inputs.ids.dim() == 3 else "input_ids": inputs.ids},
         **{BATCH_ARGUMENT: batch},
     )
-    logits = out.logits[0]
-    return logits, logits.argmax(dim=-1)
+    logits: Tensor = out.logits[0]
+    chosen_at = inputs.positions[0, inputs.keep[inputs.ends]] + 1
+    return logits, choose(logits[inputs.ends], inputs.slots, chosen_at, tables)
 
 
-def _decode(model: PreTrainedModel, forward: Forward, inputs: DecodeInputs, pages: list[Tensor]) -> Tensor:
-    """Run one token of each row through the model and advance the buffers in place.
+def _decode(
+    model: PreTrainedModel, forward: Forward, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Run one token of each row through the model, choose the next, and advance the buffers in place.
 
     Args:
         model: the model.
         forward: its class's own ``forward``.
         inputs: the bucket's buffers; ``tokens``, ``positions`` and ``last_page_len`` advance.
+        tables: how rows choose tokens.
         pages: one ``[P, 2, K, S, D]`` a layer.
 
     Returns:
-        ``[B, V]`` logits in the model's dtype.
+        ``[B, V]`` logits in the model's dtype and ``[B]`` int64, the next tokens, ``NOT_A_TOKEN`` where there is none.
     """
     page_size = pages[0].shape[3]
     inputs.last_page_len.add_(1)
@@ -93,16 +136,17 @@ def _decode(model: PreTrainedModel, forward: Forward, inputs: DecodeInputs, page
         **{BATCH_ARGUMENT: batch},
     )
     logits: Tensor = out.logits[:, -1]
-    inputs.tokens.copy_(logits.argmax(dim=-1))
     inputs.positions.add_(1)
-    return logits
+    chosen = choose(logits, inputs.slots, inputs.positions, tables)
+    inputs.tokens.copy_(chosen.clamp(min=0))
+    return logits, chosen
 
 
 class Programs:
     """A model's compiled functions; each is called on the model's device thread only.
 
     Attributes:
-        recorded: whether decode steps are recorded as CUDA graphs and replayed.
+        recorded: whether Inductor records decode steps as CUDA graphs and replays them.
     """
 
     def __init__(self, config: WrapConfig, forward: Forward, device: torch.device) -> None:
@@ -119,16 +163,16 @@ class Programs:
         self.prefill_function = own_copy(_prefill)
         self.decode_one_function = own_copy(_decode)
         self.decode_many_function = own_copy(_decode)
-        graphs = {"triton.cudagraphs": self.recorded}
-        # At batch 1 a product is a matrix-vector one, whose Triton reduction this search brings near the bandwidth.
-        tuned = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
         self._embedded_function = own_copy(_prefill)
         forget_when_gone(self, [*self.functions.values(), self._embedded_function])
-        products = {"post_grad_custom_pre_pass": SkinnyProducts()} if device.type == "cpu" else {}
+        shared = _options(device)
+        decode = {**shared, "triton.cudagraphs": self.recorded}
+        # At batch 1 a product is a matrix-vector one, whose Triton reduction this search brings near the bandwidth.
+        tuned = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
         options = {
-            PREFILL: {"triton.cudagraphs": False, **products},
-            DECODE_ONE: {**graphs, **tuned, **products},
-            DECODE_MANY: {**graphs, **products},
+            PREFILL: {**shared, "triton.cudagraphs": False},
+            DECODE_ONE: {**decode, **tuned},
+            DECODE_MANY: decode,
         }
         made = {name: self.compile(name, function, options[name]) for name, function in self.functions.items()}
         self._prefill, self._decode_one, self._decode_many = made.values()
@@ -139,27 +183,39 @@ class Programs:
         return compiled(function, self._config, options)
 
     def prefill(
-        self, model: PreTrainedModel, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
+        self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Run ``_prefill``; T, B and L are symbolic and must be at least 2."""
-        _mark_symbolic(ids, positions, keep, batch)
-        logits, tokens = self._prefill(model, self._forward, ids, positions, keep, batch)
+        """Run ``_prefill``; T, B, L and C are symbolic and must be at least 2."""
+        _mark_symbolic(inputs)
+        program = self._embedded if inputs.ids.dim() == 3 else self._prefill
+        logits, tokens = program(model, self._forward, inputs, tables, pages)
         return logits, tokens
 
-    def prefill_embedded(
-        self, model: PreTrainedModel, embeddings: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
+    def decode(
+        self, model: PreTrainedModel, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Run ``_prefill`` over embeddings; sizes as in ``prefill``."""
-        _mark_symbolic(embeddings, positions, keep, batch)
-        logits, tokens = self._embedded(model, self._forward, None, positions, keep, batch, embeddings)
-        return logits, tokens
-
-    def decode(self, model: PreTrainedModel, inputs: DecodeInputs, pages: list[Tensor]) -> Tensor:
-        """Run ``_decode``; its logits are overwritten by the next call where CUDA graphs replay."""
+        """Run ``_decode``; its results are overwritten by the next call where CUDA graphs replay."""
         program = self._decode_one if inputs.tokens.shape[0] == 1 else self._decode_many
-        torch.compiler.cudagraph_mark_step_begin()
-        logits: Tensor = program(model, self._forward, inputs, pages)
-        return logits
+        if self.recorded:
+            torch.compiler.cudagraph_mark_step_begin()
+        logits, tokens = program(model, self._forward, inputs, tables, pages)
+        return logits, tokens
+
+    def guards(
+        self,
+        model: PreTrainedModel,
+        inputs: PrefillInputs | DecodeInputs,
+        tables: SamplingTables,
+        pages: list[Tensor],
+    ) -> Guards:
+        """Return what the program that serves ``inputs`` takes for granted; it has run with them before."""
+        function: Callable[..., Any]
+        if isinstance(inputs, PrefillInputs):
+            function = self.prefill_function
+        else:
+            function = self.decode_one_function if inputs.tokens.shape[0] == 1 else self.decode_many_function
+        arguments = {"model": model, "forward": self._forward, "inputs": inputs, "tables": tables, "pages": pages}
+        return Guards(function, arguments)
 
     @property
     def decode_many_is_new(self) -> bool:
@@ -182,12 +238,19 @@ class Programs:
         return {name: graph_count(function) for name, function in self.functions.items()}
 
 
-def _mark_symbolic(inputs: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch) -> None:
-    """Say which sizes of a prefill's inputs change from call to call; ``inputs`` are token ids or embeddings."""
-    for tensor in (keep, *batch[1:5], batch.last_page_len):
-        torch._dynamo.mark_dynamic(tensor, 0)
-    for tensor in (inputs, positions):
-        torch._dynamo.mark_dynamic(tensor, 1)
+def _options(device: torch.device) -> dict[str, Any]:
+    """Return Inductor's options for all programs."""
+    if device.type == "cpu":
+        return {"post_grad_custom_pre_pass": SkinnyProducts()}
+    # A kernel begins while the one before it ends (programmatic dependent launch), from Hopper on.
+    return {"triton.enable_pdl": torch.cuda.get_device_capability(device) >= (9, 0)}
+
+
+def _mark_symbolic(inputs: PrefillInputs) -> None:
+    """Say which sizes of a prefill's inputs change from call to call."""
+    for name, tensor in inputs._asdict().items():
+        if name != "indices":
+            torch._dynamo.mark_dynamic(tensor, 1 if name in ("ids", "positions") else 0)
 
 
 def compiled(function: Callable[..., Any], config: WrapConfig, options: dict[str, Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Mode = Literal["eager", "compile", "reduce-overhead"]
+Mode = Literal["eager", "compile", "reduce-overhead", "cuda-graphs"]
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -32,8 +32,9 @@ class WrapConfig:
     """Options of ``compiled_llm.wrap``.
 
     Attributes:
-        mode: ``"eager"`` runs the ops without compiling, ``"compile"`` compiles with Inductor, ``"reduce-overhead"``
-            also records CUDA graphs (on a CPU it is the same as ``"compile"``).
+        mode: ``"eager"`` runs the ops without compiling, ``"compile"`` compiles with Inductor, ``"cuda-graphs"`` also
+            records whole steps as CUDA graphs and replays them, ``"reduce-overhead"`` leaves recording to torch's
+            cudagraph trees, which cost the host more. On a CPU the last three are the same.
         page_size: tokens in one page of the KV cache.
         max_batch_size: most rows that run at once; a call with more raises.
         kv_memory: what the pages may take. A float up to 1.0 is a fraction of the free memory, an int is bytes, a
@@ -46,7 +47,7 @@ class WrapConfig:
         progress: show on stderr what is being compiled or recorded.
     """
 
-    mode: Mode = "reduce-overhead"
+    mode: Mode = "cuda-graphs"
     page_size: int = 16
     max_batch_size: int = 64
     kv_memory: float | int | str | None = None

@@ -209,7 +209,9 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
             runner.resume(row, tokens, sequences.most_new, sampling)
         ends: dict[Row, int] = {}
         while not sequences.done:
-            chosen = runner.step() if runner.steps < sequences.most_new else runner.drain()
+            # The first step is the prefill, the second the first that decodes.
+            unchanged = runner.steps > 1 and not sequences.calls_back
+            chosen = runner.step(unchanged=unchanged) if runner.steps < sequences.most_new else runner.drain()
             if not chosen and not runner.asynchronous:
                 chosen = runner.drain()
             if not chosen:
@@ -329,6 +331,11 @@ class _Sequences:
 
     def _wants(self, output: str) -> bool:
         return bool(self._call.config.return_dict_in_generate and getattr(self._call.config, output))
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether code of the user's runs between steps."""
+        return bool(self._custom) or self._call.streamer is not None
 
     @property
     def length(self) -> int:

@@ -115,6 +115,7 @@ class DecodeInputs(NamedTuple):
         indices: ``[N]`` int32, page numbers.
         qo_indptr: ``[B + 1]`` int32, 0 to B.
         token_rows: ``[B]`` int32, 0 to B - 1.
+        slots: ``[B]`` int64, each row's entry in the sampling tables.
     """
 
     tokens: Tensor
@@ -124,6 +125,7 @@ class DecodeInputs(NamedTuple):
     indices: Tensor
     qo_indptr: Tensor
     token_rows: Tensor
+    slots: Tensor
 
 
 class DecodeBuffers:
@@ -139,6 +141,7 @@ class DecodeBuffers:
             indices=torch.zeros(entries, dtype=torch.int32, device=device),
             qo_indptr=torch.arange(max_rows + 1, dtype=torch.int32, device=device),
             token_rows=torch.arange(max_rows, dtype=torch.int32, device=device),
+            slots=torch.zeros(max_rows, dtype=torch.int64, device=device),
         )
         self._buckets: dict[int, DecodeInputs] = {}
 
@@ -162,6 +165,7 @@ class DecodeBuffers:
                 whole.indices,
                 whole.qo_indptr[: rows + 1],
                 whole.token_rows[:rows],
+                whole.slots[:rows],
             )
             for tensor in cut:
                 mark_static(tensor)

@@ -2,7 +2,8 @@
 
 Everything here runs on the model's device thread.
 
-Shapes: B rows, T packed tokens, L tokens whose logits are wanted, V vocabulary, S page size.
+Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen, V
+vocabulary, S page size.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -20,14 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compiled_llm.attention import AttentionSwitch, PagedBatch
+from compiled_llm.attention import AttentionSwitch
 from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
-from compiled_llm.compile import PREFILL, PREFILL_EMBEDDED, Forward, Programs
+from compiled_llm.compile import PREFILL, PREFILL_EMBEDDED, Forward, PrefillInputs, Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import Executor
+from compiled_llm.graphs import Recorder, Recording
 from compiled_llm.journal import Journal, Replan
 from compiled_llm.kv_cache import (
     DecodeBuffers,
+    DecodeInputs,
     allocate_pages,
     bucket_for,
     buckets_up_to,
@@ -35,11 +38,13 @@ from compiled_llm.kv_cache import (
     reserved_bytes,
 )
 from compiled_llm.layers import Layer, inner_hooks
-from compiled_llm.page_table import PageCopy, PagePool, Row, Span, Stored, build_table
+from compiled_llm.page_table import HostTable, PageCopy, PagePool, Row, build_table
 from compiled_llm.plan import Planner, attention_groups
+from compiled_llm.prefill import Extension, Packed, Shape, chunks, null_extension, pack, padded, recorded_shape
 from compiled_llm.progress import ProgressDisplay
 from compiled_llm.sampler import Sampler
 from compiled_llm.staging import Staging
+from compiled_llm.watch import Guards, Weights
 from compiled_llm_ops import PageTable
 
 if TYPE_CHECKING:
@@ -47,24 +52,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("compiled_llm.graphs")
 
+Step = tuple[Tensor, Tensor]
+"""Logits, and the tokens chosen from them."""
+
 # Cudagraph trees run a new shape once as it is, record it on the second call and replay it from the third.
 _CALLS_TO_RECORD = 3
 # Rows of two tokens, and tokens whose logits are kept, that prefill may be compiled with.
 _PREFILL_SIZES = ((3, 5), (10, 13))
-
-
-class Extension(NamedTuple):
-    """New tokens of one row.
-
-    Attributes:
-        row: already grown by them.
-        ids: ``[Q]`` int64.
-        positions: ``[Q]`` int64, rotary positions.
-    """
-
-    row: Stored
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
 
 
 class PagedModel:
@@ -115,15 +109,21 @@ class PagedModel:
             attention_groups(layers, config.page_size, model.dtype, self.device), config, self.device
         )
         self.programs = Programs(config, forward, self.device)
+        own_graphs = config.mode == "cuda-graphs" and self.device.type == "cuda"
+        self._recorder = Recorder(self.device) if own_graphs else None
+        self._decodes: dict[int, Recording[Step]] = {}
+        self._prefills: dict[Shape, tuple[PrefillInputs, Recording[Step]]] = {}
+        self._weights: Weights | None = None
         self.cudagraph_skips = 0
         self.cudagraph_reasons: list[str] = []
         self._recordings_before = cudagraph_recordings(self.device)
         self._recordings_meant = 0
+        self._forgotten = 0
+        self._moved: list[str] = []
         self._addresses: dict[str, dict[str, int]] = {}
         self._progress = ProgressDisplay(config.progress)
         self._ready: set[int | str] = set()
         self._sampler: Sampler | None = None
-        self._sampling_ready: set[int] = set()
         self._graph_bytes = 0
         self._owner: weakref.ref[Runner] | None = None
 
@@ -160,10 +160,10 @@ class PagedModel:
             return
         with self._preparing(program, waiting):
             rows, kept = next(sizes for sizes in _PREFILL_SIZES if self._distinct(*_symbols(*sizes)))
-            null = [_null_extension(2, self.config.page_size) for _ in range(rows)]
+            null = [null_extension(2, self.config.page_size) for _ in range(rows)]
             embeddings = self._null_embeddings(2 * rows) if embedded else None
-            logits, _ = self._run_prefill(null, np.zeros(kept, dtype=np.int64), embeddings)
-            self._logits_width = logits.shape[-1]
+            slots = self.sampler.slots([], kept - 1)
+            self._launch_prefill(self._laid_out(null, np.zeros(kept, dtype=np.int64), slots, embeddings))
         self._ready.add(program)
 
     def _null_embeddings(self, tokens: int) -> Tensor:
@@ -175,14 +175,15 @@ class PagedModel:
         """Whether none of the sizes is P: Dynamo takes equal sizes at the first call for one symbol."""
         return self.pages[0].shape[0] not in sizes
 
-    def make_decode_ready(self, bucket: int, waiting: int = 0) -> None:
-        """Compile decode for the bucket and record its graph, if that has not happened yet.
+    def make_decode_ready(self, bucket: int, waiting: int = 0, unchanged: bool = False) -> None:
+        """Compile decode for the bucket and record its graph, if that has not happened yet or no longer holds.
 
         Args:
             bucket: B.
             waiting: how many rows a call has that waits for it.
+            unchanged: the model cannot have changed since this was last called without it.
         """
-        if bucket in self._ready:
+        if bucket in self._ready and (unchanged or self._holds(self._decodes.get(bucket))):
             return
         self.claim(None)
         buckets = buckets_up_to(self.config.max_batch_size)
@@ -195,61 +196,75 @@ class PagedModel:
         with self._preparing(f"decode bucket {bucket}", waiting, number), self._recording(f"decode bucket {bucket}"):
             for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
                 self.upload([], bucket, None, "a bucket was prepared")
-                self.run_decode(bucket)
-        if self.programs.recorded:
+                self._launch_decode(bucket)
+            if self._recorder is not None:
+                inputs = self.buffers.bucket(bucket)
+                self._decodes[bucket] = self._record(lambda: self._launch_decode(bucket), inputs)
+        if self.replays:
             self.planner.freeze(bucket)
         self._ready.add(bucket)
 
     @property
+    def replays(self) -> bool:
+        """Whether decode steps are replayed from CUDA graphs."""
+        return self.programs.recorded or self._recorder is not None
+
+    @property
     def sampler(self) -> Sampler:
-        """What chooses the tokens of sampled rows; allocated at the first call, after prefill is ready."""
+        """How rows choose their tokens; allocated at the first call."""
         if self._sampler is None:
-            self._sampler = Sampler(
-                self.config, self._logits_width, self.staging, self.device, cudagraphs=self.programs.recorded
-            )
+            self._sampler = Sampler(self.config.max_batch_size, logits_width(self._require_model()), self.device)
         return self._sampler
 
-    def make_sampling_ready(self, bucket: int, waiting: int = 0) -> None:
-        """Compile the choosing of tokens for the bucket and record it, if that has not happened yet.
+    def _record(self, launch: Callable[[], Step], inputs: PrefillInputs | DecodeInputs) -> Recording[Step]:
+        """Record a step that has run before."""
+        assert self._recorder is not None
+        model = self._require_model()
+        if self._weights is None:
+            self._weights = Weights(model)
 
-        Args:
-            bucket: B.
-            waiting: how many rows a call has that waits for it.
-        """
-        if bucket in self._sampling_ready:
-            return
-        self.make_decode_ready(bucket, waiting)
-        self.claim(None)
-        what = f"sampling for bucket {bucket}"
-        with self._preparing(what, waiting), self._recording(what):
-            for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
-                self.upload([], bucket, None, "a bucket was prepared")
-                self.sampler.seat([], bucket)
-                self.sampler.choose_next(self.run_decode(bucket), self.buffers.bucket(bucket))
-        self._sampling_ready.add(bucket)
+        def guards() -> Guards:
+            with self._switch.paged(self.thread.caller):
+                return self.programs.guards(model, inputs, self.sampler.tables, self.pages)
+
+        return self._recorder.record(launch, guards)
+
+    def _holds(self, recording: Recording[Step] | None) -> bool:
+        """Whether a recording may still be replayed; if not, all are forgotten."""
+        if recording is None:
+            return True
+        assert self._weights is not None
+        with self._switch.paged(self.thread.caller):
+            if self._weights.hold() and recording.guards.hold():
+                return True
+        self._moved = self.moved_weights()
+        self._forgotten += len(self._decodes) + len(self._prefills)
+        self._ready -= set(self._decodes)
+        self._decodes.clear()
+        self._prefills.clear()
+        self._weights = None
+        return False
 
     def memory(self) -> dict[str, int]:
         """Return where device memory went, in bytes."""
         model = self._require_model()
         weights = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
-        tables = () if self._sampler is None else self._sampler.tables
+        tables = 0 if self._sampler is None else self._sampler.nbytes
         return {
             "weights": sum(weights.values()),
             "pages": sum(pages.nbytes for pages in self.pages),
             "workspace": self.planner.workspace_bytes,
-            "buffers": self.buffers.nbytes + self._prefill_indices.nbytes + sum(table.nbytes for table in tables),
+            "buffers": self.buffers.nbytes + self._prefill_indices.nbytes + tables,
             "graphs": self._graph_bytes,
         }
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Return what is compiled, by name."""
-        functions = self.programs.functions
-        return functions if self._sampler is None else functions | self._sampler.functions
+        return self.programs.functions
 
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
-        counts = self.programs.graph_counts()
-        return counts if self._sampler is None else counts | self._sampler.graph_counts()
+        return self.programs.graph_counts()
 
     @contextmanager
     def _preparing(self, what: str, waiting: int, number: str = "") -> Iterator[None]:
@@ -258,8 +273,7 @@ class PagedModel:
         with self._progress.task(self._what(what + number)):
             yield
         if waiting:
-            sampling = " with sampling=True" if "sampling" in what else ""
-            cause = None if what == PREFILL_EMBEDDED else f"warmup did not name a batch size of {waiting}{sampling}"
+            cause = None if what == PREFILL_EMBEDDED else f"warmup did not name a batch size of {waiting}"
             self.journal.missed(what, waiting, time.perf_counter() - start, cause)
 
     @contextmanager
@@ -273,24 +287,26 @@ class PagedModel:
         self._graph_bytes += max(0, reserved_bytes(self.device) - nbytes)
         self.cudagraph_skips += cudagraph_skips() - skips
         self._recordings_meant += self.recordings() - recordings
-        if self.programs.recorded:
+        if self.replays:
             self._addresses[what] = self._weight_addresses()
 
     def recordings(self) -> int:
         """Return how many CUDA graphs have been recorded."""
+        if self._recorder is not None:
+            return self._recorder.count
         return max(0, cudagraph_recordings(self.device) - self._recordings_before)
 
     def rerecordings(self) -> int:
-        """Return how many CUDA graphs were recorded anew in the midst of steps: each had been recorded before."""
-        return max(0, self.recordings() - self._recordings_meant)
+        """Return how many CUDA graphs were recorded anew in the midst of steps, or have to be."""
+        return self._forgotten + max(0, self.recordings() - self._recordings_meant)
 
     def moved_weights(self) -> list[str]:
         """Return the parameters and buffers that no longer lie where a CUDA graph was recorded to read them."""
         recorded = self._addresses.values()
-        return [
+        return self._moved + [
             name
             for name, address in self._weight_addresses().items()
-            if any(then.get(name, address) != address for then in recorded)
+            if name not in self._moved and any(then.get(name, address) != address for then in recorded)
         ]
 
     def _weight_addresses(self) -> dict[str, int]:
@@ -322,63 +338,112 @@ class PagedModel:
         self.make_prefill_ready(embedded=embeddings is not None, waiting=len(batch))
         if embeddings is not None:
             embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
+        slots = self.sampler.slots([], 0)
         if keep is None:
             keep = np.cumsum([len(extension.ids) for extension in batch]) - 1
+            slots = self.sampler.slots([cast(Row, extension.row) for extension in batch], len(batch))
         start, parts = 0, []
-        for chunk in _chunks(batch, self.config.prefill_tokens, self.config.page_size):
+        for chunk in chunks(batch, self.config.prefill_tokens, self.config.page_size):
             end = start + sum(len(extension.ids) for extension in chunk)
+            inside = (keep >= start) & (keep < end)
             part = None if embeddings is None else embeddings[start:end]
-            parts.append(self._prefill_chunk(chunk, keep[(keep >= start) & (keep < end)] - start, part))
+            parts.append(self._prefill_chunk(chunk, keep[inside] - start, slots[inside] if len(slots) else slots, part))
             start = end
         if len(parts) == 1:
             return parts[0]
         return torch.cat([logits for logits, _ in parts]), torch.cat([tokens for _, tokens in parts])
 
     def _prefill_chunk(
-        self, batch: list[Extension], keep: NDArray[np.int64], embeddings: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        wanted = len(keep)
+        self,
+        batch: list[Extension],
+        keep: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        embeddings: Tensor | None,
+    ) -> Step:
+        """Run one piece; ``slots`` ``[C]`` are those of the rows that end in it, or there are none."""
+        wanted, chosen = len(keep), len(slots)
+        shape = self._shape_to_replay(batch, keep, slots, embeddings)
+        if shape is not None:
+            logits, tokens = self._replay_prefill(shape, batch, keep, slots)
+            return logits[:wanted].clone(), tokens[:chosen].clone()  # the next replay overwrites them
         # A symbolic size is at least 2.
         if len(batch) == 1:
-            batch = [*batch, _null_extension(1, self.config.page_size)]
+            batch = [*batch, null_extension(1, self.config.page_size)]
             embeddings = None if embeddings is None else torch.cat([embeddings, self._null_embeddings(1)])
         if wanted < 2:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
-        logits, tokens = self._run_prefill(batch, keep, embeddings)
-        return logits[:wanted], tokens[:wanted]
+        if chosen < 2:
+            slots = np.concatenate([slots, self.sampler.slots([], 2 - chosen)])
+        logits, tokens = self._launch_prefill(self._laid_out(batch, keep, slots, embeddings))
+        return logits[:wanted], tokens[:chosen]
 
-    def _run_prefill(
-        self, batch: list[Extension], keep: NDArray[np.int64], embeddings: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        queries = [len(extension.ids) for extension in batch]
-        table = build_table([extension.row for extension in batch], queries, self.config.page_size, len(batch))
-        starts = [extension.row.length - len(extension.ids) for extension in batch]
-        token_rows = np.repeat(np.arange(len(batch), dtype=np.int32), queries)
-        token_positions = np.concatenate(
-            [np.arange(start, start + count, dtype=np.int32) for start, count in zip(starts, queries, strict=True)]
-        )
-        ids, positions, keeps, rows, cache_positions, qo_indptr, indptr, last_page_len = self.staging.to_device(
-            [
-                np.concatenate([extension.ids for extension in batch]),
-                np.concatenate([extension.positions for extension in batch]),
-                keep.astype(np.int64),
-                token_rows,
-                token_positions,
-                table.qo_indptr,
-                table.indptr,
-                table.last_page_len,
-            ]
-        )
+    def _laid_out(
+        self,
+        batch: list[Extension],
+        keep: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        embeddings: Tensor | None,
+    ) -> PrefillInputs:
+        """Return a prefill in new tensors on the device, planned."""
+        packed, table = pack(batch, keep, slots, self.config.page_size)
+        inputs = self._prefill_inputs(self.staging.to_device(packed))
+        if embeddings is not None:
+            inputs = inputs._replace(ids=embeddings[None])
         self.staging.upload([(table.indices, self._prefill_indices)])
-        columns = PageTable(qo_indptr, indptr, self._prefill_indices, last_page_len)
-        self.planner.plan_prefill(columns, table)
-        packed = PagedBatch(self.pages, rows, cache_positions, *columns)
+        self.planner.plan_prefill(_columns(inputs), table)
+        return inputs
+
+    def _prefill_inputs(self, columns: Sequence[Tensor]) -> PrefillInputs:
+        """Return device tensors, in the order of ``Packed``, as the program takes them."""
+        named = Packed(*columns)._asdict()  # type: ignore[arg-type]
+        named |= {"ids": named["ids"][None], "positions": named["positions"][None]}
+        return PrefillInputs(indices=self._prefill_indices, **named)
+
+    def _launch_prefill(self, inputs: PrefillInputs) -> Step:
         with self._switch.paged(self.thread.caller):
-            if embeddings is None:
-                return self.programs.prefill(self._require_model(), ids[None], positions[None], keeps, packed)
-            return self.programs.prefill_embedded(
-                self._require_model(), embeddings[None], positions[None], keeps, packed
-            )
+            return self.programs.prefill(self._require_model(), inputs, self.sampler.tables, self.pages)
+
+    # ---- recorded prefill
+
+    def _shape_to_replay(
+        self,
+        batch: Sequence[Extension],
+        keep: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        embeddings: Tensor | None,
+    ) -> Shape | None:
+        """Return the shape of a prefill that ends in one token a row, if it is one to record."""
+        if self._recorder is None or embeddings is not None or len(slots) != len(batch):
+            return None
+        return recorded_shape(sum(len(extension.ids) for extension in batch), len(batch), self.config.max_batch_size)
+
+    def _replay_prefill(
+        self, shape: Shape, batch: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> Step:
+        """Run a prefill of at most ``shape``; the first one is launched kernel by kernel, and recorded."""
+        missing = shape.rows - len(batch)
+        keep = np.concatenate([keep, keep[-1] + 1 + np.arange(missing)])
+        slots = np.concatenate([slots, self.sampler.slots([], missing)])
+        packed, table = pack(padded(batch, shape, self.config.page_size), keep, slots, self.config.page_size)
+        known = self._prefills.get(shape)
+        if known is not None and self._holds(known[1]):
+            inputs, recording = known
+            self._upload_prefill(inputs, packed, table, shape)
+            return recording.replay()
+        inputs = self._prefill_inputs(self.staging.to_device(packed))
+        self._upload_prefill(inputs, packed, table, shape)
+        what = f"prefill of {shape.tokens} tokens, {shape.rows} rows"
+        with self._preparing(what, waiting=0), self._recording(what):
+            result = self._launch_prefill(inputs)
+            self._prefills[shape] = inputs, self._record(lambda: self._launch_prefill(inputs), inputs)
+        self.planner.freeze_prefill(shape)
+        return result
+
+    def _upload_prefill(self, inputs: PrefillInputs, packed: Packed, table: HostTable, shape: Shape) -> None:
+        """Put a prefill into tensors that a graph reads, and plan it."""
+        pairs = [(array, getattr(inputs, name).view(-1)) for name, array in packed._asdict().items()]
+        self.staging.upload([*pairs, (table.indices, self._prefill_indices)])
+        self.planner.plan_prefill(_columns(inputs), table, shape)
 
     # ---- what lies in the pages
 
@@ -428,6 +493,7 @@ class PagedModel:
                 (table.last_page_len - 1, inputs.last_page_len),
                 (table.indptr, inputs.indptr),
                 (table.indices, inputs.indices),
+                (self.sampler.slots(rows, bucket), inputs.slots),
             ]
         )
         if tokens is not None:
@@ -435,10 +501,20 @@ class PagedModel:
         self.planner.plan_decode(inputs, table)
         self.journal.replans[cause] += 1
 
-    def run_decode(self, bucket: int) -> Tensor:
-        """Run one decode step over what lies in the buffers; returns ``[B, V]`` logits, overwritten by the next."""
+    def run_decode(self, bucket: int) -> Step:
+        """Run one decode step over what lies in the buffers.
+
+        Returns:
+            ``[B, V]`` logits, and ``[B]`` int64, the next tokens; both overwritten by the next step.
+        """
+        recording = self._decodes.get(bucket)
+        return self._launch_decode(bucket) if recording is None else recording.replay()
+
+    def _launch_decode(self, bucket: int) -> Step:
         with self._switch.paged(self.thread.caller):
-            return self.programs.decode(self._require_model(), self.buffers.bucket(bucket), self.pages)
+            return self.programs.decode(
+                self._require_model(), self.buffers.bucket(bucket), self.sampler.tables, self.pages
+            )
 
     def bucket_for(self, rows: int) -> int:
         """Return the smallest bucket that holds ``rows``."""
@@ -452,41 +528,20 @@ class PagedModel:
 
 
 def _symbols(rows: int, kept: int) -> tuple[int, ...]:
-    """Return B, B + 1, T and L of a prefill of ``rows`` rows of two tokens."""
-    return rows, rows + 1, 2 * rows, kept
+    """Return B, B + 1, T, L and C of a prefill of ``rows`` rows of two tokens."""
+    return rows, rows + 1, 2 * rows, kept, kept - 1
+
+
+def _columns(inputs: PrefillInputs) -> PageTable:
+    return PageTable(inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
+
+
+def logits_width(model: PreTrainedModel) -> int:
+    """Return V, how many logits a token has."""
+    head = model.get_output_embeddings()
+    return int(head.weight.shape[0]) if head is not None else model.config.get_text_config(decoder=True).vocab_size
 
 
 def max_positions_of(model: PreTrainedModel) -> int:
     """Return how many positions the model was made for."""
     return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**17))
-
-
-def _chunks(batch: list[Extension], most: int, page_size: int) -> Iterator[list[Extension]]:
-    """Cut packed tokens into pieces of at most ``most``; a row that is cut attends to its earlier pieces in pages."""
-    chunk: list[Extension] = []
-    room = most
-    for extension in batch:
-        start, count = 0, len(extension.ids)
-        while start < count:
-            stop = min(count, start + room)
-            chunk.append(_part(extension, start, stop, page_size))
-            room -= stop - start
-            start = stop
-            if room == 0:
-                yield chunk
-                chunk, room = [], most
-    if chunk:
-        yield chunk
-
-
-def _part(extension: Extension, start: int, stop: int, page_size: int) -> Extension:
-    """Return tokens ``start`` to ``stop`` of an extension, with the row as it is once they are stored."""
-    if (start, stop) == (0, len(extension.ids)):
-        return extension
-    length = extension.row.length - len(extension.ids) + stop
-    row = Span(extension.row.pages[: -(-length // page_size)], length)
-    return Extension(row, extension.ids[start:stop], extension.positions[start:stop])
-
-
-def _null_extension(length: int, page_size: int) -> Extension:
-    return Extension(Span.null(length, page_size), np.zeros(length, np.int64), np.arange(length, dtype=np.int64))

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from compiled_llm.config import WrapConfig
 from compiled_llm.kv_cache import DecodeInputs, stored_head_dim
 from compiled_llm.layers import Layer
 from compiled_llm.page_table import HostTable
+from compiled_llm.prefill import Shape
 from compiled_llm_ops import Geometry, PageTable
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Planner:
         self._groups = list(groups) if device.type == "cuda" else []
         self._decode: dict[int, list[FlashInferPlan]] = {}
         self._prefill: list[FlashInferPlan] = []
+        self._recorded_prefills: dict[Shape, tuple[Tensor, list[FlashInferPlan]]] = {}
         self.replans = 0
         self._workspace: Workspace | None = None
         if self._groups:
@@ -71,33 +74,45 @@ class Planner:
         logger.debug("decode bucket %d planned, %d pages in its table", rows, len(table.indices))
         if rows not in self._decode:
             columns = PageTable(inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
-            self._decode[rows] = [self._make(group, columns, rows) for group in self._groups]
+            self._decode[rows] = [self._make(group, columns, decode=True, static=True) for group in self._groups]
         for plan in self._decode[rows]:
             plan.plan(_host(table))
 
-    def plan_prefill(self, columns: PageTable, table: HostTable) -> None:
-        """Plan a prefill or extend whose page table lies in ``columns``."""
-        self._prefill = [self._make(group, columns, None) for group in self._groups]
-        for plan in self._prefill:
+    def plan_prefill(self, columns: PageTable, table: HostTable, shape: Shape | None = None) -> None:
+        """Plan a prefill or extend whose page table lies in ``columns``.
+
+        Args:
+            columns: the page table on the device.
+            table: the same on the host.
+            shape: of a prefill that is recorded, over the same columns each time; None for any other.
+        """
+        if shape is None:
+            plans = self._prefill = [self._make(group, columns, decode=False) for group in self._groups]
+        else:
+            known = self._recorded_prefills.get(shape)
+            if known is None or known[0] is not columns.indptr:
+                made = [self._make(group, columns, decode=False, static=True) for group in self._groups]
+                known = self._recorded_prefills[shape] = columns.indptr, made
+            plans = known[1]
+        for plan in plans:
             plan.plan(_host(table))
+
+    def freeze_prefill(self, shape: Shape) -> None:
+        """Note that a graph has captured the plans of a prefill."""
+        for plan in self._recorded_prefills[shape][1]:
+            plan.freeze()
 
     def freeze(self, rows: int) -> None:
         """Note that a graph has captured the plans of a bucket: what it baked in must not change any more."""
         for plan in self._decode.get(rows, ()):
             plan.freeze()
 
-    def _make(self, group: Geometry, columns: PageTable, rows: int | None) -> FlashInferPlan:
+    def _make(self, group: Geometry, columns: PageTable, *, decode: bool, static: bool = False) -> FlashInferPlan:
         from compiled_llm_ops.flashinfer_backend import FlashInferPlan
 
         assert self._workspace is not None
-        return FlashInferPlan(
-            group,
-            columns,
-            rows=columns.last_page_len.shape[0] if rows is None else rows,
-            decode=rows is not None,
-            workspace=self._workspace,
-            static=rows is not None,
-        )
+        rows = columns.last_page_len.shape[0]
+        return FlashInferPlan(group, columns, rows=rows, decode=decode, workspace=self._workspace, static=static)
 
 
 def _host(table: HostTable) -> PageTable:

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from compiled_llm.journal import Replan
 from compiled_llm.page_table import Row
-from compiled_llm.paged_model import Extension, PagedModel
+from compiled_llm.paged_model import PagedModel
+from compiled_llm.prefill import Extension
 from compiled_llm.sampling import Sampling
 from compiled_llm.staging import Readback
 
@@ -120,13 +121,15 @@ class Runner:
         row.leave_slot()
         self._pending.append((row, tokens, sampling))
 
-    def step(self, forced: Tensor | None = None) -> dict[Row, int]:
+    def step(self, forced: Tensor | None = None, unchanged: bool = False) -> dict[Row, int]:
         """Launch one step and return the tokens of the step before.
 
         The step is a prefill where prompts are waiting, else one decode step of all rows.
 
         Args:
             forced: ``[B]`` int64, tokens for the rows to feed in, in the order of ``rows``, instead of their own.
+            unchanged: nobody can have changed the model since the decode step before, so that it need not be looked
+                at again.
 
         Returns:
             The next token of each row that took part in the step before; ``sampling.NOT_A_TOKEN`` for one whose
@@ -139,7 +142,7 @@ class Runner:
         """
         if forced is not None and not self._pending:
             self._check_tokens(forced)
-        self._thread.call(self._launch, forced)
+        self._thread.call(self._launch, forced, unchanged)
         return self._read() if len(self._launched) > 1 else {}
 
     def release(self, row: Row) -> None:
@@ -286,11 +289,11 @@ class Runner:
 
     # ---- on the device thread
 
-    def _launch(self, forced: Tensor | None) -> None:
+    def _launch(self, forced: Tensor | None, unchanged: bool) -> None:
         if self._pending:
             rows, tokens = self._prefill_pending()
         elif self.rows:
-            rows, tokens = self._decode(forced)
+            rows, tokens = self._decode(forced, unchanged)
         else:
             raise RuntimeError("step: there are no rows; admit a prompt first")
         self.steps += 1
@@ -302,11 +305,8 @@ class Runner:
         positions = [row.position + np.arange(len(tokens)) for row, tokens in zip(rows, ids, strict=True)]
         sampled = [(row, sampling) for row, _, sampling in self._pending if sampling is not None and row.slot is None]
         if sampled:
-            self._paged.make_prefill_ready(waiting=len(rows))  # the vocabulary is known afterwards
             self._paged.sampler.admit([row for row, _ in sampled], [sampling for _, sampling in sampled])
         self._logits, tokens = self._extend(rows, ids, positions, None)
-        if any(row.slot is not None for row in rows):
-            tokens = self._paged.sampler.choose_first(self._logits, rows)
         self._pending.clear()
         self._hold(rows, tokens.clamp(min=0))
         return rows, tokens
@@ -340,15 +340,11 @@ class Runner:
         assert self._logits is not None
         return self._logits.clone()
 
-    def _decode(self, forced: Tensor | None) -> tuple[list[Row], Tensor]:
+    def _decode(self, forced: Tensor | None, unchanged: bool = False) -> tuple[list[Row], Tensor]:
         rows, paged = self.rows, self._paged
         bucket = paged.bucket_for(len(rows))
-        sampled = any(row.slot is not None for row in rows)
         cause: Replan = "rows joined, left or went back" if paged.owned_by(self) else "a call moved its rows in"
-        if sampled:
-            paged.make_sampling_ready(bucket, waiting=len(rows))
-        else:
-            paged.make_decode_ready(bucket, waiting=len(rows))
+        paged.make_decode_ready(bucket, waiting=len(rows), unchanged=unchanged)
         seated = paged.owned_by(self) and self._left == [(row, row.length, row.position) for row in rows]
         if not seated and forced is None:
             self.unseat()
@@ -364,10 +360,7 @@ class Runner:
                     paged.upload(rows, bucket, forced, "a row entered a new page")
                 elif forced is not None:
                     paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(forced)
-                logits = paged.run_decode(bucket)
-                tokens = paged.buffers.bucket(bucket).tokens
-                if sampled:
-                    tokens = paged.sampler.choose_next(logits, paged.buffers.bucket(bucket))
+                logits, tokens = paged.run_decode(bucket)
             except BaseException:  # the buffers may have advanced
                 self._forget()
                 paged.claim(None)
@@ -397,8 +390,6 @@ class Runner:
         """Move this runner's rows, in their present order, into the decode buffers."""
         self._paged.claim(self)
         self._paged.upload(self.rows, bucket, tokens, cause)
-        if any(row.slot is not None for row in self.rows):
-            self._paged.sampler.seat(self.rows, bucket)
 
     def _next_tokens(self) -> Tensor:
         seats = {row: seat for seat, row in enumerate(self._order)}

@@ -59,12 +59,11 @@ class CompiledModel:
         self._allocation = threading.Lock()
         self.turn = Turn()
 
-    def warmup(self, batch_sizes: Iterable[int] | None = None, *, sampling: bool = False) -> None:
+    def warmup(self, batch_sizes: Iterable[int] | None = None) -> None:
         """Allocate pages, compile, and record every bucket that batches of these sizes use.
 
         Args:
             batch_sizes: rows that calls will have; 1 to ``max_batch_size`` where None.
-            sampling: prepare sampling as well as greedy decoding.
 
         Raises:
             ValueError: a batch size is not between 1 and ``max_batch_size``.
@@ -74,7 +73,7 @@ class CompiledModel:
         paged = self.paged()
         paged.thread.call(paged.make_prefill_ready)
         for bucket in sorted({paged.bucket_for(size) for size in sizes}):
-            paged.thread.call(paged.make_sampling_ready if sampling else paged.make_decode_ready, bucket)
+            paged.thread.call(paged.make_decode_ready, bucket)
         self.journal.warmed_up()
 
     def stats(self) -> Stats:

@@ -8,7 +8,7 @@ import torch
 
 import compiled_llm
 from compiled_llm.page_table import Span
-from compiled_llm.paged_model import Extension, _chunks
+from compiled_llm.prefill import Extension, chunks
 from conftest import tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
@@ -40,12 +40,12 @@ def test_pieces_hold_every_token_once_and_no_more_than_the_budget(seed):
     for number, length in enumerate(lengths):
         ids = np.arange(length) + 100 * number
         batch.append(Extension(Span(list(range(1, 9)), 10 + length), ids, ids))
-    chunks = list(_chunks(batch, 6, 4))
-    assert [sum(len(part.ids) for part in chunk) for chunk in chunks] == [6, 6, 6, 3]
+    pieces = list(chunks(batch, 6, 4))
+    assert [sum(len(part.ids) for part in chunk) for chunk in pieces] == [6, 6, 6, 3]
     assert np.array_equal(
-        np.concatenate([part.ids for chunk in chunks for part in chunk]), np.concatenate([row.ids for row in batch])
+        np.concatenate([part.ids for chunk in pieces for part in chunk]), np.concatenate([row.ids for row in batch])
     )
-    for chunk in chunks:
+    for chunk in pieces:
         for part in chunk:
             whole = batch[part.ids[0] // 100]
             assert part.row.length == whole.row.length - whole.ids[-1] + part.ids[-1]

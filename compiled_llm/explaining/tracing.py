@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
-from compiled_llm.attention import AttentionSwitch, PagedBatch
+from compiled_llm.attention import AttentionSwitch
 from compiled_llm.compat import (
     CompiledGraph,
     compiled_graphs,
@@ -32,7 +32,7 @@ from compiled_llm.compat import (
     no_bytecode_hooks,
     traced_by_inductor,
 )
-from compiled_llm.compile import DECODE_MANY, DECODE_ONE, PREFILL, Forward, Programs
+from compiled_llm.compile import DECODE_MANY, DECODE_ONE, PREFILL, Forward, PrefillInputs, Programs
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.executor import executor_for
 from compiled_llm.explaining.places import Place
@@ -42,6 +42,7 @@ from compiled_llm.layers import Layer
 from compiled_llm.paged_model import PagedModel
 from compiled_llm.progress import ProgressDisplay
 from compiled_llm.runner import Runner
+from compiled_llm.sampling import SamplingTables
 
 # Steps of one batch: a prefill, a decode step that compiles and one that shows what has changed since.
 _STEPS = 3
@@ -158,17 +159,19 @@ class BrokenPrograms(Programs):
         self._decode_one = torch.compile(self.decode_one_function, backend=self._backend, dynamic=False)
 
     def prefill(
-        self, model: PreTrainedModel, ids: Tensor, positions: Tensor, keep: Tensor, batch: PagedBatch
+        self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Run ``_prefill`` without symbolic sizes, which a graph break could only get wrong; compile it once."""
-        logits, tokens = self._prefill(model, self._forward, ids, positions, keep, batch)
+        logits, tokens = self._prefill(model, self._forward, inputs, tables, pages)
         self._prefill = self.prefill_function
         return logits, tokens
 
-    def decode(self, model: PreTrainedModel, inputs: DecodeInputs, pages: list[Tensor]) -> Tensor:
+    def decode(
+        self, model: PreTrainedModel, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Run ``_decode``."""
-        logits: Tensor = self._decode_one(model, self._forward, inputs, pages)
-        return logits
+        logits, tokens = self._decode_one(model, self._forward, inputs, tables, pages)
+        return logits, tokens
 
     @contextmanager
     def cleaned(self) -> Iterator[None]:

@@ -1,0 +1,161 @@
+"""The layout of packed tokens on their way through prefill: pieces of a bounded size, padding, recorded shapes.
+
+Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_llm.page_table import HostTable, Span, Stored, build_table
+
+# From 16 tokens on the room left for padding stays under a quarter; the rows of padding take one token each.
+_RECORDED_TOKENS = tuple(
+    size + 16 for size in (16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+)
+
+
+class Extension(NamedTuple):
+    """New tokens of one row.
+
+    Attributes:
+        row: already grown by them.
+        ids: ``[Q]`` int64.
+        positions: ``[Q]`` int64, rotary positions.
+    """
+
+    row: Stored
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+
+class Shape(NamedTuple):
+    """What a recorded prefill is fixed to.
+
+    Attributes:
+        tokens: T.
+        rows: rows that choose a token; B is one more, whose tokens fill up T.
+    """
+
+    tokens: int
+    rows: int
+
+
+class Packed(NamedTuple):
+    """A prefill on the host, in the order of ``compile.PrefillInputs``, page numbers left out.
+
+    Attributes:
+        ids: ``[T]`` int64.
+        positions: ``[T]`` int64.
+        keep: ``[L]`` int64.
+        ends: ``[C]`` int64.
+        slots: ``[C]`` int64.
+        token_rows: ``[T]`` int32.
+        token_positions: ``[T]`` int32.
+        qo_indptr: ``[B + 1]`` int32.
+        indptr: ``[B + 1]`` int32.
+        last_page_len: ``[B]`` int32.
+    """
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    keep: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    token_rows: NDArray[np.int32]
+    token_positions: NDArray[np.int32]
+    qo_indptr: NDArray[np.int32]
+    indptr: NDArray[np.int32]
+    last_page_len: NDArray[np.int32]
+
+
+def recorded_shape(tokens: int, rows: int, max_rows: int) -> Shape | None:
+    """Return the smallest recorded shape that holds a prefill, or None for one that is not worth recording.
+
+    The device takes longer over many tokens than the host takes to launch them.
+
+    Args:
+        tokens: new tokens of all rows.
+        rows: rows.
+        max_rows: most rows there can be.
+    """
+    rows_there = next(size for size in (1, min(8, max_rows), max_rows) if size >= rows)
+    needed = tokens + rows_there - rows + 1
+    return next((Shape(size, rows_there) for size in _RECORDED_TOKENS if size >= needed), None)
+
+
+def padded(batch: Sequence[Extension], shape: Shape, page_size: int) -> list[Extension]:
+    """Return the batch with rows of padding, so that it has exactly the tokens and rows of ``shape``."""
+    nulls = [null_extension(1, page_size) for _ in range(shape.rows - len(batch))]
+    rest = shape.tokens - len(nulls) - sum(len(extension.ids) for extension in batch)
+    return [*batch, *nulls, null_extension(rest, page_size)]
+
+
+def null_extension(length: int, page_size: int) -> Extension:
+    """Return a row of padding, whose tokens all go to the null page."""
+    return Extension(Span.null(length, page_size), np.zeros(length, np.int64), np.arange(length, dtype=np.int64))
+
+
+def pack(
+    batch: Sequence[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64], page_size: int
+) -> tuple[Packed, HostTable]:
+    """Lay out rows one after the other.
+
+    Args:
+        batch: the rows.
+        keep: ``[L]``, the tokens whose logits are wanted.
+        slots: ``[C]``, how tokens are chosen after the first C of them.
+        page_size: S.
+
+    Returns:
+        What the program reads, and the page table that is planned.
+    """
+    queries = [len(extension.ids) for extension in batch]
+    table = build_table([extension.row for extension in batch], queries, page_size, len(batch))
+    starts = [extension.row.length - count for extension, count in zip(batch, queries, strict=True)]
+    packed = Packed(
+        ids=np.concatenate([extension.ids for extension in batch]),
+        positions=np.concatenate([extension.positions for extension in batch]),
+        keep=keep.astype(np.int64),
+        ends=np.arange(len(slots), dtype=np.int64),
+        slots=slots,
+        token_rows=np.repeat(np.arange(len(batch), dtype=np.int32), queries),
+        token_positions=np.concatenate(
+            [np.arange(start, start + count, dtype=np.int32) for start, count in zip(starts, queries, strict=True)]
+        ),
+        qo_indptr=table.qo_indptr,
+        indptr=table.indptr,
+        last_page_len=table.last_page_len,
+    )
+    return packed, table
+
+
+def chunks(batch: Sequence[Extension], most: int, page_size: int) -> Iterator[list[Extension]]:
+    """Cut packed tokens into pieces of at most ``most``; a row that is cut attends to its earlier pieces in pages."""
+    chunk: list[Extension] = []
+    room = most
+    for extension in batch:
+        start, count = 0, len(extension.ids)
+        while start < count:
+            stop = min(count, start + room)
+            chunk.append(_part(extension, start, stop, page_size))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield chunk
+                chunk, room = [], most
+    if chunk:
+        yield chunk
+
+
+def _part(extension: Extension, start: int, stop: int, page_size: int) -> Extension:
+    """Return tokens ``start`` to ``stop`` of an extension, with the row as it is once they are stored."""
+    if (start, stop) == (0, len(extension.ids)):
+        return extension
+    length = extension.row.length - len(extension.ids) + stop
+    row = Span(extension.row.pages[: -(-length // page_size)], length)
+    return Extension(row, extension.ids[start:stop], extension.positions[start:stop])

@@ -1,0 +1,77 @@
+"""Whether a model is still what a CUDA graph was recorded from: a replay notices nothing by itself.
+
+Two things are looked at. ``Guards`` are Dynamo's own, about everything that the compiled program takes for granted
+(attributes, hooks, grad mode, sizes and types of tensors). They say nothing of *which* tensors there are, since a
+compiled program takes any that fit: ``Weights`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from compiled_llm.compat import guards_for
+
+
+class Guards:
+    """Dynamo's guards of a compiled function, for the arguments that it was recorded with."""
+
+    def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        """Find the compiled entry that serves these arguments.
+
+        Args:
+            function: made by ``own_copy``, and called with the arguments before.
+            arguments: by name.
+        """
+        self._arguments = arguments
+        self._check = guards_for(function, arguments)
+
+    def hold(self) -> bool:
+        """Whether a call would run the same compiled code as before."""
+        return bool(self._check(self._arguments))
+
+
+class Weights:
+    """The tensors of a model and where they lie."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Remember them."""
+        modules = list(model.modules())
+        self._children = [module._modules for module in modules]
+        self._tensors: list[dict[str, Any]] = [
+            tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors
+        ]
+        self._loose = [(vars(module), name) for module in modules for name in _tensor_attributes(module)]
+        self._known_modules, self._known_tensors = self._modules_now(), self._tensors_now()
+        self._existing = [tensor for tensor in self._known_tensors if tensor is not None]
+        self._addresses = self._addresses_now()
+
+    def hold(self) -> bool:
+        """Whether all modules, parameters, buffers and tensors in attributes are the same, at the same addresses."""
+        return (
+            _same(self._known_modules, self._modules_now())
+            and _same(self._known_tensors, self._tensors_now())
+            and self._addresses == self._addresses_now()
+        )
+
+    def _modules_now(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._children)))
+
+    def _tensors_now(self) -> list[Tensor | None]:
+        registered = chain.from_iterable(map(dict.values, self._tensors))
+        return [*registered, *(attributes.get(name) for attributes, name in self._loose)]
+
+    def _addresses_now(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._existing))
+
+
+def _same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(map(is_, before, now))
+
+
+def _tensor_attributes(module: nn.Module) -> list[str]:
+    return [name for name, value in vars(module).items() if isinstance(value, Tensor)]
