@@ -58,7 +58,8 @@ ContenderNames = Annotated[
     typer.Option(
         "--contenders",
         help="With commas between: hf-eager, hf-static, compiled-llm:eager, compiled-llm:compile, "
-        "compiled-llm:reduce-overhead, compiled-llm:cuda-graphs, vllm, sglang; `all`; or `default`: all on CUDA, HuggingFace and ours on a CPU.",
+        "compiled-llm:reduce-overhead, compiled-llm:cuda-graphs, vllm, sglang; `all`; or `default`: all on CUDA, "
+        "HuggingFace and ours on a CPU.",
     ),
 ]
 DeviceName = Annotated[Device, typer.Option("--device", help="auto: CUDA if there is a device.")]
