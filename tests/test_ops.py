@@ -26,9 +26,11 @@ from compiled_llm_ops import (
     Geometry,
     append_paged_kv,
     find_plan,
+    greedy_tokens,
     paged_attention,
     paged_attention_lse,
     register_plan,
+    sample_tokens,
     skinny_linear,
 )
 
@@ -300,9 +302,20 @@ def append_cases() -> list[tuple[Any, ...]]:
     return cases
 
 
-def filter_cases() -> list[tuple[Any, ...]]:
-    top_k, top_p, min_p = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0.7, 1.0]), torch.tensor([0.1, 0.0])
-    return [(torch.randn(2, 11), top_k, top_p, min_p), (torch.randn(11, 2).T, top_k, top_p, min_p)]
+def sample_cases() -> list[tuple[Any, ...]]:
+    def tables() -> tuple[Tensor, ...]:
+        top_k, seen = torch.tensor([0, 3, 0], dtype=torch.int32), torch.zeros(3, 11, dtype=torch.bool)
+        numbers = ([0.0, 0.8, 1.3], [0.7, 1.0, 0.9], [0.1, 0.0, 0.0], [1.0, 1.2, 1.0])
+        temperature, top_p, min_p, penalty = (torch.tensor(column) for column in numbers)
+        return temperature, top_k, top_p, min_p, penalty, seen
+
+    uniform, slots = torch.rand(2, dtype=torch.float64), torch.tensor([2, 1])
+    logits = (torch.randn(2, 11), torch.randn(11, 2).T, torch.randn(2, 11).bfloat16())
+    return [(own, uniform, slots, *tables()) for own in logits]
+
+
+def greedy_cases() -> list[tuple[Any, ...]]:
+    return [(torch.randn(3, 11),), (torch.randn(11, 2).T,), (torch.randn(1, 11).half(),)]
 
 
 def linear_cases() -> list[tuple[Any, ...]]:
@@ -312,9 +325,10 @@ def linear_cases() -> list[tuple[Any, ...]]:
 
 CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "append_paged_kv": append_cases,
-    "filter_logits": filter_cases,
+    "greedy_tokens": greedy_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
+    "sample_tokens": sample_cases,
     "skinny_linear": linear_cases,
 }
 
@@ -373,7 +387,9 @@ def test_opcheck(name):
         assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("name", ["paged_attention", "paged_attention_lse", "skinny_linear"])
+@pytest.mark.parametrize(
+    "name", ["greedy_tokens", "paged_attention", "paged_attention_lse", "sample_tokens", "skinny_linear"]
+)
 def test_fakes_have_the_strides_and_types_of_the_real_outputs(name):
     op = getattr(torch.ops.compiled_llm, name).default
     for case in CASES[name]():
@@ -472,6 +488,31 @@ def test_attention_refuses_what_does_not_fit(attend, changes, message):
     with pytest.raises(ValueError, match=message):
         attend(*replaced(case, **changes))
     attend(*case)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (0, torch.zeros(11), r"logits must be \[B, V\]"),
+        (0, torch.zeros(2, 11, dtype=torch.float64), r"logits must be.*float64"),
+        (1, torch.zeros(2), r"uniform must be \[2\] torch.float64.*float32"),
+        (2, torch.zeros(3, dtype=torch.int64), r"slots must be \[2\]"),
+        (4, torch.zeros(3, dtype=torch.int64), r"top_k must be \[3\] torch.int32"),
+        (8, torch.zeros(3, 12, dtype=torch.bool), r"seen must be \[3, 11\] torch.bool"),
+    ],
+)
+def test_sample_tokens_refuses_what_does_not_fit(place, wrong, message):
+    case = list(sample_cases()[0])
+    case[place] = wrong
+    with pytest.raises(ValueError, match=message):
+        sample_tokens(*case)
+    assert not case[8].any()
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, 3, dtype=torch.int64)], ids=["1-D", "int64"])
+def test_greedy_tokens_names_logits_that_do_not_fit(wrong):
+    with pytest.raises(ValueError, match=r"greedy_tokens: logits must be \[B, V\]"):
+        greedy_tokens(wrong)
 
 
 # ---- plans
