@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.attention import BATCH_ARGUMENT, PagedBatch
-from compiled_llm.compat import forget_when_gone, graph_count, own_copy
+from compiled_llm.compat import before_cache_lookup, forget_when_gone, graph_count, own_copy
 from compiled_llm.config import WrapConfig
+from compiled_llm.fused import FusedWeights
 from compiled_llm.kv_cache import DecodeInputs
-from compiled_llm.passes import SkinnyProducts
+from compiled_llm.passes import FusedProducts, SkinnyProducts
 
 Forward = Callable[..., Any]
 
@@ -105,13 +106,16 @@ class Programs:
         recorded: whether decode steps are recorded as CUDA graphs and replayed.
     """
 
-    def __init__(self, config: WrapConfig, forward: Forward, device: torch.device) -> None:
+    def __init__(
+        self, config: WrapConfig, forward: Forward, device: torch.device, weights: FusedWeights | None = None
+    ) -> None:
         """Prepare; compiling happens at the first call of each program.
 
         Args:
             config: the options of ``wrap``.
             forward: the model class's own ``forward``.
             device: where the model lives.
+            weights: what is multiplied as one; it must be ``intact`` at each call.
         """
         self._forward = forward
         self._config = config
@@ -124,7 +128,9 @@ class Programs:
         tuned = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
         self._embedded_function = own_copy(_prefill)
         forget_when_gone(self, [*self.functions.values(), self._embedded_function])
-        products = {"post_grad_custom_pre_pass": SkinnyProducts()} if device.type == "cpu" else {}
+        products: dict[str, Any] = {"post_grad_custom_pre_pass": SkinnyProducts()} if device.type == "cpu" else {}
+        if weights is not None and weights.groups:
+            products |= {"pre_grad_custom_pass": FusedProducts(weights), **before_cache_lookup()}
         options = {
             PREFILL: {"triton.cudagraphs": False, **products},
             DECODE_ONE: {**graphs, **tuned, **products},

@@ -25,6 +25,7 @@ from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagr
 from compiled_llm.compile import PREFILL, PREFILL_EMBEDDED, Forward, Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import Executor
+from compiled_llm.fused import FusedWeights, Group
 from compiled_llm.journal import Journal, Replan
 from compiled_llm.kv_cache import (
     DecodeBuffers,
@@ -79,6 +80,7 @@ class PagedModel:
         switch: AttentionSwitch,
         thread: Executor,
         journal: Journal | None = None,
+        groups: Sequence[Group] = (),
     ) -> None:
         """Allocate pages and buffers; nothing is compiled yet.
 
@@ -90,6 +92,7 @@ class PagedModel:
             switch: points the model's attention at the pages.
             thread: where everything here runs.
             journal: what to note things in.
+            groups: its linear layers that read one input.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -102,6 +105,8 @@ class PagedModel:
         self._model = weakref.ref(model)
         self._switch = switch
         self.max_positions = max_positions_of(model)
+        with switch.paged(thread.caller):  # nobody else computes with the weights meanwhile
+            self.weights = FusedWeights(model, groups if config.fuses_on(self.device.type) else [])
         count = pages_to_allocate(config, layers, model.dtype, self.device, self.max_positions)
         with torch.inference_mode(False):
             self.pages = allocate_pages(count, layers, config.page_size, model.dtype, self.device)
@@ -114,7 +119,8 @@ class PagedModel:
         self.planner = Planner(
             attention_groups(layers, config.page_size, model.dtype, self.device), config, self.device
         )
-        self.programs = Programs(config, forward, self.device)
+        self._forward = forward
+        self.programs = Programs(config, forward, self.device, self.weights)
         self.cudagraph_skips = 0
         self.cudagraph_reasons: list[str] = []
         self._recordings_before = cudagraph_recordings(self.device)
@@ -141,6 +147,31 @@ class PagedModel:
         """How many token ids the model can take."""
         return cast(nn.Embedding, self._require_model().get_input_embeddings()).num_embeddings
 
+    # ---- weights that are multiplied as one
+
+    def _check_weights(self) -> None:
+        """See that fused weights lie as the programs read them; those that cannot any more are compiled apart."""
+        if self.weights.intact():
+            return
+        with self._switch.paged(self.thread.caller):
+            restored = self.weights.restore()
+        if not restored:
+            self.journal.started_anew()
+            self._start_anew()
+
+    def separate_weights(self) -> None:
+        """Give each fused weight memory of its own again."""
+        if self.weights.groups:
+            with self._switch.paged(self.thread.caller):
+                self.weights.separate()
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Forget what was compiled and recorded; rows and pages stay."""
+        self.programs = Programs(self.config, self._forward, self.device, self.weights)
+        self._ready.clear()
+        self._sampling_ready.clear()
+
     # ---- readiness: compile and record on null rows, never on somebody's tokens
 
     @property
@@ -155,6 +186,7 @@ class PagedModel:
             embedded: the one that reads embeddings in place of token ids.
             waiting: how many rows a call has that waits for it.
         """
+        self._check_weights()
         program = PREFILL_EMBEDDED if embedded else PREFILL
         if program in self._ready:
             return
@@ -182,6 +214,7 @@ class PagedModel:
             bucket: B.
             waiting: how many rows a call has that waits for it.
         """
+        self._check_weights()
         if bucket in self._ready:
             return
         self.claim(None)
@@ -216,9 +249,9 @@ class PagedModel:
             bucket: B.
             waiting: how many rows a call has that waits for it.
         """
+        self.make_decode_ready(bucket, waiting)
         if bucket in self._sampling_ready:
             return
-        self.make_decode_ready(bucket, waiting)
         self.claim(None)
         what = f"sampling for bucket {bucket}"
         with self._preparing(what, waiting), self._recording(what):
