@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from compiled_llm.compat import storage_owners
 
-# What Inductor takes as aligned; a weight that begins elsewhere would be copied at each call.
+# What Inductor takes as aligned: an input that begins elsewhere is copied at each call, and it alone.
 _ALIGNMENT = 16
 
 
@@ -107,6 +107,7 @@ class FusedWeights:
     def restore(self) -> bool:
         """Lay out what no longer lies in one storage; return whether no group had to leave."""
         before = self.groups
+        self._watched.clear()  # parameters that were replaced hold their part of the storage as long as we hold them
         self.groups = [group for group in before if self._lay_out(group)]
         self._watch()
         return self.groups == before
@@ -119,7 +120,7 @@ class FusedWeights:
                 for parameter in stack:
                     parameter.data = parameter.data.clone()
         self.groups = []
-        self._watch()
+        self._watched.clear()
 
     def stacks(self, group: Group) -> list[list[nn.Parameter]]:
         """Return a group's weights, and its biases if there are any; nothing if the model no longer has them all."""
@@ -142,7 +143,6 @@ class FusedWeights:
 
     def _watch(self) -> None:
         """Remember where each parameter is, in memory and in the model."""
-        self._watched.clear()
         model = self._model()
         names = [name for group in self.groups for stack in group for name in stack]
         if model is not None and names:
@@ -186,6 +186,7 @@ def is_one(stack: Sequence[Tensor]) -> bool:
     """Whether parameters lie one after the other in one storage."""
     return (
         all(map(_is_plain, stack))
+        and all(entry.data_ptr() % _ALIGNMENT == 0 for entry in stack)
         and len({(entry.untyped_storage().data_ptr(), entry.dtype, entry.shape[1:]) for entry in stack}) == 1
         and all(first.data_ptr() + first.nbytes == second.data_ptr() for first, second in pairwise(stack))
     )
