@@ -341,7 +341,7 @@ def before_cache_lookup() -> dict[str, Any]:
 
 def storage_owners(storage: torch.UntypedStorage) -> int:
     """Return how many tensors hold a storage."""
-    uses: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
     return uses - 1  # ``storage`` itself
 
 

@@ -52,7 +52,7 @@ class LinearWatch(TorchFunctionMode):
             self._note(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _note(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:  # noqa: A002
+    def _note(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         self._seen.append((input, input._version, weight, bias))
 
     def groups(self, model: nn.Module) -> list[Group]:
