@@ -8,6 +8,7 @@ Shapes: I inputs, O outputs of one layer.
 
 from __future__ import annotations
 
+import logging
 import operator
 import weakref
 from collections import Counter, defaultdict
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from compiled_llm.compat import storage_owners
+
+logger = logging.getLogger("compiled_llm.graphs")
 
 # What Inductor takes as aligned: an input that begins elsewhere is copied at each call, and it alone.
 _ALIGNMENT = 16
@@ -53,7 +56,8 @@ class LinearWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._seen.append((input, input._version, weight, bias))
+        if not input.is_inference():  # those have no versions
+            self._seen.append((input, input._version, weight, bias))
 
     def groups(self, model: nn.Module) -> list[Group]:
         """Return the groups among the plain ``nn.Linear`` modules of ``model``; no weight is in two."""
@@ -110,6 +114,7 @@ class FusedWeights:
         self._watched.clear()  # parameters that were replaced hold their part of the storage as long as we hold them
         self.groups = [group for group in before if self._lay_out(group)]
         self._watch()
+        logger.debug("%d of %d groups of weights lie in one storage each", len(self.groups), len(before))
         return self.groups == before
 
     def separate(self) -> None:
@@ -220,6 +225,8 @@ def _move_together(stack: Sequence[Tensor]) -> None:
     _finish(whole.device)
     for parameter, part in zip(stack, whole.split([len(parameter) for parameter in stack]), strict=True):
         parameter.data = part
+    if whole.is_cuda:
+        torch.cuda.empty_cache()  # the allocator would keep what the next group, being larger, cannot use
 
 
 def _finish(device: torch.device) -> None:

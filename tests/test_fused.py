@@ -20,12 +20,15 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm import compile as compile_module
 from compiled_llm import fused
 from compiled_llm.compat import before_cache_lookup
 from compiled_llm.fused import FusedWeights, Group, LinearWatch
 from compiled_llm.passes import FusedProducts
 from conftest import TINY, tiny_llama, tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
+from test_families import FAMILIES as OTHER_FAMILIES
+from test_families import make
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
@@ -492,8 +495,8 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], tuple[int, int]]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_huggingface(family, products, seed):
-    make, counts = FAMILIES[family]
-    model = make()
+    made, counts = FAMILIES[family]
+    model = made()
     many, one = mixed_prompts([5, 19, 11], 128, seed), mixed_prompts([9], 128, seed)
     expected = [greedy(model, many, 20), greedy(model, one, 20), greedy(model, many, 9)]
     compiled_llm.wrap(model, **OPTIONS)
@@ -506,6 +509,33 @@ def test_tokens_equal_huggingface(family, products, seed):
     own = {parameter.data_ptr(): parameter.nbytes for parameter in (*model.parameters(), *model.buffers())}
     assert stats.memory["weights"] == sum(own.values())
     assert_account_is_empty(model)
+
+
+@pytest.mark.parametrize("family", ["Cohere", "GptOss", "Mixtral", "OPT", "Phi"])
+def test_graphs_of_other_families_stay_right(family, products, monkeypatch, seed):
+    """Run as they come out of the pass, without Inductor: parallel blocks, experts, biases."""
+
+    def rewritten(function: Any, config: Any, options: dict[str, Any]) -> Any:
+        def backend(module: fx.GraphModule, inputs: Any) -> Any:
+            options["pre_grad_custom_pass"](module.graph)
+            module.recompile()
+            return module.forward
+
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+    monkeypatch.setattr(compile_module, "compiled", rewritten)
+    model, inputs = make(family, OTHER_FAMILIES[family], seed), mixed_prompts([5, 19, 11], 128, seed)
+    expected = greedy(model, inputs, 12)
+    compiled_llm.wrap(model, **OPTIONS)
+    torch.testing.assert_close(greedy(model, inputs, 12), expected)
+    assert len(products.counts) == 2
+    assert all(before - after >= 4 for before, after in products.counts)
+
+
+def test_a_model_is_watched_in_inference_mode_too(seed):
+    with torch.inference_mode():
+        model = compiled_llm.wrap(tiny_qwen3(**SMALL), **OPTIONS)
+    assert [len(group.weights) for group in model.compiled.groups] == [3, 2]
 
 
 @pytest.fixture(scope="module")
@@ -613,8 +643,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_swapped_weight_that_is_held_is_read_where_it_is(twins, products, seed):
     inputs = mixed_prompts([4, 9], 128, seed)
-    held = [0.2 * torch.randn(32, 64)] * 2
-    held[1] = held[0].clone()
+    greedy(twins[1], inputs, 3)
+    products.counts.clear()
+    value = 0.2 * torch.randn(32, 64)
+    held = [value, value.clone()]
     for model, weight in zip(twins, held, strict=True):
         attention(model).k_proj.weight.data = weight
     torch.testing.assert_close(greedy(twins[1], inputs, 12), greedy(twins[0], inputs, 12))
@@ -651,13 +683,18 @@ def test_a_converted_model_is_fused_anew(seed):
 def test_unwrapping_gives_weights_memory_of_their_own(seed):
     plain, wrapped = tiny_qwen3(**SMALL), compiled_llm.wrap(tiny_qwen3(**SMALL), **OPTIONS)
     inputs = mixed_prompts([4, 9], 128, seed)
-    cache = greedy(wrapped, inputs, 3, return_dict_in_generate=True).past_key_values
+    out = greedy(wrapped, inputs, 3, return_dict_in_generate=True)
+    paged = wrapped.compiled.paged()
+    programs = paged.programs
     compiled_llm.unwrap(wrapped)
+    assert paged.programs is not programs, "they read what lies behind a weight"
     assert all(entry.untyped_storage().nbytes() == entry.nbytes for entry in wrapped.parameters())
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 3, dtype=torch.long)], dim=1)
     with torch.no_grad():
+        expected = plain(out.sequences, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(0)).logits[:, -1]
         torch.testing.assert_close(wrapped(**inputs).logits, plain(**inputs).logits, rtol=0, atol=0)
-    runner = cache.runner
-    assert runner.decode(torch.tensor([5, 5]), [11, 11]).shape == (2, 128), "what is held of it still runs"
+    actual = out.past_key_values.runner.decode(out.sequences[:, -1], [6, 11])
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # what is held of it still runs
 
 
 @pytest.mark.parametrize("options", [{"fuse_projections": False}, {"fuse_projections": None}, {"mode": "eager"}])
