@@ -703,3 +703,40 @@ def test_weights_stay_apart_unless_wanted(options, products, seed):
     model.compiled.paged()
     assert all(entry.untyped_storage().nbytes() == entry.nbytes for entry in model.parameters())
     assert model.compiled.paged().weights.groups == []
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+def test_recorded_graphs_read_fused_weights_and_follow_a_change(seed):
+    """The memory of the weights stays what it was, nothing is copied into graphs, and a new weight is read at once."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, **SMALL}
+    model = tiny_qwen3(**sizes).to("cuda", torch.bfloat16)
+    apart = compiled_llm.wrap(copy.deepcopy(model), max_batch_size=8, fuse_projections=False, progress=False)
+    inputs = {name: value.cuda() for name, value in mixed_prompts([4, 9, 17], 128, seed).items()}
+    before = torch.cuda.memory_allocated()
+    weights = FusedWeights(model, compiled_llm.wrap(model, max_batch_size=8, progress=False).compiled.groups)
+    assert len(weights.groups) == 2
+    assert abs(torch.cuda.memory_allocated() - before) < 2**16
+    del weights
+    for change in (lambda model: None, model_negated, model_negated):
+        for which in (model, apart):
+            change(which)
+        greedy(model, inputs, 4)  # what was moved is recorded once more
+        scores = [
+            which.generate(
+                **inputs, max_new_tokens=2, do_sample=False, output_logits=True, return_dict_in_generate=True
+            )
+            for which in (model, apart)
+        ]
+        fused_logits, logits = (torch.stack(score.logits).float() for score in scores)
+        assert (fused_logits - logits)[0].pow(2).mean().sqrt() < 0.02 * logits[0].std()
+    stats = model.compiled.stats()
+    assert (stats.cudagraph_skips, stats.recompiles) == (0, 0)
+    assert len(model.compiled.paged().weights.groups) == 2
+    assert_account_is_empty(model)
+
+
+def model_negated(model: PreTrainedModel) -> None:
+    attention(model).v_proj.weight.data = -attention(model).v_proj.weight.data
