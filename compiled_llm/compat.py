@@ -14,6 +14,9 @@
 | ``convert_frame._bytecode_hooks`` | explaining under depyf's hook | depyf's code always runs |
 | Inductor's ``trace`` options, the logger of ``_inductor.debug`` | its code, kernels by node | an API gives them |
 | ``custom_graph_pass`` of Inductor | a pass of ours in its graphs | torch documents it |
+| ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is | a graph says it |
+| Inductor's ``pre_grad_pass_timing`` | passes run before its cache is asked | torch < 2.14 decides alike |
+| ``torch._C._storage_Use_Count`` | whether a weight's memory is nobody else's | storages say it |
 | ``_subclasses.FakeTensorMode`` | running a model without computing | torch documents it |
 | ``cpp_builder``, ``cache_dir_utils`` of Inductor | what ``doctor`` shows | torch reports it |
 | ``_C._profiler._ExperimentalConfig`` | profiling all threads | ``torch.profiler.profile`` takes it by name |
@@ -34,8 +37,11 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor, fx
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 from torch._inductor.custom_graph_pass import get_hash_for_files as get_hash_for_files
+from torch._subclasses.fake_tensor import FakeTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -332,6 +338,31 @@ def fake_tensors() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def inputs_by_tensor(graph: fx.Graph) -> Callable[[Tensor], fx.Node | None]:
+    """Return what finds the input of a graph, as Dynamo has made it, that a real tensor is given as.
+
+    Dynamo's fake tensors are made once for each real one, and remembered.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    fakes = {id(fake): node for node in inputs if isinstance(fake := node.meta.get("example_value"), FakeTensor)}
+    modes = [node.meta["example_value"].fake_mode for node in fakes.values()]
+    return lambda tensor: fakes.get(id(modes[0].from_tensor(tensor, static_shapes=True))) if modes else None
+
+
+def before_cache_lookup() -> dict[str, Any]:
+    """Return options with which passes over Dynamo's graph run before compiled code is looked up in a cache.
+
+    Then what they made of the graph is part of its key. Without the option torch knows no other way.
+    """
+    return {"pre_grad_pass_timing": "early"} if hasattr(inductor_config, "pre_grad_pass_timing") else {}
+
+
+def storage_owners(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors hold a storage."""
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return uses - 1  # ``storage`` itself
 
 
 def cpp_compiler() -> str:

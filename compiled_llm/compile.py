@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.attention import BATCH_ARGUMENT, PagedBatch
-from compiled_llm.compat import forget_when_gone, graph_count, own_copy
+from compiled_llm.compat import before_cache_lookup, forget_when_gone, graph_count, own_copy
 from compiled_llm.config import WrapConfig
+from compiled_llm.fused import FusedWeights
 from compiled_llm.kv_cache import DecodeInputs
-from compiled_llm.passes import SkinnyProducts
+from compiled_llm.passes import FusedProducts, SkinnyProducts
 from compiled_llm.sampling import SamplingTables, choose
 from compiled_llm.watch import Guards
 
@@ -149,13 +150,16 @@ class Programs:
         recorded: whether Inductor records decode steps as CUDA graphs and replays them.
     """
 
-    def __init__(self, config: WrapConfig, forward: Forward, device: torch.device) -> None:
+    def __init__(
+        self, config: WrapConfig, forward: Forward, device: torch.device, weights: FusedWeights | None = None
+    ) -> None:
         """Prepare; compiling happens at the first call of each program.
 
         Args:
             config: the options of ``wrap``.
             forward: the model class's own ``forward``.
             device: where the model lives.
+            weights: what is multiplied as one; it must be ``intact`` at each call.
         """
         self._forward = forward
         self._config = config
@@ -166,6 +170,8 @@ class Programs:
         self._embedded_function = own_copy(_prefill)
         forget_when_gone(self, [*self.functions.values(), self._embedded_function])
         shared = _options(device)
+        if weights is not None and weights.groups:
+            shared |= {"pre_grad_custom_pass": FusedProducts(weights), **before_cache_lookup()}
         decode = {**shared, "triton.cudagraphs": self.recorded}
         # At batch 1 a product is a matrix-vector one, whose Triton reduction this search brings near the bandwidth.
         tuned = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal, get_args
 
 Mode = Literal["eager", "compile", "reduce-overhead", "cuda-graphs"]
@@ -43,6 +44,9 @@ class WrapConfig:
             ``max_batch_size`` rows of the model's full length can use.
         prefill_tokens: most tokens computed at once in prefill; longer prompts are computed in pieces, so that they
             need no more memory for activations.
+        fuse_projections: compute linear layers that read one input (queries, keys and values; gate and up) as one
+            product. Their weights become views of one storage each, and stay the parameters that they are. By default
+            on CUDA only. Nothing is fused with ``mode="eager"``.
         workspace_bytes: FlashInfer's scratch memory, in bytes, on CUDA.
         progress: show on stderr what is being compiled or recorded.
     """
@@ -52,6 +56,7 @@ class WrapConfig:
     max_batch_size: int = 64
     kv_memory: float | int | str | None = None
     prefill_tokens: int = 8192
+    fuse_projections: bool | None = None
     workspace_bytes: int = 256 * 2**20
     progress: bool = True
 
@@ -69,7 +74,14 @@ class WrapConfig:
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
         if not isinstance(self.progress, bool):
             raise ValueError(f"progress={self.progress!r}: must be True or False")
+        if not isinstance(self.fuse_projections, (bool, NoneType)):
+            raise ValueError(f"fuse_projections={self.fuse_projections!r}: must be True, False or None")
         parse_kv_memory(self.kv_memory)
+
+    def fuses_on(self, device: str) -> bool:
+        """Return whether projections are fused on a kind of device, ``"cpu"`` or ``"cuda"``."""
+        wanted = device == "cuda" if self.fuse_projections is None else self.fuse_projections
+        return wanted and self.mode != "eager"
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> WrapConfig:

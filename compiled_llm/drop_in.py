@@ -33,6 +33,7 @@ from compiled_llm import generate as loop
 from compiled_llm.attention import set_implementations
 from compiled_llm.checks import check_fits, check_prompt, check_ready
 from compiled_llm.config import WrapConfig
+from compiled_llm.fused import Group
 from compiled_llm.interrupts import held
 from compiled_llm.layers import Layer
 from compiled_llm.page_table import OutOfPagesError
@@ -333,13 +334,16 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def reduce_ex(self: Any, protocol: int) -> Any:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}
             compiled = self.compiled
-            return _blank, (base,), (state, compiled.layers, compiled.config, compiled.attention.own_implementations())
+            known = compiled.layers, compiled.config, compiled.groups
+            return _blank, (base,), (state, known, compiled.attention.own_implementations())
 
-        def setstate(self: Any, payload: tuple[dict[str, Any], list[Layer], WrapConfig, list[str | None]]) -> None:
-            state, layers, config, implementations = payload
+        def setstate(
+            self: Any, payload: tuple[dict[str, Any], tuple[list[Layer], WrapConfig, list[Group]], list[str | None]]
+        ) -> None:
+            state, known, implementations = payload
             base.__setstate__(self, state)
             set_implementations(self, implementations)  # another thread's step may have been running
-            self.compiled = CompiledModel(self, base.forward, layers, config)
+            self.compiled = CompiledModel(self, base.forward, *known)
 
         members = {
             "__module__": base.__module__,

@@ -19,7 +19,10 @@ Replan = Literal[
 """Why a page table was planned for decode."""
 
 _NEVER = "warmup does not prepare it"
-_LOST = "the model was moved, converted or hooked after warmup, which takes all that was prepared"
+_LOST = (
+    "the model was moved, converted or hooked after warmup, or fused weights were replaced by ones that cannot be, "
+    "which takes all that was prepared"
+)
 
 
 @dataclass(frozen=True)

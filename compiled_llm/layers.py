@@ -114,7 +114,7 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
     forward = type(model).forward
     # What forward stores in modules is fake as well, and must not stay.
     mode = fake_tensors() if fake else nullcontext()
-    with same_attributes(model), torch.no_grad(), mode, _batched_experts(model):
+    with same_attributes(model), torch.inference_mode(False), torch.no_grad(), mode, _batched_experts(model):
         ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
         positions = torch.arange(tokens, device=model.device)[None]
         try:

@@ -26,6 +26,7 @@ from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagr
 from compiled_llm.compile import PREFILL, PREFILL_EMBEDDED, Forward, PrefillInputs, Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import Executor
+from compiled_llm.fused import FusedWeights, Group
 from compiled_llm.graphs import Recorder, Recording
 from compiled_llm.journal import Journal, Replan
 from compiled_llm.kv_cache import (
@@ -73,6 +74,7 @@ class PagedModel:
         switch: AttentionSwitch,
         thread: Executor,
         journal: Journal | None = None,
+        groups: Sequence[Group] = (),
     ) -> None:
         """Allocate pages and buffers; nothing is compiled yet.
 
@@ -84,6 +86,7 @@ class PagedModel:
             switch: points the model's attention at the pages.
             thread: where everything here runs.
             journal: what to note things in.
+            groups: its linear layers that read one input.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -96,6 +99,8 @@ class PagedModel:
         self._model = weakref.ref(model)
         self._switch = switch
         self.max_positions = max_positions_of(model)
+        with switch.paged(thread.caller):  # nobody else computes with the weights meanwhile
+            self.weights = FusedWeights(model, groups if config.fuses_on(self.device.type) else [])
         count = pages_to_allocate(config, layers, model.dtype, self.device, self.max_positions)
         with torch.inference_mode(False):
             self.pages = allocate_pages(count, layers, config.page_size, model.dtype, self.device)
@@ -108,12 +113,13 @@ class PagedModel:
         self.planner = Planner(
             attention_groups(layers, config.page_size, model.dtype, self.device), config, self.device
         )
-        self.programs = Programs(config, forward, self.device)
+        self._forward = forward
+        self.programs = Programs(config, forward, self.device, self.weights)
         own_graphs = config.mode == "cuda-graphs" and self.device.type == "cuda"
         self._recorder = Recorder(self.device) if own_graphs else None
         self._decodes: dict[int, Recording[Step]] = {}
         self._prefills: dict[Shape, tuple[PrefillInputs, Recording[Step]]] = {}
-        self._weights: Weights | None = None
+        self._recorded_weights: Weights | None = None
         self.cudagraph_skips = 0
         self.cudagraph_reasons: list[str] = []
         self._recordings_before = cudagraph_recordings(self.device)
@@ -142,6 +148,31 @@ class PagedModel:
         """How many token ids the model can take."""
         return cast(nn.Embedding, self._require_model().get_input_embeddings()).num_embeddings
 
+    # ---- weights that are multiplied as one
+
+    def _check_weights(self) -> None:
+        """See that fused weights lie as the programs read them; those that cannot any more are compiled apart."""
+        if self.weights.intact():
+            return
+        with self._switch.paged(self.thread.caller):
+            restored = self.weights.restore()
+        if not restored:
+            self.journal.started_anew()
+            self._start_anew()
+
+    def separate_weights(self) -> None:
+        """Give each fused weight memory of its own again."""
+        if self.weights.groups:
+            with self._switch.paged(self.thread.caller):
+                self.weights.separate()
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Forget what was compiled and recorded; rows and pages stay."""
+        self.programs = Programs(self.config, self._forward, self.device, self.weights)
+        self._forget_recordings()
+        self._ready.clear()
+
     # ---- readiness: compile and record on null rows, never on somebody's tokens
 
     @property
@@ -156,6 +187,7 @@ class PagedModel:
             embedded: the one that reads embeddings in place of token ids.
             waiting: how many rows a call has that waits for it.
         """
+        self._check_weights()
         program = PREFILL_EMBEDDED if embedded else PREFILL
         if program in self._ready:
             return
@@ -184,7 +216,10 @@ class PagedModel:
             waiting: how many rows a call has that waits for it.
             unchanged: the model cannot have changed since this was last called without it.
         """
-        if bucket in self._ready and (unchanged or self._holds(self._decodes.get(bucket))):
+        if unchanged and bucket in self._ready:
+            return
+        self._check_weights()
+        if bucket in self._ready and self._holds(self._decodes.get(bucket)):
             return
         self.claim(None)
         buckets = buckets_up_to(self.config.max_batch_size)
@@ -221,8 +256,8 @@ class PagedModel:
         """Record a step that has run before."""
         assert self._recorder is not None
         model = self._require_model()
-        if self._weights is None:
-            self._weights = Weights(model)
+        if self._recorded_weights is None:
+            self._recorded_weights = Weights(model)
 
         def guards() -> Guards:
             with self._switch.paged(self.thread.caller):
@@ -234,17 +269,20 @@ class PagedModel:
         """Whether a recording may still be replayed; if not, all are forgotten."""
         if recording is None:
             return True
-        assert self._weights is not None
+        assert self._recorded_weights is not None
         with self._switch.paged(self.thread.caller):
-            if self._weights.hold() and recording.guards.hold():
+            if self._recorded_weights.hold() and recording.guards.hold():
                 return True
+        self._forget_recordings()
+        return False
+
+    def _forget_recordings(self) -> None:
         self._moved = self.moved_weights()
         self._forgotten += len(self._decodes) + len(self._prefills)
         self._ready -= set(self._decodes)
         self._decodes.clear()
         self._prefills.clear()
-        self._weights = None
-        return False
+        self._recorded_weights = None
 
     def memory(self) -> dict[str, int]:
         """Return where device memory went, in bytes."""

@@ -2,17 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
 import compiled_llm_ops  # noqa: F401  (defines the ops)
-from compiled_llm.compat import CustomGraphPass, get_hash_for_files
+from compiled_llm.compat import CustomGraphPass, get_hash_for_files, inputs_by_tensor
+from compiled_llm.fused import FusedWeights, is_one
 
+_as_strided = torch.ops.aten.as_strided.default
+_linear = nn.functional.linear
 _add = torch.ops.aten.add.Tensor
 _mm = torch.ops.aten.mm.default
 _addmm = torch.ops.aten.addmm.default
 _permute = torch.ops.aten.permute.default
 _skinny_linear = torch.ops.compiled_llm.skinny_linear.default
+
+
+class FusedProducts(CustomGraphPass):
+    """Turns the products of one input with a group's weights into one product, which each of them takes its part of.
+
+    It runs over the graph as Dynamo made it, so that what reads the parts is traced with their strides: an op that
+    takes any strides gets them as they are, and nothing is copied.
+    """
+
+    def __init__(self, weights: FusedWeights) -> None:
+        """Prepare.
+
+        Args:
+            weights: the groups; whenever the graph runs they must be ``intact``.
+        """
+        self._weights = weights
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite the graph in place."""
+        input_of = inputs_by_tensor(graph)
+        calls = [node for node in graph.find_nodes(op="call_function", target=_linear) if not node.kwargs]
+        for stacks in map(self._weights.stacks, self._weights.groups):
+            if not stacks or not all(map(is_one, stacks)):
+                continue
+            weights = [input_of(weight) for weight in stacks[0]]
+            for rows in {node.args[0]: None for node in calls if node.args[1] is weights[0]}:
+                products = [node for node in calls for weight in weights if node.args[:2] == (rows, weight)]
+                if [node.args[1] for node in products] == weights:
+                    _fuse(graph, products, stacks)
+
+    def uuid(self) -> bytes:
+        """Return what the compile cache keys this pass by; what it made of a graph is seen in the graph itself."""
+        return get_hash_for_files((__file__,))
+
+    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
+        """Be in a pickle what the cache keys this pass by: before torch 2.13 the cache pickles all options."""
+        return bytes, (self.uuid(),)
+
+
+def _fuse(graph: fx.Graph, products: Sequence[fx.Node], stacks: Sequence[Sequence[Tensor]]) -> None:
+    """Replace products, in the order of their weights in memory, by parts of one.
+
+    Args:
+        graph: what they are in.
+        products: calls of ``linear``, all with the same first argument.
+        stacks: their weights, and their biases if they have any, each one after the other in one storage.
+    """
+    first = products[0]
+    rows, *inputs = first.args[: len(stacks) + 1]
+    with graph.inserting_before(first):
+        product = graph.call_function(_linear, (rows, *map(_whole, [graph] * len(stacks), inputs, stacks)))
+        product.meta.update({key: value for key, value in first.meta.items() if key != "example_value"})
+        start = 0
+        for node, weight in zip(products, stacks[0], strict=True):
+            part = graph.call_function(torch.narrow, (product, -1, start, len(weight)))
+            part.meta.update(node.meta)
+            node.replace_all_uses_with(part)
+            start += len(weight)
+    for node in products:
+        graph.erase_node(node)
+
+
+def _whole(graph: fx.Graph, first: Any, stack: Sequence[Tensor]) -> fx.Node:
+    """Return all of a stack, as seen from its first entry; without an offset it begins where that does."""
+    size = [sum(map(len, stack)), *stack[0].shape[1:]]
+    return graph.call_function(_as_strided, (first, size, list(stack[0].stride())))
 
 
 class SkinnyProducts(CustomGraphPass):
@@ -45,10 +117,16 @@ def _plain_addmms(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _untransposed(node: object) -> fx.Node | None:
-    """Return the float32 graph input that the node is the transpose of, if it is one."""
+    """Return the float32 weight that the node is the transpose of, if it is one."""
     if not isinstance(node, fx.Node) or node.target is not _permute or node.args[1] != [1, 0]:
         return None
     weight = node.args[0]
-    if not isinstance(weight, fx.Node) or weight.op != "placeholder":
+    if not isinstance(weight, fx.Node) or not _is_weight(weight):
         return None
     return weight if weight.meta["val"].dtype is torch.float32 else None
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Whether the node is a graph input, or several of them that ``FusedProducts`` has made one."""
+    given = node.args[0] if node.target is _as_strided else node
+    return isinstance(given, fx.Node) and given.op == "placeholder" and node.meta["val"].is_contiguous()

@@ -14,6 +14,7 @@ from compiled_llm.checks import check_placement
 from compiled_llm.compile import Forward
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import executor_for
+from compiled_llm.fused import Group
 from compiled_llm.journal import Journal
 from compiled_llm.kv_cache import buckets_up_to
 from compiled_llm.layers import Layer
@@ -34,13 +35,21 @@ class CompiledModel:
     Attributes:
         config: the options given to ``wrap``.
         layers: the model's attention layers.
+        groups: its linear layers that read one input.
         attention: switches between paged attention and the model's own.
         turn: whose loop runs.
         counters: what ran where; read them through ``stats``.
         journal: what happened on the device side; read it through ``explain``.
     """
 
-    def __init__(self, model: PreTrainedModel, forward: Forward, layers: Sequence[Layer], config: WrapConfig) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        forward: Forward,
+        layers: Sequence[Layer],
+        config: WrapConfig,
+        groups: Sequence[Group] = (),
+    ) -> None:
         """Remember the model; nothing big is allocated before the first use or ``warmup``.
 
         Args:
@@ -48,6 +57,7 @@ class CompiledModel:
             forward: its class's own ``forward``.
             layers: its attention layers.
             config: the options.
+            groups: its linear layers that read one input.
         """
         self.config = config
         self.counters = Counters()
@@ -55,6 +65,7 @@ class CompiledModel:
         self._model = weakref.ref(model)
         self._forward = forward
         self.layers = list(layers)
+        self.groups = list(groups)
         self.attention = AttentionSwitch(model)
         self._paged: PagedModel | None = None
         self._allocation = threading.Lock()
@@ -148,9 +159,14 @@ class CompiledModel:
                 check_placement(model, self.config)
                 thread = executor_for(model.device)
                 known = model, self._forward, self.layers, self.config, self.attention
-                paged = thread.call(PagedModel, *known, thread, self.journal)
+                paged = thread.call(PagedModel, *known, thread, self.journal, self.groups)
                 self._paged = paged
             return paged
+
+    def separate_weights(self) -> None:
+        """Give each fused weight memory of its own again."""
+        if (paged := self._paged) is not None:
+            paged.thread.call(paged.separate_weights)
 
     def model(self) -> PreTrainedModel:
         """Return the wrapped model."""

@@ -12,6 +12,7 @@ from compiled_llm.checks import check_model, check_placement
 from compiled_llm.compat import prepare_cudagraph_trees
 from compiled_llm.config import WrapConfig
 from compiled_llm.drop_in import WrappedModel, wrapped_class
+from compiled_llm.fused import LinearWatch
 from compiled_llm.layers import probe_layers
 from compiled_llm.runtime import CompiledModel
 
@@ -53,10 +54,10 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     check_placement(checked, config)
     if checked.device.type == "cuda":
         prepare_cudagraph_trees()
-    with paged_attention_in(attention_configs(checked)):
+    with paged_attention_in(attention_configs(checked)), LinearWatch() as watch:
         layers = probe_layers(checked, BATCH_ARGUMENT)
     base = type(checked)
-    runtime = CompiledModel(checked, base.forward, layers, config)
+    runtime = CompiledModel(checked, base.forward, layers, config, watch.groups(checked))
     checked.__class__ = wrapped_class(base)
     checked.compiled = runtime  # type: ignore[assignment]
     return cast(ModelT, checked)
@@ -65,9 +66,11 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
 def unwrap(model: ModelT) -> ModelT:
     """Turn a wrapped model back into what it was and give its device memory back; others are returned as they are.
 
-    Caches that it handed out keep their pages until they are dropped.
+    Caches that it handed out keep their pages until they are dropped. Fused weights get memory of their own again, one
+    group of them after the other.
     """
     if isinstance(model, WrappedModel):
+        model.compiled.separate_weights()
         model.__class__ = type(model).__mro__[2]
         del model.compiled
         gc.collect()  # what tracing left behind refers to the buffers

@@ -99,6 +99,19 @@ def test_an_impossible_progress_is_refused(value):
         WrapConfig(progress=value)
 
 
+@pytest.mark.parametrize("value", ["yes", 1, 0.0])
+def test_an_impossible_fuse_projections_is_refused(value):
+    with pytest.raises(ValueError, match="fuse_projections="):
+        WrapConfig(fuse_projections=value)
+
+
+def test_projections_are_fused_on_cuda_unless_told_otherwise():
+    assert [WrapConfig().fuses_on(device) for device in ("cuda", "cpu")] == [True, False]
+    for wanted in (True, False):
+        assert [WrapConfig(fuse_projections=wanted).fuses_on(device) for device in ("cuda", "cpu")] == [wanted] * 2
+        assert not WrapConfig(fuse_projections=wanted, mode="eager").fuses_on("cuda")
+
+
 def test_an_unknown_option_is_refused_with_those_that_exist():
     with pytest.raises(TypeError, match=r"no option 'batch_size'") as caught:
         WrapConfig.from_options({"batch_size": 4})

@@ -33,6 +33,17 @@ def test_products_with_weights_become_skinny_linear(rows, seed):
         torch.testing.assert_close(out, function(*arguments), rtol=1e-5, atol=1e-5)
 
 
+def test_a_product_with_several_weights_in_one_storage_becomes_skinny_linear(seed):
+    x, storage = torch.randn(3, 24), torch.randn(16, 24)
+
+    def product(x: Tensor, first: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, torch.ops.aten.as_strided.default(first, [16, 24], [24, 1]))
+
+    out, code = code_of(product, x, storage[:6])
+    assert "compiled_llm.skinny_linear" in code
+    torch.testing.assert_close(out, x @ storage.T, rtol=1e-5, atol=1e-5)
+
+
 def test_other_products_are_left_alone(seed):
     x, weight = torch.randn(3, 24), torch.randn(16, 24)
     for function, arguments in (

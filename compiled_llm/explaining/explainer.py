@@ -35,6 +35,7 @@ from compiled_llm.explaining.recompiles import environment_in, recompiles_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.timings import Prompts, Timing
 from compiled_llm.explaining.tracing import Bench, Trace
+from compiled_llm.fused import Group, LinearWatch
 from compiled_llm.generate import prompts_of
 from compiled_llm.layers import Layer, UnpagedCallError, UnsupportedModelError, probe_layers
 from compiled_llm.snapshot import unchanged
@@ -88,7 +89,7 @@ def explain(
         subject = _Subject(model, dumped)
         layers = subject.layers(findings)
         if layers is not None:
-            bench = Bench(model, subject.forward, layers, subject.config, subject.switch, prompts)
+            bench = Bench(model, subject.forward, layers, subject.config, subject.switch, prompts, subject.groups)
             traces = _trace(subject, bench, findings)
             if timings and _whole(traces):
                 timed = _timings(subject, bench, timings, None if example_inputs is None else prompts)
@@ -109,12 +110,14 @@ class _Subject:
 
     Attributes:
         refusal: why ``wrap`` would not take it.
+        groups: the linear layers that read one input, once ``layers`` has watched.
     """
 
     def __init__(self, model: PreTrainedModel, dump: Dump | None) -> None:
         self.model = model
         self.dump = dump
         self.refusal = ""
+        self.groups: list[Group] = []
         if isinstance(model, WrappedModel):
             base: Any = type(model).__mro__[2]
             self.forward: Forward = base.forward
@@ -126,6 +129,7 @@ class _Subject:
     def layers(self, findings: Findings) -> list[Layer] | None:
         """Return the attention layers; None, and a finding, where they cannot run over pages."""
         if isinstance(self.model, WrappedModel):
+            self.groups = self.model.compiled.groups
             return self.model.compiled.layers
         try:
             check_model(self.model)
@@ -139,8 +143,14 @@ class _Subject:
         """Watch the layers as ``wrap`` does, and on real tensors where forward cannot run on fake ones."""
         for fake in (True, False):
             try:
-                with unchanged(self.model), self._paged():  # not one fake tensor may stay behind
-                    return probe_layers(self.model, BATCH_ARGUMENT, fake=fake)
+                with (
+                    unchanged(self.model),
+                    self._paged(),
+                    LinearWatch() as watch,
+                ):  # not one fake tensor may stay behind
+                    layers = probe_layers(self.model, BATCH_ARGUMENT, fake=fake)
+                self.groups = watch.groups(self.model)
+                return layers
             except UnsupportedModelError as error:
                 self.refusal, cause = str(error), error.__cause__
                 if cause is None:

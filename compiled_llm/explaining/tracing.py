@@ -34,9 +34,11 @@ from compiled_llm.compat import (
 )
 from compiled_llm.compile import DECODE_MANY, DECODE_ONE, PREFILL, Forward, PrefillInputs, Programs
 from compiled_llm.config import Mode, WrapConfig
+from compiled_llm.drop_in import WrappedModel
 from compiled_llm.executor import executor_for
 from compiled_llm.explaining.places import Place
 from compiled_llm.explaining.timings import Prompts, Timing, measure, tokens_to_hold
+from compiled_llm.fused import FusedWeights, Group
 from compiled_llm.kv_cache import DecodeInputs
 from compiled_llm.layers import Layer
 from compiled_llm.paged_model import PagedModel
@@ -215,17 +217,25 @@ class Piece(NamedTuple):
 class InductorPrograms(Programs):
     """The programs as ``wrap`` compiles them, with Inductor writing down what it makes of them."""
 
-    def __init__(self, forward: Forward, config: WrapConfig, device: torch.device, folders: Mapping[str, Path]) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        config: WrapConfig,
+        device: torch.device,
+        weights: FusedWeights,
+        folders: Mapping[str, Path],
+    ) -> None:
         """Prepare like ``Programs``.
 
         Args:
             forward: the model class's own ``forward``.
             config: the options of ``wrap``.
             device: where the model lives.
+            weights: what is multiplied as one.
             folders: where each program's files go.
         """
         self._folders = folders
-        super().__init__(config, forward, device)
+        super().__init__(config, forward, device, weights)
 
     def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         """Return the function compiled with ``options`` and traced."""
@@ -243,6 +253,7 @@ class Bench:
         config: WrapConfig,
         switch: AttentionSwitch,
         prompts: Sequence[NDArray[np.int64]],
+        groups: Sequence[Group] = (),
     ) -> None:
         """Remember what to run.
 
@@ -253,12 +264,14 @@ class Bench:
             config: the options it is or would be wrapped with.
             switch: points its attention at pages.
             prompts: what to feed it.
+            groups: its linear layers that read one input.
         """
         self._prompts = [prompts[index % len(prompts)] for index in range(_MAX_ROWS - 1)]
         self._given = config
         tokens = sum(len(prompt) + _STEPS for prompt in self._prompts)
         self._config = self._configured("eager", _MAX_ROWS, tokens + (_SPARE_PAGES + _MAX_ROWS) * config.page_size)
         self._model, self._forward, self._layers, self._switch = model, forward, layers, switch
+        self._groups = groups
         self.thread = executor_for(model.device)
         self._display = ProgressDisplay(config.progress)
 
@@ -285,23 +298,40 @@ class Bench:
     def inductor(self, folders: Mapping[str, Path]) -> None:
         """Compile all programs with Inductor, and have it write what it makes into each program's folder."""
         config = dataclasses.replace(self._config, mode="compile")
-        programs = InductorPrograms(self._forward, config, self._model.device, folders)
-        with inductor_quiet(), self._display.task("compiling prefill and decode for the dump"):
-            self.thread.call(self._run, programs, (1, 2))
+        with self._laid_out(config) as weights:
+            programs = InductorPrograms(self._forward, config, self._model.device, weights, folders)
+            with inductor_quiet(), self._display.task("compiling prefill and decode for the dump"):
+                self.thread.call(self._run, programs, (1, 2))
 
     def timed(self, batches: Sequence[int], prompts: Prompts | None) -> list[Timing]:
         """Compile the programs as ``wrap`` would, and return where their time goes."""
         config = self._configured(
             self._given.mode, max(batches), tokens_to_hold(batches, prompts, self._given.page_size)
         )
-        paged = self.thread.call(self._paged, config)
-        return measure(paged, self._model, batches, prompts, config.progress)
+        with self._laid_out(config):
+            paged = self.thread.call(self._paged, config)
+            return measure(paged, self._model, batches, prompts, config.progress)
+
+    @contextmanager
+    def _laid_out(self, config: WrapConfig) -> Iterator[FusedWeights]:
+        """Fuse weights as ``wrap`` would; those of a model that is not wrapped are as before after the block."""
+        weights = self.thread.call(self._fuse, config)
+        try:
+            yield weights
+        finally:
+            if not isinstance(self._model, WrappedModel):
+                self.thread.call(weights.separate)
+
+    def _fuse(self, config: WrapConfig) -> FusedWeights:
+        with self._switch.paged(self.thread.caller):
+            return FusedWeights(self._model, self._groups if config.fuses_on(self._model.device.type) else [])
 
     def _configured(self, mode: Mode, rows: int, tokens: int) -> WrapConfig:
         return dataclasses.replace(self._given, mode=mode, max_batch_size=rows, kv_memory=f"{tokens} tokens")
 
     def _paged(self, config: WrapConfig) -> PagedModel:
-        return PagedModel(self._model, self._forward, self._layers, config, self._switch, self.thread)
+        known = self._model, self._forward, self._layers, config, self._switch
+        return PagedModel(*known, self.thread, groups=self._groups)
 
     def _run(self, programs: Programs, batches: Sequence[int]) -> None:
         paged = self._paged(dataclasses.replace(self._config, progress=False))

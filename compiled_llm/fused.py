@@ -1,0 +1,235 @@
+"""Weights that multiply the same input, laid out in one storage, so that one product can read them all.
+
+They stay the user's: the same ``Parameter`` objects, each now a view of its part. Whatever takes one out of the storage
+again (``model.to``, a new parameter, ``.data = ...``) is noticed before anything is computed with it.
+
+Shapes: I inputs, O outputs of one layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from compiled_llm.compat import storage_owners
+
+logger = logging.getLogger("compiled_llm.graphs")
+
+# What Inductor takes as aligned: an input that begins elsewhere is copied at each call, and it alone.
+_ALIGNMENT = 16
+
+
+class Group(NamedTuple):
+    """Linear layers that read one input.
+
+    Attributes:
+        weights: names of their weights, ``[O, I]`` each, in the order in which they are used.
+        biases: names of their biases, ``[O]`` each; empty where they have none.
+    """
+
+    weights: tuple[str, ...]
+    biases: tuple[str, ...]
+
+
+class LinearWatch(TorchFunctionMode):
+    """Watches a forward and tells which linear layers read one input."""
+
+    def __init__(self) -> None:
+        """Start with nothing seen."""
+        super().__init__()
+        # The inputs are kept, so that none can take another's identity; a new version is another input.
+        self._seen: list[tuple[Tensor, int, Tensor, Tensor | None]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note a call of ``linear``."""
+        if func is nn.functional.linear:
+            self._note(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        if not input.is_inference():  # those have no versions
+            self._seen.append((input, input._version, weight, bias))
+
+    def groups(self, model: nn.Module) -> list[Group]:
+        """Return the groups among the plain ``nn.Linear`` modules of ``model``; no weight is in two."""
+        names = {
+            id(parameter): name
+            for name, parameter in model.named_parameters()
+            if type(model.get_submodule(name.rpartition(".")[0])) is nn.Linear
+        }
+        readers: dict[tuple[int, int, bool], dict[str, str | None]] = defaultdict(dict)
+        for given, version, weight, bias in self._seen:
+            if id(weight) in names and (bias is None or id(bias) in names):
+                layers = readers[id(given), version, bias is None]
+                layers[names[id(weight)]] = None if bias is None else names[id(bias)]
+        groups: list[Group] = []
+        taken: set[str] = set()
+        for layers in readers.values():
+            if len(layers) > 1 and taken.isdisjoint(layers):
+                taken.update(layers)
+                groups.append(Group(tuple(layers), tuple(bias for bias in layers.values() if bias is not None)))
+        return groups
+
+
+class FusedWeights:
+    """Groups of weights, each in one storage.
+
+    Attributes:
+        groups: those that lie so. One that cannot any more leaves for good: a model whose weights are swapped to and
+            fro is compiled once more, not at each swap.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+        """Lay the groups out, one after the other, so that at most one is in memory twice.
+
+        Args:
+            model: the model; only a weak reference is kept, and what belongs to it is dropped with it.
+            groups: what to lay out; those that share memory with anything else are left alone.
+        """
+        self.groups = list(groups)
+        self._watched = watched = _Watched([], [], [], [], [])
+        self._model = weakref.ref(model, lambda _: watched.clear())
+        self.restore()
+
+    def intact(self) -> bool:
+        """Whether all groups still lie in one storage each, where they lay; a few tens of microseconds."""
+        watched = self._watched
+        return (
+            all(map(operator.is_, map(dict.get, watched.holders, watched.keys), watched.held))
+            and list(map(Tensor.data_ptr, watched.parameters)) == watched.addresses
+        )
+
+    def restore(self) -> bool:
+        """Lay out what no longer lies in one storage; return whether no group had to leave."""
+        before = self.groups
+        self._watched.clear()  # parameters that were replaced hold their part of the storage as long as we hold them
+        self.groups = [group for group in before if self._lay_out(group)]
+        self._watch()
+        logger.debug("%d of %d groups of weights lie in one storage each", len(self.groups), len(before))
+        return self.groups == before
+
+    def separate(self) -> None:
+        """Give each weight a storage of its own again, and have no groups any more."""
+        for stack in (stack for group in self.groups for stack in self.stacks(group)):
+            if is_one(stack) and _owns_storage(stack):
+                _finish(stack[0].device)
+                for parameter in stack:
+                    parameter.data = parameter.data.clone()
+        self.groups = []
+        self._watched.clear()
+
+    def stacks(self, group: Group) -> list[list[nn.Parameter]]:
+        """Return a group's weights, and its biases if there are any; nothing if the model no longer has them all."""
+        model = self._model()
+        if model is None:
+            return []
+        try:
+            return [[model.get_parameter(name) for name in names] for names in group if names]
+        except AttributeError:
+            return []
+
+    def _lay_out(self, group: Group) -> bool:
+        stacks = self.stacks(group)
+        if not stacks or not all(is_one(stack) or _can_move(stack) for stack in stacks):
+            return False
+        for stack in stacks:
+            if not is_one(stack):
+                _move_together(stack)
+        return True
+
+    def _watch(self) -> None:
+        """Remember where each parameter is, in memory and in the model."""
+        model = self._model()
+        names = [name for group in self.groups for stack in group for name in stack]
+        if model is not None and names:
+            self._watched.fill(model, names)
+
+
+class _Watched(NamedTuple):
+    """What ``intact`` compares, in columns: the links from the model to its parameters, and their addresses."""
+
+    holders: list[dict[str, Any]]
+    keys: list[str]
+    held: list[object]
+    parameters: list[Tensor]
+    addresses: list[int]
+
+    def clear(self) -> None:
+        for column in self:
+            column.clear()
+
+    def fill(self, model: nn.Module, names: Sequence[str]) -> None:
+        links = {(id(holder), key): (holder, key) for name in names for holder, key in _path(model, name)}
+        for holder, key in links.values():
+            self.holders.append(holder)
+            self.keys.append(key)
+            self.held.append(holder[key])
+        self.parameters.extend(model.get_parameter(name) for name in names)
+        self.addresses.extend(parameter.data_ptr() for parameter in self.parameters)
+
+
+def _path(model: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Return where each module on the way to a parameter, and the parameter, is held."""
+    *parts, leaf = name.split(".")
+    module = model
+    for part in parts:
+        yield module._modules, part
+        module = module.get_submodule(part)
+    yield module._parameters, leaf
+
+
+def is_one(stack: Sequence[Tensor]) -> bool:
+    """Whether parameters lie one after the other in one storage."""
+    return (
+        all(map(_is_plain, stack))
+        and all(entry.data_ptr() % _ALIGNMENT == 0 for entry in stack)
+        and len({(entry.untyped_storage().data_ptr(), entry.dtype, entry.shape[1:]) for entry in stack}) == 1
+        and all(first.data_ptr() + first.nbytes == second.data_ptr() for first, second in pairwise(stack))
+    )
+
+
+def _can_move(stack: Sequence[Tensor]) -> bool:
+    """Whether the parameters can be moved into one storage, and nobody would go on with the old ones."""
+    return (
+        all(map(_is_plain, stack))
+        and len({(entry.device, entry.dtype, entry.shape[1:]) for entry in stack}) == 1
+        and all(entry.nbytes % _ALIGNMENT == 0 for entry in stack)
+        and not any(entry.device.type == "cpu" and entry.is_shared() for entry in stack)
+        and _owns_storage(stack)
+    )
+
+
+def _is_plain(entry: Tensor) -> bool:
+    return type(entry) is nn.Parameter and entry.is_contiguous() and not entry.is_inference()
+
+
+def _owns_storage(stack: Sequence[Tensor]) -> bool:
+    """Whether the storages are held by these parameters alone; ``alias = weight.data`` holds one as well."""
+    storages = {entry.untyped_storage().data_ptr(): entry.untyped_storage() for entry in stack}
+    held = Counter(entry.untyped_storage().data_ptr() for entry in stack)
+    return all(storage_owners(storage) == held[address] for address, storage in storages.items())
+
+
+def _move_together(stack: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        whole = torch.cat([parameter.data for parameter in stack])
+    _finish(whole.device)
+    for parameter, part in zip(stack, whole.split([len(parameter) for parameter in stack]), strict=True):
+        parameter.data = part
+    if whole.is_cuda:
+        torch.cuda.empty_cache()  # the allocator would keep what the next group, being larger, cannot use
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for the device: whatever reads the old storage, on any stream, must be done before it is freed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
