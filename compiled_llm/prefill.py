@@ -78,7 +78,8 @@ def recorded_shapes(rows: int, max_rows: int) -> list[Shape]:
 
     The device takes longer over many tokens than the host takes to launch them: those are not worth recording.
     """
-    rows_there = next(size for size in (1, min(8, max_rows), max_rows) if size >= rows)
+    sizes = (2, 8, max(2, max_rows))  # a symbolic size is at least 2
+    rows_there = next(size for size in sizes if size >= rows)
     return [Shape(tokens, rows_there) for tokens in _RECORDED_TOKENS if tokens > rows_there]
 
 
