@@ -171,7 +171,7 @@ def run(request: Request) -> None:
     model: Any = compiled_llm.wrap(loaded, **request.wrap_options())
     prompt_tokens = inputs["input_ids"].shape[1]
     check_fits(loaded, model.compiled.paged(), [prompt_tokens], request.max_new_tokens)  # compiling takes minutes
-    model.compiled.warmup(sampling=request.sampling.draws or _is_penalised(loaded, request.sampling))
+    model.compiled.warmup()
 
     writer = TextStreamer(tokenizer, skip_prompt=request.chat, skip_special_tokens=True)
     streamer = TimedStreamer(None if request.as_json else writer)
@@ -187,12 +187,6 @@ def run(request: Request) -> None:
 
 def _no_progress() -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stderr(io.StringIO())
-
-
-def _is_penalised(model: PreTrainedModel, sampling: SamplingFlags) -> bool:
-    """Whether greedy decoding needs the sampling program, for the penalty alone."""
-    own = getattr(model.generation_config, "repetition_penalty", None)
-    return (sampling.repetition_penalty or own or 1.0) != 1.0
 
 
 def _answer(

@@ -300,16 +300,6 @@ def test_a_bucket_that_warmup_did_not_name_is_missed_and_naming_it_helps():
     assert missed(model) == []
 
 
-def test_sampling_that_warmup_did_not_prepare_is_missed():
-    model = in_eager_mode()
-    for sampling in (False, True):
-        model.compiled.warmup([1], sampling=sampling)
-        model.generate(**mixed_prompts([4], 128, seed=0), max_new_tokens=3, do_sample=True)
-        (finding,) = missed(model)
-        assert "for sampling for bucket 1" in finding["reason"]
-        assert "sampling=True" in finding["advice"]
-
-
 @torch.no_grad()
 def test_prefill_from_embeddings_is_waited_for_but_no_warmup_would_help():
     model = in_eager_mode()

@@ -26,7 +26,6 @@ from compiled_llm_ops import (
     Geometry,
     append_paged_kv,
     find_plan,
-    greedy_tokens,
     paged_attention,
     paged_attention_lse,
     register_plan,
@@ -314,10 +313,6 @@ def sample_cases() -> list[tuple[Any, ...]]:
     return [(own, uniform, slots, *tables()) for own in logits]
 
 
-def greedy_cases() -> list[tuple[Any, ...]]:
-    return [(torch.randn(3, 11),), (torch.randn(11, 2).T,), (torch.randn(1, 11).half(),)]
-
-
 def linear_cases() -> list[tuple[Any, ...]]:
     weight = torch.randn(7, 5)
     return [(torch.randn(count, 5), weight) for count in (1, 4, 5)] + [(torch.randn(5, 3).T, weight)]
@@ -325,7 +320,6 @@ def linear_cases() -> list[tuple[Any, ...]]:
 
 CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "append_paged_kv": append_cases,
-    "greedy_tokens": greedy_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
     "sample_tokens": sample_cases,
@@ -387,9 +381,7 @@ def test_opcheck(name):
         assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize(
-    "name", ["greedy_tokens", "paged_attention", "paged_attention_lse", "sample_tokens", "skinny_linear"]
-)
+@pytest.mark.parametrize("name", ["paged_attention", "paged_attention_lse", "sample_tokens", "skinny_linear"])
 def test_fakes_have_the_strides_and_types_of_the_real_outputs(name):
     op = getattr(torch.ops.compiled_llm, name).default
     for case in CASES[name]():
@@ -507,12 +499,6 @@ def test_sample_tokens_refuses_what_does_not_fit(place, wrong, message):
     with pytest.raises(ValueError, match=message):
         sample_tokens(*case)
     assert not case[8].any()
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, 3, dtype=torch.int64)], ids=["1-D", "int64"])
-def test_greedy_tokens_names_logits_that_do_not_fit(wrong):
-    with pytest.raises(ValueError, match=r"greedy_tokens: logits must be \[B, V\]"):
-        greedy_tokens(wrong)
 
 
 # ---- plans

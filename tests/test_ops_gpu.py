@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.sampling import NOT_A_TOKEN, Sampling, choose
-from compiled_llm_ops import Geometry, PageTable, greedy_tokens, sample_tokens
+from compiled_llm_ops import Geometry, PageTable, sample_tokens
 from compiled_llm_ops import flashinfer_backend as backend
 from compiled_llm_ops.flashinfer_backend import FlashInferPlan, Workspace
 from drawing import BRANCHES, arguments, assert_at, distribution, middles, tables_of
@@ -700,14 +700,3 @@ def test_choosing_compiles_whole_and_draws_what_eager_draws(seed: int) -> None:
         assert torch.equal(compiled(logits, slots, positions, ours), choose(logits, slots, positions, theirs))
         positions += 1
     assert torch.equal(ours.seen, theirs.seen)
-
-
-@seeded
-@pytest.mark.parametrize("rows", [1, 8, 64], ids="B={}".format)
-@pytest.mark.parametrize("vocabulary", VOCABULARIES, ids="V={}".format)
-def test_greedy_tokens_are_the_first_of_the_largest(vocabulary: int, rows: int, seed: int) -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        logits = normal_logits(rows, vocabulary, 1.0, dtype, seed)
-        logits[-1, vocabulary // 2 :] = logits[-1].amax()
-        expected = (logits == logits.amax(dim=-1, keepdim=True)).int().argmax(dim=-1)
-        assert torch.equal(greedy_tokens(logits), expected)

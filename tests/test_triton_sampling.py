@@ -155,15 +155,3 @@ def test_strides_and_the_ends_of_the_distribution(seed: int) -> None:
         uniform = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
         settings = [Sampling(), Sampling(), Sampling()]
         assert_at(launch(*arguments(given, uniform, settings)), uniform, given, settings, 1e-5)
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocabulary", [5, 2048, 6001])
-def test_greedy_tokens_are_the_first_of_the_largest(vocabulary: int, dtype: torch.dtype, seed: int) -> None:
-    from compiled_llm_ops import triton_sampling
-
-    logits = torch.randn(4, vocabulary).to(dtype)
-    logits[1] = 3.0
-    logits[2] = -math.inf
-    assert torch.equal(triton_sampling.greedy_tokens(logits), logits.argmax(dim=-1))

@@ -8,7 +8,7 @@ from compiled_llm_ops.attention import paged_attention, paged_attention_lse
 from compiled_llm_ops.linear import skinny_linear
 from compiled_llm_ops.pages import append_paged_kv
 from compiled_llm_ops.plans import AttentionPlan, Geometry, PageTable, find_plan, register_plan
-from compiled_llm_ops.sampling import NOT_A_TOKEN, greedy_tokens, sample_tokens
+from compiled_llm_ops.sampling import NOT_A_TOKEN, sample_tokens
 
 __all__ = [
     "NOT_A_TOKEN",
@@ -17,7 +17,6 @@ __all__ = [
     "PageTable",
     "append_paged_kv",
     "find_plan",
-    "greedy_tokens",
     "paged_attention",
     "paged_attention_lse",
     "register_plan",

@@ -39,7 +39,7 @@ def sample_tokens(
     last that top-k or top-p keeps are kept too; the likeliest is always kept. Nothing but the arguments decides.
 
     Args:
-        logits: ``[B, V]`` float32, bfloat16 or float16, with any stride between rows.
+        logits: ``[B, V]`` of any floating dtype, computed with in float32, with any stride between rows.
         uniform: ``[B]`` float64 in [0, 1), where the cumulative distributions are inverted.
         slots: ``[B]`` int64, each row's entry in the tables; several rows may have one entry.
         temperature: ``[X]`` float32, divides; 0.0 takes the likeliest token, the first of several.
@@ -64,51 +64,6 @@ def sample_tokens(
     return chosen
 
 
-def greedy_tokens(logits: Tensor) -> Tensor:
-    """Return each row's likeliest token, the first of several, as ``logits.argmax(-1)`` but faster on CUDA.
-
-    Args:
-        logits: ``[B, V]`` of any floating dtype, with any stride between rows.
-
-    Returns:
-        ``[B]`` int64; some token for a row with NaN.
-
-    Raises:
-        ValueError: ``logits`` has another form.
-
-    Source:
-        ``torch.argmax``. On CUDA a reduction of tiles and one of their results, in Triton
-        (https://triton-lang.org).
-    """
-    chosen: Tensor = _greedy_tokens(logits)
-    return chosen
-
-
-def _check_greedy(logits: Tensor) -> None:
-    if logits.dim() != 2 or not logits.dtype.is_floating_point:
-        raise ValueError(f"greedy_tokens: logits must be [B, V] floats; got {list(logits.shape)} {logits.dtype}")
-
-
-def _greedy_cpu(logits: Tensor) -> Tensor:
-    _check_greedy(logits)
-    return logits.argmax(dim=-1)
-
-
-def _greedy_cuda(logits: Tensor) -> Tensor:
-    from compiled_llm_ops import triton_sampling
-
-    _check_greedy(logits)
-    with torch.cuda.device_of(logits):
-        return triton_sampling.greedy_tokens(logits)
-
-
-def _greedy_fake(logits: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
-
-
-_greedy_tokens = define("greedy_tokens(Tensor logits) -> Tensor", fake=_greedy_fake, cpu=_greedy_cpu, cuda=_greedy_cuda)
-
-
 def _check(
     logits: Tensor,
     uniform: Tensor,
@@ -120,11 +75,8 @@ def _check(
     penalty: Tensor,
     seen: Tensor,
 ) -> None:
-    if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            "sample_tokens: logits must be [B, V] float32, bfloat16 or float16; got "
-            f"{list(logits.shape)} {logits.dtype}"
-        )
+    if logits.dim() != 2 or not logits.dtype.is_floating_point:
+        raise ValueError(f"sample_tokens: logits must be [B, V] floats; got {list(logits.shape)} {logits.dtype}")
     rows, vocabulary = logits.shape
     entries = temperature.shape[0]
     expected = {
@@ -262,7 +214,16 @@ def _cuda(
     _check(logits, uniform, slots, temperature, top_k, top_p, min_p, penalty, seen)
     with torch.cuda.device_of(logits):
         return triton_sampling.sample_tokens(
-            logits, uniform, slots, temperature, top_k, top_p, min_p, penalty, seen, NOT_A_TOKEN
+            logits.float() if logits.dtype == torch.float64 else logits,
+            uniform,
+            slots,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            penalty,
+            seen,
+            NOT_A_TOKEN,
         )
 
 

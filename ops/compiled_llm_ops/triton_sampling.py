@@ -63,40 +63,6 @@ def sample_tokens(
     return chosen
 
 
-def greedy_tokens(logits: Tensor) -> Tensor:
-    """Launch; as ``sampling.greedy_tokens``."""
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    rows, vocabulary = logits.shape
-    tiles = triton.cdiv(vocabulary, _TILE.value)
-    largest = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
-    found = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
-    chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _argmax_of_tiles[(rows, tiles)](logits, logits.stride(0), vocabulary, largest, found, tiles, num_warps=_WIDE_WARPS)
-    _argmax_of_rows[(rows,)](largest, found, chosen, tiles, padded_tiles=triton.next_power_of_2(tiles), num_warps=1)
-    return chosen
-
-
-@triton.jit
-def _argmax_of_tiles(logits, stride, vocabulary, largest, found, tiles):
-    """Write each tile's largest logit and its token; grid ``(B, tiles)``."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = tile * _TILE + tl.arange(0, _TILE)
-    values = tl.load(logits + row * stride + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    values = tl.where(values < float("inf"), values, float("inf"))
-    peak, at = tl.max(values, axis=0, return_indices=True)
-    tl.store(largest + row * tiles + tile, peak)
-    tl.store(found + row * tiles + tile, tile * _TILE + at)
-
-
-@triton.jit
-def _argmax_of_rows(largest, found, chosen, tiles, padded_tiles: tl.constexpr):
-    """Take the first of the tiles with the largest logit; grid ``(B,)``."""
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.arange(0, padded_tiles)
-    peaks = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
-    tl.store(chosen + row, tl.load(found + row * tiles + tl.argmax(peaks, axis=0)).to(tl.int64))
-
-
 @triton.jit
 def _source(logits, stride, slots, temperature, penalty, seen, vocabulary):
     """What the scores of this program's row are made of, and its entry in the tables and temperature."""
