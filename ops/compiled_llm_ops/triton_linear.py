@@ -11,7 +11,6 @@ Shapes: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_llm_ops.arrivals import zeros
 from compiled_llm_ops.tiling import Tiling
 
 
@@ -140,52 +140,9 @@ def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, pdl: bool = True) 
     partials, arrivals = y, y  # neither is touched by the only program of a tile
     if tiling.splits > 1:
         partials = rows.new_empty(tiles * tiling.splits * tiling.outputs * tiling.rows, dtype=torch.float32)
-        arrivals = _zeros.take(tiles, rows.device)
+        arrivals = zeros.take(tiles, rows.device)
     _with_tensor_cores[(tiles * tiling.splits,)](
         rows, weight, y, partials, arrivals, m, n, k,
         BM=tiling.rows, SPLITS=tiling.splits, PREFETCH=tiling.prefetch, **shared,
     )  # fmt: skip
     return y
-
-
-class _Zeros:
-    """Counters of arrivals, which begin as zeros and are left as zeros.
-
-    No two launches that may run at the same time can share them. What streams a recording is replayed on nobody knows,
-    but it never runs twice at once: each launch in a recording gets counters of its own, for as long as the process
-    lives, and no recording has to zero any. They are four bytes a tile, a few KB a recording. Other launches zero
-    theirs.
-    """
-
-    SLAB = 2**18
-    """Counters allocated at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._slabs: dict[torch.device, list[Tensor]] = {}
-        self._left: dict[torch.device, Tensor] = {}
-
-    def take(self, count: int, device: torch.device) -> Tensor:
-        """Return ``[count]`` int32 zeros at a multiple of 16 bytes, for a launch on the current stream."""
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            self._prepare(device)
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        with self._lock:
-            left = self._left.get(device)
-            if left is None or len(left) < count:
-                return torch.zeros(count, dtype=torch.int32, device=device)  # zeroed at every replay
-            self._left[device] = left[-(-count // 4) * 4 :]
-            return left[:count]
-
-    def _prepare(self, device: torch.device) -> None:
-        """Have enough for the next recording: its memory pool is no place for what outlives it."""
-        with self._lock:
-            if device.type != "cuda" or len(self._left.get(device, ())) >= self.SLAB // 2:
-                return
-            slab = torch.zeros(self.SLAB, dtype=torch.int32, device=device)
-            torch.cuda.current_stream(device).synchronize()  # it is read on other streams
-            self._slabs.setdefault(device, []).append(slab)
-            self._left[device] = slab
-
-
-_zeros = _Zeros()
