@@ -116,8 +116,8 @@ def generate(
         ),
     ] = "demo",
     mode: Annotated[
-        str, typer.Option(help="How to run: eager, compile or reduce-overhead.", rich_help_panel=_MODEL)
-    ] = "reduce-overhead",
+        str, typer.Option(help="How to run: eager, compile, reduce-overhead or cuda-graphs.", rich_help_panel=_MODEL)
+    ] = "cuda-graphs",
     dtype: Annotated[
         Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.", rich_help_panel=_MODEL)
     ] = Dtype.auto,

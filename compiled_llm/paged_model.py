@@ -118,6 +118,7 @@ class PagedModel:
         self.cudagraph_reasons: list[str] = []
         self._recordings_before = cudagraph_recordings(self.device)
         self._recordings_meant = 0
+        self._prefill_recordings = 0
         self._forgotten = 0
         self._moved: list[str] = []
         self._addresses: dict[str, dict[str, int]] = {}
@@ -291,9 +292,9 @@ class PagedModel:
             self._addresses[what] = self._weight_addresses()
 
     def recordings(self) -> int:
-        """Return how many CUDA graphs have been recorded."""
+        """Return how many CUDA graphs of decode steps have been recorded."""
         if self._recorder is not None:
-            return self._recorder.count
+            return self._recorder.count - self._prefill_recordings
         return max(0, cudagraph_recordings(self.device) - self._recordings_before)
 
     def rerecordings(self) -> int:
@@ -364,6 +365,8 @@ class PagedModel:
         wanted, chosen = len(keep), len(slots)
         shape = self._shape_to_replay(batch, keep, slots, embeddings)
         if shape is not None:
+            if shape not in self._prefills:
+                self.make_prefills_recorded([shape], waiting=len(batch))
             logits, tokens = self._replay_prefill(shape, batch, keep, slots)
             return logits[:wanted].clone(), tokens[:chosen].clone()  # the next replay overwrites them
         # A symbolic size is at least 2.
@@ -405,6 +408,28 @@ class PagedModel:
 
     # ---- recorded prefill
 
+    def make_prefills_recorded(self, shapes: Sequence[Shape], waiting: int = 0) -> None:
+        """Record prefills of these shapes, those that are not recorded yet.
+
+        Args:
+            shapes: what they are padded to.
+            waiting: how many rows a call has that waits for them.
+        """
+        new = [shape for shape in shapes if shape not in self._prefills]
+        if self._recorder is None or not new:
+            return
+        self.make_prefill_ready()
+        largest = max(shape.tokens for shape in new)
+        none = np.zeros(0, dtype=np.int64)
+        with self._preparing(f"prefill of up to {largest} tokens", waiting):
+            for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
+                self._replay_prefill(shape, [], none, none)
+
+    @property
+    def prefill_recordings(self) -> int:
+        """How many CUDA graphs of prefills have been recorded."""
+        return self._prefill_recordings
+
     def _shape_to_replay(
         self,
         batch: Sequence[Extension],
@@ -422,7 +447,7 @@ class PagedModel:
     ) -> Step:
         """Run a prefill of at most ``shape``; the first one is launched kernel by kernel, and recorded."""
         missing = shape.rows - len(batch)
-        keep = np.concatenate([keep, keep[-1] + 1 + np.arange(missing)])
+        keep = np.concatenate([keep, sum(len(extension.ids) for extension in batch) + np.arange(missing)])
         slots = np.concatenate([slots, self.sampler.slots([], missing)])
         packed, table = pack(padded(batch, shape, self.config.page_size), keep, slots, self.config.page_size)
         known = self._prefills.get(shape)
@@ -432,10 +457,10 @@ class PagedModel:
             return recording.replay()
         inputs = self._prefill_inputs(self.staging.to_device(packed))
         self._upload_prefill(inputs, packed, table, shape)
-        what = f"prefill of {shape.tokens} tokens, {shape.rows} rows"
-        with self._preparing(what, waiting=0), self._recording(what):
+        with self._recording(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
             result = self._launch_prefill(inputs)
             self._prefills[shape] = inputs, self._record(lambda: self._launch_prefill(inputs), inputs)
+        self._prefill_recordings += 1
         self.planner.freeze_prefill(shape)
         return result
 

@@ -73,19 +73,25 @@ class Packed(NamedTuple):
     last_page_len: NDArray[np.int32]
 
 
-def recorded_shape(tokens: int, rows: int, max_rows: int) -> Shape | None:
-    """Return the smallest recorded shape that holds a prefill, or None for one that is not worth recording.
+def recorded_shapes(rows: int, max_rows: int) -> list[Shape]:
+    """Return the shapes that prefills of so many rows are padded to, smallest first.
 
-    The device takes longer over many tokens than the host takes to launch them.
+    The device takes longer over many tokens than the host takes to launch them: those are not worth recording.
+    """
+    rows_there = next(size for size in (1, min(8, max_rows), max_rows) if size >= rows)
+    return [Shape(tokens, rows_there) for tokens in _RECORDED_TOKENS if tokens > rows_there]
+
+
+def recorded_shape(tokens: int, rows: int, max_rows: int) -> Shape | None:
+    """Return the smallest recorded shape that holds a prefill, or None for one that is too large for all.
 
     Args:
         tokens: new tokens of all rows.
         rows: rows.
         max_rows: most rows there can be.
     """
-    rows_there = next(size for size in (1, min(8, max_rows), max_rows) if size >= rows)
-    needed = tokens + rows_there - rows + 1
-    return next((Shape(size, rows_there) for size in _RECORDED_TOKENS if size >= needed), None)
+    shapes = recorded_shapes(rows, max_rows)
+    return next((shape for shape in shapes if shape.tokens > tokens + shape.rows - rows), None)
 
 
 def padded(batch: Sequence[Extension], shape: Shape, page_size: int) -> list[Extension]:

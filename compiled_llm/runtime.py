@@ -19,6 +19,7 @@ from compiled_llm.kv_cache import buckets_up_to
 from compiled_llm.layers import Layer
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.paged_model import PagedModel
+from compiled_llm.prefill import recorded_shapes
 from compiled_llm.runner import Runner
 from compiled_llm.stats import Counters, Stats
 from compiled_llm.turn import Turn
@@ -74,6 +75,8 @@ class CompiledModel:
         paged.thread.call(paged.make_prefill_ready)
         for bucket in sorted({paged.bucket_for(size) for size in sizes}):
             paged.thread.call(paged.make_decode_ready, bucket)
+        for shapes in {tuple(recorded_shapes(size, self.config.max_batch_size)) for size in sizes}:
+            paged.thread.call(paged.make_prefills_recorded, shapes)
         self.journal.warmed_up()
 
     def stats(self) -> Stats:
@@ -92,6 +95,7 @@ class CompiledModel:
             recompiles=sum(max(0, count - 1) for count in graphs.values()),
             cudagraph_skips=paged.cudagraph_skips,
             recordings=paged.thread.call(paged.recordings),
+            prefill_recordings=paged.prefill_recordings,
             buckets=paged.ready_buckets,
             pages=paged.pool.account(),
             page_size=self.config.page_size,

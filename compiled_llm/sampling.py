@@ -1,8 +1,8 @@
 """Choosing the next token inside the graph, with settings and random numbers for each row.
 
-A draw is the largest of ``logits / temperature + Gumbel noise``. The noise comes from a counter-based generator keyed
-by the row's seed and counted by the token's position, so a replayed graph draws anew each step (positions advance in
-the graph), and a row draws the same tokens whatever else runs in its batch.
+A draw inverts the cumulative distribution at a uniform number. That comes from a counter-based generator keyed by the
+row's seed and counted by the token's position, so a replayed graph draws anew each step (positions advance in the
+graph), and a row draws the same tokens whatever else runs in its batch.
 
 Shapes: B rows, V vocabulary, X rows with settings of their own.
 """
@@ -27,10 +27,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from compiled_llm_ops import filter_logits
-
-NOT_A_TOKEN = -1
-"""Stands for the next token of a row whose logits are NaN or all -inf."""
+from compiled_llm_ops import NOT_A_TOKEN as NOT_A_TOKEN
+from compiled_llm_ops import sample_tokens
 
 # The order in which HuggingFace applies them, which is ours too.
 _ORDER: tuple[type[LogitsProcessor], ...] = (
@@ -166,20 +164,9 @@ def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTab
         tables: the settings; ``seen`` is written.
 
     Returns:
-        ``[B]`` int64; ``NOT_A_TOKEN`` for a row whose logits are NaN or all -inf.
+        ``[B]`` int64; ``NOT_A_TOKEN`` for a row whose logits are NaN, +inf or all -inf.
     """
-    scores = logits.float()
-    penalty = tables.penalty[slots][:, None]
-    penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
-    scores = torch.where(tables.seen[slots], penalised, scores)
-    temperature = tables.temperature[slots][:, None]
-    greedy = temperature == 0
-    scores = scores / torch.where(greedy, 1.0, temperature)
-    filtered = filter_logits(scores, tables.top_k[slots], tables.top_p[slots], tables.min_p[slots])
-    noise = gumbel_noise(tables.seed[slots], positions, logits.shape[-1])
-    chosen = _largest(filtered, torch.where(greedy, filtered, filtered + noise))
-    tables.seen[slots, chosen.clamp(min=0)] = True
-    return chosen
+    return _choose_at(uniform(tables.seed[slots], positions), logits, slots, tables)
 
 
 def draw(scores: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
@@ -191,11 +178,20 @@ def draw(scores: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
         positions: ``[B]`` int64, the position of the token that is drawn.
 
     Returns:
-        ``[B]`` int64; ``NOT_A_TOKEN`` for a row whose scores are NaN or all -inf.
+        ``[B]`` int64; ``NOT_A_TOKEN`` for a row whose scores are NaN, +inf or all -inf.
     """
-    if seeds is None:
-        return _largest(scores, scores)
-    return _largest(scores, scores + gumbel_noise(seeds, positions, scores.shape[-1]))
+    rows, vocabulary = scores.shape
+    tables = SamplingTables.allocate(rows, vocabulary, scores.device)
+    numbers = torch.zeros(rows, dtype=torch.float64, device=scores.device)
+    if seeds is not None:
+        tables.temperature.fill_(1.0)
+        numbers = uniform(seeds, positions)
+    return _choose_at(numbers, scores, torch.arange(rows, device=scores.device), tables)
+
+
+def _choose_at(numbers: Tensor, logits: Tensor, slots: Tensor, tables: SamplingTables) -> Tensor:
+    settings = (tables.temperature, tables.top_k, tables.top_p, tables.min_p, tables.penalty)
+    return sample_tokens(logits, numbers, slots, *settings, tables.seen)
 
 
 def new_seeds(rows: int) -> Tensor:
@@ -203,26 +199,16 @@ def new_seeds(rows: int) -> Tensor:
     return torch.randint(2**62, (rows,))
 
 
-def _largest(scores: Tensor, noisy: Tensor) -> Tensor:
-    best = scores.amax(dim=-1)
-    usable = (best > -math.inf) & (best < math.inf)  # both are False for NaN
-    return torch.where(usable, noisy.argmax(dim=-1), NOT_A_TOKEN)
-
-
-def gumbel_noise(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
-    """Return ``[B, count]`` float32 of standard Gumbel noise, a function of its arguments alone.
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return ``[B]`` float64 in [0, 1), a function of its arguments alone.
 
     Args:
         seeds: ``[B]`` int64, not negative.
-        positions: ``[B]`` int64, not negative; another position gives other noise.
-        count: numbers a row.
+        positions: ``[B]`` int64, not negative; another position gives another number.
     """
-    index = torch.arange(count, dtype=torch.int64, device=seeds.device)[None, :]
     # The generator has a key of 32 bits: the seed's upper half goes into the counter.
-    counter = (positions ^ (seeds >> 32)) & _MASK
-    bits = philox(index, counter[:, None], (seeds & _MASK)[:, None])
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32  # fine-grained near 0, where the largest noise comes from
-    return -torch.log(-torch.log1p(-uniform.clamp(max=1.0 - 2.0**-24)))
+    high, low = philox(positions & _MASK, seeds >> 32, seeds & _MASK)
+    return ((high << 21) | (low >> 11)).double() * 2.0**-53
 
 
 _MASK = 0xFFFFFFFF
@@ -230,8 +216,8 @@ _MULTIPLIER = 0xD256D193
 _WEYL = 0x9E3779B9
 
 
-def philox(low: Tensor, high: Tensor, key: Tensor) -> Tensor:
-    """Return the first word of Philox2x32-10 of the counter ``(low, high)`` under ``key``; all words in int64.
+def philox(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two words of Philox2x32-10 of the counter ``(low, high)`` under ``key``; all words in int64.
 
     Source:
         Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
@@ -244,7 +230,7 @@ def philox(low: Tensor, high: Tensor, key: Tensor) -> Tensor:
         product_low = (below + ((above & 0xFFFF) << 16)) & _MASK
         low, high = product_high ^ key ^ high, product_low
         key = (key + _WEYL) & _MASK
-    return low
+    return low, high
 
 
 def upload_settings(tables: SamplingTables, slots: Sequence[int], settings: Sequence[Sampling]) -> None:

@@ -34,12 +34,14 @@ class Stats:
         slow_paths: why calls did not take the fast loop or the compiled forward, and how often.
         steps: prefills and decode steps launched by the fast loop.
         replans: page tables planned for decode; between them steps only replay.
-        graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), 2 more once
-            something was sampled (at batch 1, at larger batches), and 1 more once ``inputs_embeds`` were given.
+        graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), and 1 more once
+            ``inputs_embeds`` were given.
         graph_breaks: always 0: programs compile whole or raise.
         recompiles: graphs compiled again although they existed.
         cudagraph_skips: times Inductor did not record a CUDA graph although it was asked to.
-        recordings: CUDA graphs recorded.
+        recordings: CUDA graphs recorded of decode steps, one for each batch size that is ready.
+        prefill_recordings: CUDA graphs recorded of prefills, one for each number of tokens and rows they are padded to;
+            0 but in mode ``"cuda-graphs"``.
         buckets: decode batch sizes that are ready.
         pages: the page account, or None while nothing is allocated.
         page_size: tokens in a page.
@@ -57,6 +59,7 @@ class Stats:
     recompiles: int = 0
     cudagraph_skips: int = 0
     recordings: int = 0
+    prefill_recordings: int = 0
     buckets: list[int] = field(default_factory=list)
     pages: PageAccount | None = None
     page_size: int = 0
@@ -82,7 +85,7 @@ class Stats:
         yield (
             "graphs",
             f"{self.graphs}, {self.graph_breaks} graph breaks, {self.recompiles} recompiles; recorded "
-            f"{self.recordings}, {self.cudagraph_skips} skips",
+            f"{self.recordings} decode steps and {self.prefill_recordings} prefills, {self.cudagraph_skips} skips",
         )
         yield "batch sizes", ", ".join(map(str, self.buckets)) or "none ready"
         if self.pages is not None:

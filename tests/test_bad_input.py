@@ -234,7 +234,11 @@ def test_a_cpu_without_a_compiler_is_refused_except_for_eager(monkeypatch, seed)
     ("options", "error", "message"),
     [
         ({"pagesize": 8}, TypeError, r"'pagesize'.*page_size"),
-        ({"mode": "max-autotune"}, ValueError, r"mode='max-autotune'.*'eager', 'compile', 'reduce-overhead'"),
+        (
+            {"mode": "max-autotune"},
+            ValueError,
+            r"mode='max-autotune'.*'eager', 'compile', 'reduce-overhead', 'cuda-graphs'",
+        ),
         ({"mode": None}, ValueError, r"mode=None.*'eager'"),
         ({"page_size": 0}, ValueError, r"page_size=0.*positive"),
         ({"max_batch_size": -1}, ValueError, r"max_batch_size=-1.*positive"),

@@ -354,7 +354,7 @@ def test_nothing_is_skipped_in_a_fresh_process_nor_a_users_own_graphs_disturbed(
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["all is well"]), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("mode", ["eager", "compile", "reduce-overhead"])
+@pytest.mark.parametrize("mode", ["eager", "compile", "reduce-overhead", "cuda-graphs"])
 def test_every_token_is_the_one_that_float32_would_choose_but_for_noise(mode: str, seed: int) -> None:
     twins = twins_of(small_qwen3(seed), mode=mode)
     lengths = [1, 16, 31, 100, 7]

@@ -167,7 +167,7 @@ def test_right_drafts_are_taken_several_at_a_time(plain, seed, watched):
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[PreTrainedModel]:
     model = wrapped_in("compile")
-    model.compiled.warmup([1, 2, 4, 8], sampling=True)
+    model.compiled.warmup([1, 2, 4, 8])
     yield model
     compiled_llm.unwrap(model)
 

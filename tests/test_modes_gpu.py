@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
     made = twins_of(small_qwen3(request.config.getoption("seed")))
-    made.wrapped.compiled.warmup([1, 4, 8], sampling=True)
+    made.wrapped.compiled.warmup([1, 4, 8])
     with torch.no_grad():  # and the prefill that reads embeddings
         made.wrapped(inputs_embeds=made.plain.get_input_embeddings()(torch.tensor([[3, 4]], device=gpu.DEVICE)))
     yield made

@@ -26,11 +26,14 @@ from compiled_llm_ops import (
     Geometry,
     append_paged_kv,
     find_plan,
+    greedy_tokens,
     paged_attention,
     paged_attention_lse,
     register_plan,
+    sample_tokens,
     skinny_linear,
 )
+from compiled_llm_ops.tiling import Tiling, choose
 
 pytestmark = pytest.mark.core
 
@@ -300,9 +303,20 @@ def append_cases() -> list[tuple[Any, ...]]:
     return cases
 
 
-def filter_cases() -> list[tuple[Any, ...]]:
-    top_k, top_p, min_p = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0.7, 1.0]), torch.tensor([0.1, 0.0])
-    return [(torch.randn(2, 11), top_k, top_p, min_p), (torch.randn(11, 2).T, top_k, top_p, min_p)]
+def sample_cases() -> list[tuple[Any, ...]]:
+    def tables() -> tuple[Tensor, ...]:
+        top_k, seen = torch.tensor([0, 3, 0], dtype=torch.int32), torch.zeros(3, 11, dtype=torch.bool)
+        numbers = ([0.0, 0.8, 1.3], [0.7, 1.0, 0.9], [0.1, 0.0, 0.0], [1.0, 1.2, 1.0])
+        temperature, top_p, min_p, penalty = (torch.tensor(column) for column in numbers)
+        return temperature, top_k, top_p, min_p, penalty, seen
+
+    uniform, slots = torch.rand(2, dtype=torch.float64), torch.tensor([2, 1])
+    logits = (torch.randn(2, 11), torch.randn(11, 2).T, torch.randn(2, 11).bfloat16())
+    return [(own, uniform, slots, *tables()) for own in logits]
+
+
+def greedy_cases() -> list[tuple[Any, ...]]:
+    return [(torch.randn(3, 11),), (torch.randn(11, 2).T,), (torch.randn(1, 11).half(),)]
 
 
 def linear_cases() -> list[tuple[Any, ...]]:
@@ -312,9 +326,10 @@ def linear_cases() -> list[tuple[Any, ...]]:
 
 CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "append_paged_kv": append_cases,
-    "filter_logits": filter_cases,
+    "greedy_tokens": greedy_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
+    "sample_tokens": sample_cases,
     "skinny_linear": linear_cases,
 }
 
@@ -373,7 +388,9 @@ def test_opcheck(name):
         assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("name", ["paged_attention", "paged_attention_lse", "skinny_linear"])
+@pytest.mark.parametrize(
+    "name", ["greedy_tokens", "paged_attention", "paged_attention_lse", "sample_tokens", "skinny_linear"]
+)
 def test_fakes_have_the_strides_and_types_of_the_real_outputs(name):
     op = getattr(torch.ops.compiled_llm, name).default
     for case in CASES[name]():
@@ -474,6 +491,31 @@ def test_attention_refuses_what_does_not_fit(attend, changes, message):
     attend(*case)
 
 
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (0, torch.zeros(11), r"logits must be \[B, V\]"),
+        (0, torch.zeros(2, 11, dtype=torch.float64), r"logits must be.*float64"),
+        (1, torch.zeros(2), r"uniform must be \[2\] torch.float64.*float32"),
+        (2, torch.zeros(3, dtype=torch.int64), r"slots must be \[2\]"),
+        (4, torch.zeros(3, dtype=torch.int64), r"top_k must be \[3\] torch.int32"),
+        (8, torch.zeros(3, 12, dtype=torch.bool), r"seen must be \[3, 11\] torch.bool"),
+    ],
+)
+def test_sample_tokens_refuses_what_does_not_fit(place, wrong, message):
+    case = list(sample_cases()[0])
+    case[place] = wrong
+    with pytest.raises(ValueError, match=message):
+        sample_tokens(*case)
+    assert not case[8].any()
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, 3, dtype=torch.int64)], ids=["1-D", "int64"])
+def test_greedy_tokens_names_logits_that_do_not_fit(wrong):
+    with pytest.raises(ValueError, match=r"greedy_tokens: logits must be \[B, V\]"):
+        greedy_tokens(wrong)
+
+
 # ---- plans
 
 GEOMETRY = Geometry(4, 2, 64, 16, 0.125, -1, 0.0, torch.bfloat16, torch.bfloat16)
@@ -548,3 +590,29 @@ def test_skinny_linear_equals_a_product_in_double_precision(rows, outputs, seed)
 def test_skinny_linear_names_shapes_that_do_not_fit(weight):
     with pytest.raises(ValueError, match=r"skinny_linear: rows must be \[M, I\].*got \(2, 5\)"):
         skinny_linear(torch.zeros(2, 5), weight)
+
+
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_tilings_fit_the_product_and_the_device(processors):
+    for m in range(1, 66):
+        for n in (16, 48, 128, 1000, 1024, 2560, 3072, 4096, 5120, 6144, 12288, 24576, 151936):
+            for k in (64, 128, 896, 1024, 2048, 2560, 4000, 4096, 12288, 29568):
+                tiling = choose(m, n, k, processors)
+                if tiling is None:
+                    continue
+                blocks = k // tiling.inputs
+                assert m <= min(tiling.rows, 64)
+                assert n % 16 == k % tiling.inputs == 0
+                assert 1 <= tiling.splits <= min(8, blocks)
+                assert tiling.splits == 1 or -(-n // tiling.outputs) * tiling.splits <= processors
+                shared = tiling.stages * (tiling.outputs + tiling.rows) * tiling.inputs * 2
+                assert tiling.stages >= 1
+                assert shared <= 227 * 1024
+
+
+def test_tilings_of_measured_products():
+    assert choose(8, 4096, 4096) == Tiling(16, 64, 128, 2, 5, True)
+    assert choose(8, 1024, 3072) == Tiling(8, 64, 128, 6, 5, True)
+    assert choose(32, 24576, 4096) == Tiling(32, 64, 128, 1, 3, False)
+    assert choose(2, 4096, 12288) == Tiling(2, 8, 512, 1, 4, False)
+    assert choose(8, 6144, 4096) is choose(64, 1024, 2048) is choose(65, 4096, 4096) is None

@@ -407,7 +407,7 @@ def test_an_exception_inside_a_prefill_leaves_the_prompt_waiting(model, runner, 
     row = runner.admit([3, 4, 5], 9)
     available = model.compiled.paged().pool.available
     with monkeypatch.context() as patched:
-        patched.setattr(PagedModel, "_run_prefill", lambda *_: (_ for _ in ()).throw(MemoryError("in the prefill")))
+        patched.setattr(PagedModel, "_launch_prefill", lambda *_: (_ for _ in ()).throw(MemoryError("in the prefill")))
         with pytest.raises(MemoryError):
             runner.step()
     assert (row.length, row.position, row.pages) == (0, 0, [])

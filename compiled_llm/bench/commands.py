@@ -58,7 +58,8 @@ ContenderNames = Annotated[
     typer.Option(
         "--contenders",
         help="With commas between: hf-eager, hf-static, compiled-llm:eager, compiled-llm:compile, "
-        "compiled-llm:reduce-overhead, vllm, sglang; `all`; or `default`: all on CUDA, HuggingFace and ours on a CPU.",
+        "compiled-llm:reduce-overhead, compiled-llm:cuda-graphs, vllm, sglang; `all`; or `default`: all on CUDA, "
+        "HuggingFace and ours on a CPU.",
     ),
 ]
 DeviceName = Annotated[Device, typer.Option("--device", help="auto: CUDA if there is a device.")]
@@ -152,7 +153,7 @@ def roofline(
     prompts: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "128",
     new: Annotated[int, typer.Option(min=4, help="New tokens; those in the middle are profiled.")] = 64,
     decoding: Annotated[Decoding, typer.Option(help="Which choice of tokens.")] = Decoding.greedy,
-    contenders: ContenderNames = "compiled-llm:reduce-overhead",
+    contenders: ContenderNames = "compiled-llm:cuda-graphs",
     runs: Runs = 5,
     device: DeviceName = Device.auto,
     json: Json = None,

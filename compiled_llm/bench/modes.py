@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="qwen3-0.6b" if cuda else "tiny")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
-    parser.add_argument("--mode", default="reduce-overhead", help="of wrap")
+    parser.add_argument("--mode", default="cuda-graphs", help="of wrap")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     for field, default in asdict(Sizes()).items():

@@ -20,11 +20,12 @@ COLOURS = {
     "hf-static": "#4c4c4c",
     "compiled-llm:eager": "#9ecae1",
     "compiled-llm:compile": "#4292c6",
-    "compiled-llm:reduce-overhead": "#08519c",
+    "compiled-llm:reduce-overhead": "#2171b5",
+    "compiled-llm:cuda-graphs": "#08306b",
     "vllm": "#e6550d",
     "sglang": "#31a354",
 }
-MARKERS = "osD^vP*"
+MARKERS = "osD^vP*X"
 DPI = 150
 REST = "nothing of these runs"
 """What is left of a step."""

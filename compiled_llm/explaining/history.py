@@ -74,8 +74,7 @@ def _missed(misses: Sequence[Miss]) -> Iterator[Finding]:
     for miss in misses:
         if miss.warmed:
             reason = f"{miss.call.capitalize()} for {miss.what}: {miss.cause}."
-            sampling = ", sampling=True" if miss.what.startswith("sampling") else ""
-            advice = f"model.compiled.warmup([..., {miss.rows}]{sampling}), after everything that changes the model."
+            advice = f"model.compiled.warmup([..., {miss.rows}]), after everything that changes the model."
             yield general("bucket missed", reason, advice)
 
 

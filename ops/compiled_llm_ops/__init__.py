@@ -1,24 +1,26 @@
 """FlashInfer's paged attention as ``torch.library`` ops that trace, compile and replay.
 
-Usable on its own: needs torch only; on CUDA also flashinfer-python. Each op has a fake for tracing, a FlashInfer
-launcher for CUDA and a kernel in plain PyTorch for the CPU.
+Usable on its own: needs torch only; on CUDA also flashinfer-python, and the triton that torch brings. Each op has a
+fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kernel in plain PyTorch for the CPU.
 """
 
 from compiled_llm_ops.attention import paged_attention, paged_attention_lse
 from compiled_llm_ops.linear import skinny_linear
 from compiled_llm_ops.pages import append_paged_kv
 from compiled_llm_ops.plans import AttentionPlan, Geometry, PageTable, find_plan, register_plan
-from compiled_llm_ops.sampling import filter_logits
+from compiled_llm_ops.sampling import NOT_A_TOKEN, greedy_tokens, sample_tokens
 
 __all__ = [
+    "NOT_A_TOKEN",
     "AttentionPlan",
     "Geometry",
     "PageTable",
     "append_paged_kv",
-    "filter_logits",
     "find_plan",
+    "greedy_tokens",
     "paged_attention",
     "paged_attention_lse",
     "register_plan",
+    "sample_tokens",
     "skinny_linear",
 ]

@@ -390,26 +390,6 @@ def append(
     )
 
 
-def mask_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    """Return ``logits`` ``[B, V]`` with all but each row's ``top_k`` ``[B]`` int32 largest set to -inf.
-
-    Source:
-        FlashInfer ``flashinfer.sampling.top_k_mask_logits``.
-    """
-    masked: Tensor = _flashinfer().sampling.top_k_mask_logits(logits=logits, top_k=top_k)
-    return masked
-
-
-def renormalise_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """Return ``probabilities`` ``[B, V]`` with 0 for all outside each row's ``top_p`` ``[B]`` float32, summing to 1.
-
-    Source:
-        FlashInfer ``flashinfer.sampling.top_p_renorm_probs``.
-    """
-    kept: Tensor = _flashinfer().sampling.top_p_renorm_probs(probs=probabilities, top_p=top_p)
-    return kept
-
-
 def padded_head_dim(d: int) -> int:
     """Return the head size that ``d`` is stored as: the next one with kernels.
 

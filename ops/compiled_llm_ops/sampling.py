@@ -1,6 +1,8 @@
-"""Filtering logits before a draw, with settings for each row.
+"""Choosing the next tokens, with settings for each row.
 
-Shapes: B rows, V vocabulary.
+A draw inverts the cumulative distribution at one uniform number a row, tokens in the order of their numbers.
+
+Shapes: B rows, V vocabulary, X entries of the tables of settings.
 """
 
 from __future__ import annotations
@@ -12,77 +14,275 @@ from torch import Tensor
 
 from compiled_llm_ops.library import define
 
+NOT_A_TOKEN = -1
+"""Stands for the next token of a row that none can be chosen for: its logits are NaN, +inf or all -inf."""
 
-def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Set the logits of tokens that may not be drawn to -inf: by top-k, of those by top-p, of those by min-p.
+# The likeliest tokens that a nucleus is looked for in before the whole vocabulary is sorted.
+_LIKELY = 1024
+_GROUP = 64
+
+
+def sample_tokens(
+    logits: Tensor,
+    uniform: Tensor,
+    slots: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    penalty: Tensor,
+    seen: Tensor,
+) -> Tensor:
+    """Choose each row's next token, and mark it as seen.
+
+    Repetition penalty, temperature, top-k, top-p over what top-k left, min-p, in this order. Tokens as likely as the
+    last that top-k or top-p keeps are kept too; the likeliest is always kept. Nothing but the arguments decides.
 
     Args:
-        logits: ``[B, V]`` float32, already divided by the temperature.
-        top_k: ``[B]`` int32, keep the k largest; 0 keeps all.
-        top_p: ``[B]`` float32, keep the smallest set of largest ones whose probability exceeds p; 1.0 keeps all.
-        min_p: ``[B]`` float32, keep those at least p times as probable as the most probable; 0.0 keeps all.
+        logits: ``[B, V]`` float32, bfloat16 or float16, with any stride between rows.
+        uniform: ``[B]`` float64 in [0, 1), where the cumulative distributions are inverted.
+        slots: ``[B]`` int64, each row's entry in the tables; several rows may have one entry.
+        temperature: ``[X]`` float32, divides; 0.0 takes the likeliest token, the first of several.
+        top_k: ``[X]`` int32, keep the k largest; 0 keeps all.
+        top_p: ``[X]`` float32, keep the fewest of the largest ones whose probability reaches p; 1.0 keeps all.
+        min_p: ``[X]`` float32, keep those at least p times as probable as the most probable; 0.0 keeps all.
+        penalty: ``[X]`` float32, divides positive logits of tokens that were seen and multiplies negative ones; 1.0
+            for none.
+        seen: ``[X, V]`` bool, written.
 
     Returns:
-        ``[B, V]`` float32, contiguous. The largest logit of a row is always kept.
+        ``[B]`` int64; ``NOT_A_TOKEN`` for a row whose logits are NaN, +inf or all -inf.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
 
     Source:
-        The order and the sets are those of transformers' logits warpers. On CUDA FlashInfer
-        ``flashinfer.sampling.top_k_mask_logits`` and ``top_p_renorm_probs``, which need no sorting
-        (https://flashinfer.ai/2025/03/10/sampling.html). Top-p: https://arxiv.org/abs/1904.09751, min-p:
-        https://arxiv.org/abs/2407.01082.
+        Order and sets are those of transformers' logits processors. Top-p: https://arxiv.org/abs/1904.09751, min-p:
+        https://arxiv.org/abs/2407.01082. On CUDA ``triton_sampling``.
     """
-    out: Tensor = _filter_logits(logits, top_k, top_p, min_p)
-    return out
+    chosen: Tensor = _sample_tokens(logits, uniform, slots, temperature, top_k, top_p, min_p, penalty, seen)
+    return chosen
 
 
-def _check(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-    if logits.dim() != 2 or logits.dtype != torch.float32:
-        raise ValueError(f"filter_logits: logits must be [B, V] float32; got {tuple(logits.shape)} {logits.dtype}")
-    rows = logits.shape[:1]
-    if not top_k.shape == top_p.shape == min_p.shape == rows:
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Return each row's likeliest token, the first of several, as ``logits.argmax(-1)`` but faster on CUDA.
+
+    Args:
+        logits: ``[B, V]`` of any floating dtype, with any stride between rows.
+
+    Returns:
+        ``[B]`` int64; some token for a row with NaN.
+
+    Raises:
+        ValueError: ``logits`` has another form.
+
+    Source:
+        ``torch.argmax``. On CUDA a reduction of tiles and one of their results, in Triton
+        (https://triton-lang.org).
+    """
+    chosen: Tensor = _greedy_tokens(logits)
+    return chosen
+
+
+def _check_greedy(logits: Tensor) -> None:
+    if logits.dim() != 2 or not logits.dtype.is_floating_point:
+        raise ValueError(f"greedy_tokens: logits must be [B, V] floats; got {list(logits.shape)} {logits.dtype}")
+
+
+def _greedy_cpu(logits: Tensor) -> Tensor:
+    _check_greedy(logits)
+    return logits.argmax(dim=-1)
+
+
+def _greedy_cuda(logits: Tensor) -> Tensor:
+    from compiled_llm_ops import triton_sampling
+
+    _check_greedy(logits)
+    with torch.cuda.device_of(logits):
+        return triton_sampling.greedy_tokens(logits)
+
+
+def _greedy_fake(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+_greedy_tokens = define("greedy_tokens(Tensor logits) -> Tensor", fake=_greedy_fake, cpu=_greedy_cpu, cuda=_greedy_cuda)
+
+
+def _check(
+    logits: Tensor,
+    uniform: Tensor,
+    slots: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    penalty: Tensor,
+    seen: Tensor,
+) -> None:
+    if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"filter_logits: top_k, top_p and min_p must be {list(rows)}, one entry a row; got "
-            f"{list(top_k.shape)}, {list(top_p.shape)} and {list(min_p.shape)}"
+            "sample_tokens: logits must be [B, V] float32, bfloat16 or float16; got "
+            f"{list(logits.shape)} {logits.dtype}"
+        )
+    rows, vocabulary = logits.shape
+    entries = temperature.shape[0]
+    expected = {
+        "uniform": (uniform, [rows], torch.float64),
+        "slots": (slots, [rows], torch.int64),
+        "temperature": (temperature, [entries], torch.float32),
+        "top_k": (top_k, [entries], torch.int32),
+        "top_p": (top_p, [entries], torch.float32),
+        "min_p": (min_p, [entries], torch.float32),
+        "penalty": (penalty, [entries], torch.float32),
+        "seen": (seen, [entries, vocabulary], torch.bool),
+    }
+    for name, (given, shape, dtype) in expected.items():
+        if list(given.shape) != shape or given.dtype != dtype or not given.is_contiguous():
+            raise ValueError(
+                f"sample_tokens: {name} must be {shape} {dtype}, contiguous; got {list(given.shape)} {given.dtype}"
+            )
+
+
+def _cpu(
+    logits: Tensor,
+    uniform: Tensor,
+    slots: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    penalty: Tensor,
+    seen: Tensor,
+) -> Tensor:
+    _check(logits, uniform, slots, temperature, top_k, top_p, min_p, penalty, seen)
+    temperature = temperature[slots]
+    scores = _scores(logits, temperature, penalty[slots], seen, slots)
+    best, chosen = scores.max(dim=-1)
+    usable = (best > -math.inf) & (best < math.inf)  # both are False for NaN
+    if not bool((temperature == 0).all()):
+        drawn = _draw(scores, best, uniform, top_k[slots], top_p[slots], min_p[slots])
+        chosen = torch.where(temperature == 0, chosen, drawn)
+    chosen = torch.where(usable, chosen, NOT_A_TOKEN)
+    seen[slots[usable], chosen[usable]] = True
+    return chosen
+
+
+def _scores(logits: Tensor, temperature: Tensor, penalty: Tensor, seen: Tensor, slots: Tensor) -> Tensor:
+    scores = logits.float()
+    if bool((penalty != 1).any()):
+        factor = penalty[:, None]
+        penalised = torch.where(scores < 0, scores * factor, scores / factor)
+        scores = torch.where(seen[slots], penalised, scores)
+    return scores / torch.where(temperature == 0, 1.0, temperature)[:, None]
+
+
+def _draw(scores: Tensor, best: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    tokens = None
+    if bool(((top_k > 0) & (top_k < scores.shape[1])).all()):
+        scores, tokens = _candidates(scores, top_k)
+    weights = (scores - best[:, None]).exp_()
+    smallest = smallest_kept(scores, weights, top_k, top_p, min_p)
+    weights.masked_fill_(scores < smallest[:, None], 0)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    # Less than the last sum, and right of every sum it equals: what is found has a weight.
+    found = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+    return (found if tokens is None else tokens.gather(1, found.clamp(max=tokens.shape[1] - 1)))[:, 0]
+
+
+def _candidates(scores: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scores ``[B, C]`` and tokens of the groups that top-k can keep tokens of, in the tokens' order.
+
+    As many groups as top-k wants tokens reach the k-th largest maximum of a group, so the k-th largest score does.
+    """
+    rows, vocabulary = scores.shape
+    groups = torch.nn.functional.pad(scores, (0, -vocabulary % _GROUP), value=-math.inf).view(rows, -1, _GROUP)
+    peaks = groups.amax(dim=-1)
+    most = min(int(top_k.max()), peaks.shape[1])
+    kth = peaks.topk(most).values.gather(1, (top_k.long() - 1).clamp(max=most - 1)[:, None])
+    width = max(1, int((peaks >= kth).sum(dim=-1).max()))
+    likely = peaks.topk(width).indices.sort(dim=-1).values[:, :, None]
+    tokens = (likely * _GROUP + torch.arange(_GROUP)).flatten(1)
+    return groups.gather(1, likely.expand(-1, -1, _GROUP)).flatten(1), tokens
+
+
+def smallest_kept(scores: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Return ``[B]`` float32, the score from which on a row's tokens are kept; -inf where all are.
+
+    Args:
+        scores: ``[B, V]`` float32, divided by the temperature.
+        weights: ``[B, V]`` float32, ``exp(score - largest score)``.
+        top_k: ``[B]`` int32.
+        top_p: ``[B]`` float32.
+        min_p: ``[B]`` float32.
+    """
+    smallest = scores.new_full(top_k.shape, -math.inf)
+    limited, nucleus = (top_k > 0) & (top_k < scores.shape[1]), top_p < 1
+    most = 0
+    if bool(limited.any()):
+        most = int(top_k[limited].max())
+        kth = scores.topk(most).values.gather(1, (top_k.long() - 1).clamp(0, most - 1)[:, None])
+        smallest = torch.where(limited, kth[:, 0], smallest)
+    if bool(nucleus.any()):
+        likely = most if bool(limited[nucleus].all()) else max(most, _LIKELY)
+        smallest = torch.where(nucleus, _nucleus(scores, weights, smallest, top_p, likely), smallest)
+    if bool((min_p > 0).any()):
+        smallest = smallest.maximum(scores.amax(dim=-1) + min_p.log())
+    return smallest
+
+
+def _nucleus(scores: Tensor, weights: Tensor, smallest: Tensor, top_p: Tensor, likely: int) -> Tensor:
+    """Return ``[B]``, the largest score that together with all larger ones has top-p of what is kept so far."""
+    kept = weights.masked_fill(scores < smallest[:, None], 0)
+    needed = kept.sum(dim=-1, dtype=torch.float64) * top_p.double()
+    likely = min(likely, scores.shape[1])
+    largest, order = scores.topk(likely)
+    short = (kept.gather(1, order).cumsum(dim=-1, dtype=torch.float64) < needed[:, None]).sum(dim=-1)
+    # Only more tokens as likely as the last of the top-k reach it, or many tokens in rows without top-k.
+    found = largest.gather(1, short.clamp(max=likely - 1)[:, None])[:, 0].maximum(smallest)
+    missing = (short == likely) & (found > smallest) & (top_p < 1)
+    if likely < scores.shape[1] and bool(missing.any()):
+        return _nucleus(scores, weights, smallest, top_p, scores.shape[1])
+    return found
+
+
+def _cuda(
+    logits: Tensor,
+    uniform: Tensor,
+    slots: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    penalty: Tensor,
+    seen: Tensor,
+) -> Tensor:
+    from compiled_llm_ops import triton_sampling
+
+    _check(logits, uniform, slots, temperature, top_k, top_p, min_p, penalty, seen)
+    with torch.cuda.device_of(logits):
+        return triton_sampling.sample_tokens(
+            logits, uniform, slots, temperature, top_k, top_p, min_p, penalty, seen, NOT_A_TOKEN
         )
 
 
-def _fake(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape)
+def _fake(
+    logits: Tensor,
+    uniform: Tensor,
+    slots: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    penalty: Tensor,
+    seen: Tensor,
+) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
-def _cpu(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    _check(logits, top_k, top_p, min_p)
-    out = logits.clone(memory_format=torch.contiguous_format)
-    for row, (k, p, least) in enumerate(zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)):
-        if 0 < k < logits.shape[1]:
-            out[row].masked_fill_(out[row] < out[row].topk(k).values[-1], -math.inf)
-        if p < 1.0:
-            ascending, order = out[row].sort()
-            removed = ascending.softmax(dim=0).cumsum(dim=0) <= 1.0 - p
-            removed[-1] = False
-            out[row, order[removed]] = -math.inf
-        if least > 0.0:
-            probabilities = out[row].softmax(dim=0)
-            out[row].masked_fill_(probabilities < least * probabilities.max(), -math.inf)
-    return out
-
-
-def _cuda(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    from compiled_llm_ops.flashinfer_backend import mask_top_k, renormalise_top_p
-
-    _check(logits, top_k, top_p, min_p)
-    every = logits.shape[1]
-    kept = mask_top_k(logits.contiguous(), torch.where(top_k == 0, every, top_k.clamp(max=every)))
-    probabilities = renormalise_top_p(kept.softmax(dim=-1), top_p)
-    floor = min_p[:, None] * probabilities.amax(dim=-1, keepdim=True)
-    return kept.masked_fill((probabilities <= 0) | (probabilities < floor), -math.inf)
-
-
-_filter_logits = define(
-    "filter_logits(Tensor logits, Tensor top_k, Tensor top_p, Tensor min_p) -> Tensor",
+_sample_tokens = define(
+    "sample_tokens(Tensor logits, Tensor uniform, Tensor slots, Tensor temperature, Tensor top_k, Tensor top_p, "
+    "Tensor min_p, Tensor penalty, Tensor(a!) seen) -> Tensor",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

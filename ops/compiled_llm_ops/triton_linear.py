@@ -7,6 +7,7 @@ for the one directly in front of it, and may write where our inputs were.
 Shapes: M rows, N outputs, K inputs.
 """
 
+# Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
 
 from __future__ import annotations

@@ -17,10 +17,11 @@ ALL: list[Contender] = [
     Ours("eager"),
     Ours("compile"),
     Ours("reduce-overhead"),
+    Ours("cuda-graphs"),
     VLLM(),
     SGLang(),
 ]
-ON_CPU = ("hf-eager", "compiled-llm:reduce-overhead")
+ON_CPU = ("hf-eager", "compiled-llm:cuda-graphs")
 """What runs on a CPU by default: there, the other modes are slower or the same."""
 
 

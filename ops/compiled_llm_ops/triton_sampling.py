@@ -1,0 +1,374 @@
+"""The CUDA kernels of ``sampling``, in Triton.
+
+The first kernel reads the logits once, with the whole device, and leaves each group of neighbouring tokens' largest
+score and mass. The second chooses, one program a row, and branches on the row's settings there, so that neither the
+host nor a captured graph has to know them. Where few tokens can be kept, it reads only the groups they lie in.
+
+Scores are multiplied by reciprocals, as PyTorch does where it divides by a number on CUDA.
+
+Shapes: B rows, V vocabulary, G groups, C candidates, X entries of the tables of settings.
+"""
+
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_GROUP = tl.constexpr(64)
+_TILE = tl.constexpr(2048)
+_CHUNK = tl.constexpr(4096)
+_CANDIDATES = tl.constexpr(256)
+# Where top-k does not say how many: so many groups usually hold a nucleus, and their likeliest tokens fit.
+_LIKELY_GROUPS = tl.constexpr(128)
+# exp(-104) is 0 in float32: what is further below the largest score is never drawn.
+_REACH = tl.constexpr(104.0)
+_WIDE_WARPS = 4
+_ROW_WARPS = 16
+
+
+def sample_tokens(
+    logits: Tensor,
+    uniform: Tensor,
+    slots: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    penalty: Tensor,
+    seen: Tensor,
+    not_a_token: int,
+) -> Tensor:
+    """Launch; arguments are those of ``sampling.sample_tokens``, and the number that stands for no token."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    rows, vocabulary = logits.shape
+    groups = triton.cdiv(vocabulary, _GROUP.value)
+    device = logits.device
+    largest = torch.empty(rows, groups, dtype=torch.float32, device=device)
+    mass = torch.empty(rows, groups, dtype=torch.float32, device=device)
+    found = torch.empty(rows, groups, dtype=torch.int32, device=device)
+    candidates = torch.empty(rows, _CANDIDATES.value, dtype=torch.int32, device=device)
+    candidate_scores = torch.empty(rows, _CANDIDATES.value, dtype=torch.float32, device=device)
+    chosen = torch.empty(rows, dtype=torch.int64, device=device)
+    shared = (logits, logits.stride(0), slots, temperature, penalty, seen, vocabulary, largest, mass, groups)
+    _summarise_for_sampling[(rows, triton.cdiv(vocabulary, _TILE.value))](*shared, num_warps=_WIDE_WARPS)
+    _sample_rows[(rows,)](
+        *shared, top_k, top_p, min_p, uniform, found, candidates, candidate_scores, chosen, not_a_token,
+        padded_groups=triton.next_power_of_2(groups), num_warps=_ROW_WARPS,
+    )  # fmt: skip
+    return chosen
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Launch; as ``sampling.greedy_tokens``."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    rows, vocabulary = logits.shape
+    tiles = triton.cdiv(vocabulary, _TILE.value)
+    largest = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
+    found = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
+    chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    _argmax_of_tiles[(rows, tiles)](logits, logits.stride(0), vocabulary, largest, found, tiles, num_warps=_WIDE_WARPS)
+    _argmax_of_rows[(rows,)](largest, found, chosen, tiles, padded_tiles=triton.next_power_of_2(tiles), num_warps=1)
+    return chosen
+
+
+@triton.jit
+def _argmax_of_tiles(logits, stride, vocabulary, largest, found, tiles):
+    """Write each tile's largest logit and its token; grid ``(B, tiles)``."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tile * _TILE + tl.arange(0, _TILE)
+    values = tl.load(logits + row * stride + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+    values = tl.where(values < float("inf"), values, float("inf"))
+    peak, at = tl.max(values, axis=0, return_indices=True)
+    tl.store(largest + row * tiles + tile, peak)
+    tl.store(found + row * tiles + tile, tile * _TILE + at)
+
+
+@triton.jit
+def _argmax_of_rows(largest, found, chosen, tiles, padded_tiles: tl.constexpr):
+    """Take the first of the tiles with the largest logit; grid ``(B,)``."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, padded_tiles)
+    peaks = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
+    tl.store(chosen + row, tl.load(found + row * tiles + tl.argmax(peaks, axis=0)).to(tl.int64))
+
+
+@triton.jit
+def _source(logits, stride, slots, temperature, penalty, seen, vocabulary):
+    """What the scores of this program's row are made of, and its entry in the tables and temperature."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    heat = tl.load(temperature + slot)
+    scale = 1.0 / tl.where(heat == 0.0, 1.0, heat)
+    source = (logits + row * stride, seen + slot * vocabulary, vocabulary, scale, tl.load(penalty + slot))
+    return source, row, slot, heat
+
+
+@triton.jit
+def _scores(source, token):
+    """Float32 scores of one row's tokens: -inf where there is no such token, +inf for NaN."""
+    logits, seen, vocabulary, scale, penalty = source
+    there = token < vocabulary
+    scores = tl.load(logits + token, mask=there, other=float("-inf")).to(tl.float32)
+    if penalty != 1.0:
+        known = tl.load(seen + token, mask=there, other=0)
+        penalised = tl.where(scores < 0, scores * penalty, scores * (1.0 / penalty))
+        scores = tl.where(known != 0, penalised, scores)
+    scores = scores * scale
+    return tl.where(scores < float("inf"), scores, float("inf"))
+
+
+@triton.jit
+def _summarise_for_sampling(
+    logits, stride, slots, temperature, penalty, seen, vocabulary,
+    largest, mass, groups,
+):  # fmt: skip
+    """Write each group's largest score, and the sum of ``exp(score - largest)``; grid ``(B, tiles)``."""
+    source, row, _, _ = _source(logits, stride, slots, temperature, penalty, seen, vocabulary)
+    tile = tl.program_id(1)
+    scores = _scores(source, tile * _TILE + tl.arange(0, _TILE))
+    scores = tl.reshape(scores, (_TILE // _GROUP, _GROUP))
+    peak = tl.max(scores, axis=1)
+    shift = tl.where(peak > float("-inf"), peak, 0.0)
+    group = tile * (_TILE // _GROUP) + tl.arange(0, _TILE // _GROUP)
+    tl.store(largest + row * groups + group, peak, mask=group < groups)
+    tl.store(mass + row * groups + group, tl.sum(tl.exp(scores - shift[:, None]), axis=1), mask=group < groups)
+
+
+@triton.jit
+def _sample_rows(
+    logits, stride, slots, temperature, penalty, seen, vocabulary,
+    largest, mass, groups, top_k, top_p, min_p, uniform,
+    found, candidates, candidate_scores, chosen, not_a_token, padded_groups: tl.constexpr,
+):  # fmt: skip
+    """Choose one row's token and mark it as seen; grid ``(B,)``."""
+    source, row, slot, heat = _source(logits, stride, slots, temperature, penalty, seen, vocabulary)
+    group = tl.arange(0, padded_groups)
+    tops = tl.load(largest + row * groups + group, mask=group < groups, other=float("-inf"))
+    peak = tl.max(tops, axis=0)
+    token = not_a_token
+    if (peak > float("-inf")) & (peak < float("inf")):
+        mass += row * groups
+        place = tl.load(uniform + row)
+        k, p, m = tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot)
+        k = tl.where(k < vocabulary, k, 0)
+        masses = tl.load(mass + group, mask=group < groups, other=0.0) * tl.exp(tops - peak)
+        smallest = peak - _REACH
+        token = -1
+        if heat == 0.0:
+            place *= 0.0
+            smallest = peak
+            masses = tl.where(tops >= peak, 1.0, 0.0)
+        elif (k > 0) | (p < 1.0) | (m > 0.0):
+            total = tl.sum(masses, axis=0)
+            floor = tl.where(m > 0.0, peak + tl.log(m), smallest)
+            bound = _bound(tops, groups, peak, floor, k, p)
+            scratch = (
+                found + row * groups, candidates + row * _CANDIDATES, candidate_scores + row * _CANDIDATES,
+            )  # fmt: skip
+            token = _choose_of_few(source, scratch, tops, bound, peak, total, floor, k, p, place, padded_groups)
+            if token < 0:
+                smallest = _smallest_kept(source, mass, groups, bound, peak, total, floor, k, p, padded_groups)
+                masses = _weigh(source, mass, groups, smallest, peak, padded_groups)
+        if token < 0:
+            token = _choose_of_all(source, masses, smallest, peak, place, padded_groups)
+        tl.store(seen + slot * vocabulary + token, True)
+    tl.store(chosen + row, token.to(tl.int64))
+
+
+@triton.jit
+def _invert(weights, target, size: tl.constexpr):
+    """Where the running sum of ``weights`` ``[size]`` float64 passes ``target``, and the sum before that place.
+
+    What is found has a weight, however the sums were rounded.
+    """
+    place = tl.arange(0, size)
+    before = tl.cumsum(weights, axis=0) - weights
+    found = tl.max(tl.where((weights > 0) & (before <= target), place, 0), axis=0)
+    return found, tl.sum(tl.where(place == found, before, 0.0), axis=0)
+
+
+@triton.jit
+def _choose_of_all(source, masses, smallest, peak, place, padded_groups: tl.constexpr):
+    """The token at ``place`` of the distribution over all that score at least ``smallest``."""
+    masses = masses.to(tl.float64)
+    target = place * tl.sum(masses, axis=0)
+    group, before = _invert(masses, target, padded_groups)
+    scores = _scores(source, group * _GROUP + tl.arange(0, _GROUP))
+    weights = tl.where(scores >= smallest, tl.exp(scores - peak), 0.0)
+    lane, _ = _invert(weights.to(tl.float64), target - before, _GROUP)
+    return group * _GROUP + lane
+
+
+# ---- where few tokens can be kept
+
+
+@triton.jit
+def _bound(tops, groups, peak, floor, k, p):
+    """A score that all tokens reach that can be kept, if they are few.
+
+    At least as many groups as top-k wants tokens reach it, so the k-th largest score does.
+    """
+    bound = floor
+    if (k > 0) | (p < 1.0):
+        wanted = tl.where(k > 0, k, _LIKELY_GROUPS)
+        low, high = peak - _REACH, peak
+        if groups >= wanted:
+            low = tl.maximum(low, tl.min(tl.where(tops > float("-inf"), tops, peak), axis=0))
+        reach = tl.sum((tops >= low).to(tl.int32), axis=0)
+        middle = low + (high - low) * 0.5
+        while (reach > wanted + wanted // 4) & (middle > low) & (middle < high):
+            above = tl.sum((tops >= middle).to(tl.int32), axis=0)
+            enough = above >= wanted
+            reach = tl.where(enough, above, reach)
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+            middle = low + (high - low) * 0.5
+        bound = tl.where(k > 0, low, tl.maximum(low, floor))
+    return bound
+
+
+@triton.jit
+def _choose_of_few(
+    source, scratch, tops, bound, peak, total, floor, k, p, place,
+    padded_groups: tl.constexpr,
+):  # fmt: skip
+    """The chosen token, or -1 if the candidates, which are what scores at least ``bound``, are too many or too few."""
+    candidates, candidate_scores = scratch[1], scratch[2]
+    token = -1
+    size = _gather(source, scratch, tops, bound, padded_groups)
+    if size <= _CANDIDATES:
+        lane = tl.arange(0, _CANDIDATES)
+        scores = tl.load(candidate_scores + lane, mask=lane < size, other=float("-inf"))
+        weights = tl.exp(scores - peak)
+        rank, above = _ranks(scores, candidate_scores, size, peak)
+        within = (rank < k) | (k <= 0)
+        reached = tl.sum(tl.where(within, weights, 0.0), axis=0)
+        needed = tl.where(p < 1.0, p * tl.where(k > 0, reached, total), float("inf"))
+        if (k > 0) | (bound <= floor) | (reached >= needed):
+            kept = within & (scores >= floor) & ((above < needed) | (rank == 0))
+            left = tl.where(kept, weights, 0.0).to(tl.float64)
+            at, _ = _invert(left, place * tl.sum(left, axis=0), _CANDIDATES)
+            token = tl.load(candidates + at)
+    return token
+
+
+@triton.jit
+def _gather(source, scratch, tops, bound, padded_groups: tl.constexpr):
+    """Write the tokens that score at least ``bound``, in order; return how many there are, or more than fit."""
+    found, candidates, candidate_scores = scratch
+    selected = tops >= bound
+    count = tl.sum(selected.to(tl.int32), axis=0)
+    size = count
+    if count <= _CANDIDATES:
+        entries = tl.cumsum(selected.to(tl.int32), axis=0) - 1
+        tl.store(found + entries, tl.arange(0, padded_groups), mask=selected)
+        tl.debug_barrier()
+        size = 0
+        lane = tl.arange(0, _CHUNK)
+        for first in range(0, count, _CHUNK // _GROUP):
+            entry = first + lane // _GROUP
+            group = tl.load(found + entry, mask=entry < count, other=0)
+            token = tl.where(entry < count, group * _GROUP + lane % _GROUP, source[2])
+            scores = _scores(source, token)
+            kept = scores >= bound
+            at = size + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+            tl.store(candidates + at, token, mask=kept & (at < _CANDIDATES))
+            tl.store(candidate_scores + at, scores, mask=kept & (at < _CANDIDATES))
+            size += tl.sum(kept.to(tl.int32), axis=0)
+        tl.debug_barrier()
+    return size
+
+
+@triton.jit
+def _ranks(scores, candidate_scores, size, peak):
+    """How many candidates score higher than each of ``scores`` ``[C]``, and their mass."""
+    rank = tl.zeros((_CANDIDATES,), tl.int32)
+    above = tl.zeros((_CANDIDATES,), tl.float32)
+    for first in range(0, size, _GROUP):
+        place = first + tl.arange(0, _GROUP)
+        other = tl.load(candidate_scores + place, mask=place < size, other=float("-inf"))
+        higher = other[None, :] > scores[:, None]
+        rank += tl.sum(higher.to(tl.int32), axis=1)
+        above += tl.sum(tl.where(higher, tl.exp(other - peak)[None, :], 0.0), axis=1)
+    return rank, above
+
+
+# ---- where many can: passes over the row
+
+
+@triton.jit
+def _smallest_kept(
+    source, mass, groups, bound, peak, total, floor, k, p,
+    padded_groups: tl.constexpr,
+):  # fmt: skip
+    """The score from which on tokens are kept."""
+    smallest = peak - _REACH
+    if k > 0:
+        smallest = _search(source, bound, peak, k.to(tl.float32), False)
+        if p < 1.0:
+            total = tl.sum(_weigh(source, mass, groups, smallest, peak, padded_groups), axis=0)
+    if p < 1.0:
+        # All below this have less mass together than top-p may leave out.
+        low = peak + tl.log(0.5 * (1.0 - p) * total / source[2])
+        smallest = _search(source, tl.maximum(low, smallest), peak, p * total, True)
+    return tl.maximum(smallest, floor)
+
+
+@triton.jit
+def _search(source, low, peak, needed, by_mass: tl.constexpr):
+    """A score that the same tokens reach as the largest that, with all larger ones, has ``needed`` mass or is so many.
+
+    Each pass over the row quarters the interval from ``low`` to the largest, until one score is left in it.
+    """
+    high = peak + tl.abs(peak) * 1e-6 + 1e-30
+    lane = tl.arange(0, _CHUNK)
+    several = True
+    while several:
+        step = (high - low) * 0.25
+        first, second, third = low + step, low + 2 * step, low + 3 * step
+        sums_first = tl.zeros((_CHUNK,), tl.float32)
+        sums_second = tl.zeros((_CHUNK,), tl.float32)
+        sums_third = tl.zeros((_CHUNK,), tl.float32)
+        least = tl.full((_CHUNK,), float("inf"), tl.float32)
+        most = tl.full((_CHUNK,), float("-inf"), tl.float32)
+        for start in range(0, source[2], _CHUNK):
+            scores = _scores(source, start + lane)
+            weights = tl.full((_CHUNK,), 1.0, tl.float32)
+            if by_mass:
+                weights = tl.exp(scores - peak)
+            sums_first += tl.where(scores >= first, weights, 0.0)
+            sums_second += tl.where(scores >= second, weights, 0.0)
+            sums_third += tl.where(scores >= third, weights, 0.0)
+            inside = (scores >= low) & (scores < high)
+            least = tl.minimum(least, tl.where(inside, scores, float("inf")))
+            most = tl.maximum(most, tl.where(inside, scores, float("-inf")))
+        bottom, top = tl.min(least, axis=0), tl.max(most, axis=0)
+        several = bottom < top
+        if several:
+            at_first = tl.sum(sums_first, axis=0) >= needed
+            at_second = tl.sum(sums_second, axis=0) >= needed
+            at_third = tl.sum(sums_third, axis=0) >= needed
+            high = tl.where(at_third, high, tl.where(at_second, third, tl.where(at_first, second, first)))
+            low = tl.where(at_third, third, tl.where(at_second, second, tl.where(at_first, first, low)))
+            low = tl.maximum(low, bottom)
+    return low
+
+
+@triton.jit
+def _weigh(source, mass, groups, smallest, peak, padded_groups: tl.constexpr):
+    """Write and return the mass of each group's tokens that score at least ``smallest``."""
+    lane = tl.arange(0, _CHUNK)
+    for start in range(0, source[2], _CHUNK):
+        scores = _scores(source, start + lane)
+        weights = tl.where(scores >= smallest, tl.exp(scores - peak), 0.0)
+        sums = tl.sum(tl.reshape(weights, (_CHUNK // _GROUP, _GROUP)), axis=1)
+        group = start // _GROUP + tl.arange(0, _CHUNK // _GROUP)
+        tl.store(mass + group, sums, mask=group < groups)
+    tl.debug_barrier()
+    group = tl.arange(0, padded_groups)
+    return tl.load(mass + group, mask=group < groups, other=0.0)

@@ -1,0 +1,169 @@
+"""The kernels that choose tokens on CUDA: here under Triton's interpreter on the CPU; on a GPU see `test_ops_gpu.py`.
+
+Triton decides at import whether it interprets, so the tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm_ops import sample_tokens
+from drawing import BRANCHES, arguments, assert_at, distribution, middles
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that has TRITON_INTERPRET=1")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_kernels_under_the_interpreter(seed: int) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), f"--seed={seed}", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="there is nothing to compile")
+@pytest.mark.parametrize(("dtype", "groups"), [("bf16", 4096), ("fp16", 1), ("fp32", 8192)])
+def test_kernels_compile_without_a_gpu(
+    dtype: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter takes what Triton's compiler does not."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from compiled_llm_ops import triton_sampling as kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    int32 = dict.fromkeys(("top_k", "found", "candidates"), "*i32")
+    int64 = dict.fromkeys(("slots", "chosen"), "*i64")
+    numbers = dict.fromkeys(("stride", "vocabulary", "groups", "tiles", "not_a_token"), "i32")
+    types = {"logits": f"*{dtype}", "seen": "*i1", "uniform": "*fp64", **int32, **int64, **numbers}
+    for kernel, constants in (
+        (kernels._summarise_for_sampling, {}),
+        (kernels._sample_rows, {"padded_groups": groups}),
+        (kernels._argmax_of_tiles, {}),
+        (kernels._argmax_of_rows, {"padded_tiles": 128}),
+    ):
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
+        places = {(names.index(name),): value for name, value in constants.items()}
+        compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
+
+
+@pytest.fixture(autouse=True)
+def scalars_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter makes an int of an array of one number, which NumPy 2.4 refuses."""
+    if not INTERPRETED:
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def launch(*given: Any) -> Tensor:
+    from compiled_llm_ops import triton_sampling
+
+    return triton_sampling.sample_tokens(*given, NOT_A_TOKEN)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spread", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("vocabulary", [5, 777, 4097, 9001])
+def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, dtype: torch.dtype, seed: int) -> None:
+    logits = (torch.randn(len(BRANCHES), vocabulary) * spread).to(dtype)
+    uniform = torch.rand(len(BRANCHES), dtype=torch.float64)
+    given, same = (arguments(logits, uniform, BRANCHES) for _ in range(2))
+    chosen = launch(*given)
+    assert_at(chosen, uniform, logits, BRANCHES, 1e-5)
+    differ = int((chosen != sample_tokens(*same)).sum())
+    assert differ <= 1, "other tokens than the CPU's, and not for rounding"
+    if not differ:
+        assert torch.equal(given[-1], same[-1])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "setting", [setting for setting in BRANCHES if setting.temperature and setting.top_p != 0.999], ids=str
+)
+def test_sets_are_exact(setting: Sampling, seed: int) -> None:
+    """One more token, or one less, would move all others."""
+    logits = torch.randn(1, 901) * 2
+    setting = replace(setting, top_k=setting.top_k and min(setting.top_k, 300))
+    tokens, uniform = middles(distribution(logits[0], setting))
+    picked = torch.randperm(len(tokens))[:24]
+    chosen = launch(*arguments(logits.expand(len(picked), -1), uniform[picked], [setting] * len(picked)))
+    assert torch.equal(chosen, tokens[picked])
+
+
+@interpreted
+@pytest.mark.parametrize("vocabulary", [64, 20_000])
+def test_equal_logits_are_all_kept(vocabulary: int) -> None:
+    settings = [Sampling(top_k=3), Sampling(top_p=0.5), Sampling(top_k=3, top_p=0.1, min_p=0.9), Sampling(min_p=1.0)]
+    uniform = torch.tensor([0.1, 0.4, 0.6, 0.999], dtype=torch.float64)
+    chosen = launch(*arguments(torch.full((4, vocabulary), -2.5), uniform, settings))
+    assert chosen.tolist() == [int(u * vocabulary) for u in uniform.tolist()]
+
+
+@interpreted
+def test_ties_with_the_kth_are_kept(seed: int) -> None:
+    logits = torch.randn(8, 5000).clamp(max=0)  # half of all are the largest
+    logits[:, 70:75] = 1.0
+    settings = [Sampling(top_k=k, top_p=p) for k in (5, 6, 50, 400) for p in (1.0, 0.9)]
+    uniform = torch.linspace(0.05, 0.99, 8).double()
+    assert_at(launch(*arguments(logits, uniform, settings)), uniform, logits, settings, 1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("setting", [BRANCHES[0], BRANCHES[1], BRANCHES[4], BRANCHES[11], BRANCHES[15]], ids=str)
+def test_rows_without_a_usable_logit_are_told_apart(setting: Sampling, seed: int) -> None:
+    logits = torch.randn(5, 3000)
+    logits[0, 2999], logits[1, 70], logits[2] = math.nan, math.inf, -math.inf
+    logits[3, :2990] = -math.inf
+    given = arguments(logits, torch.rand(5, dtype=torch.float64), [setting] * 5)
+    chosen = launch(*given)
+    assert chosen[:3].tolist() == [NOT_A_TOKEN] * 3
+    assert 2990 <= chosen[3] < 3000
+    assert given[-1].sum(dim=1).tolist() == [1, 1, 0, 0, 0, 0], "entries are in reverse, the last is padding's"
+
+
+@interpreted
+def test_strides_and_the_ends_of_the_distribution(seed: int) -> None:
+    logits = torch.randn(3, 2 * 1500)[:, :1500]
+    for given in (logits, torch.randn(1500, 3).T):
+        uniform = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+        settings = [Sampling(), Sampling(), Sampling()]
+        assert_at(launch(*arguments(given, uniform, settings)), uniform, given, settings, 1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [5, 2048, 6001])
+def test_greedy_tokens_are_the_first_of_the_largest(vocabulary: int, dtype: torch.dtype, seed: int) -> None:
+    from compiled_llm_ops import triton_sampling
+
+    logits = torch.randn(4, vocabulary).to(dtype)
+    logits[1] = 3.0
+    logits[2] = -math.inf
+    assert torch.equal(triton_sampling.greedy_tokens(logits), logits.argmax(dim=-1))
