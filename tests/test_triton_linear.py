@@ -83,9 +83,9 @@ def test_memory_is_touched_between_waiting_and_letting_go(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"BN": tiling.outputs, "BK": tiling.inputs, "STAGES": tiling.stages, "PDL": True}
-    kernel = kernels._one_or_two_rows
+    kernel = kernels._skinny_linear_one_or_two_rows
     if tiling.rows > 2:
-        kernel = kernels._with_tensor_cores
+        kernel = kernels._skinny_linear_tensor_cores
         constants |= {"BM": tiling.rows, "SPLITS": tiling.splits, "PREFETCH": tiling.prefetch}
     types = {**dict.fromkeys("xwy", "*bf16"), **dict.fromkeys("MNK", "i32"), "partials": "*fp32", "arrivals": "*i32"}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}

@@ -44,7 +44,7 @@ def _store(y, acc, offs_n, offs_m, M, N):
 
 
 @triton.jit(do_not_specialize=["M"])  # 1 and multiples of 16 would be compiled again
-def _with_tensor_cores(
+def _skinny_linear_tensor_cores(
     x,
     w,
     y,
@@ -100,7 +100,9 @@ def _with_tensor_cores(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _one_or_two_rows(x, w, y, M, N, K, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+def _skinny_linear_one_or_two_rows(
+    x, w, y, M, N, K, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
+):
     """BN outputs of each row over all of K; weights go straight to registers. One row is computed twice."""
     offs_n, offs_k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     w_block = w + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]
@@ -136,13 +138,13 @@ def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, pdl: bool = True) 
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     if tiling.rows == 2:
-        _one_or_two_rows[(tiles,)](rows, weight, y, m, n, k, **shared)
+        _skinny_linear_one_or_two_rows[(tiles,)](rows, weight, y, m, n, k, **shared)
         return y
     partials, arrivals = y, y  # neither is touched by the only program of a tile
     if tiling.splits > 1:
         partials = rows.new_empty(tiles * tiling.splits * tiling.outputs * tiling.rows, dtype=torch.float32)
         arrivals = zeros.take(tiles, rows.device)
-    _with_tensor_cores[(tiles * tiling.splits,)](
+    _skinny_linear_tensor_cores[(tiles * tiling.splits,)](
         rows, weight, y, partials, arrivals, m, n, k,
         BM=tiling.rows, SPLITS=tiling.splits, PREFETCH=tiling.prefetch, **shared,
     )  # fmt: skip
