@@ -178,7 +178,7 @@ class Programs:
         options = {
             PREFILL: {**shared, "triton.cudagraphs": False},
             DECODE_ONE: {**decode, **tuned},
-            DECODE_MANY: decode,
+            DECODE_MANY: {**decode, **_few_rows(config, device)},
         }
         made = {name: self.compile(name, function, options[name]) for name, function in self.functions.items()}
         self._prefill, self._decode_one, self._decode_many = made.values()
@@ -250,6 +250,13 @@ def _options(device: torch.device) -> dict[str, Any]:
         return {"post_grad_custom_pre_pass": SkinnyProducts()}
     # A kernel begins while the one before it ends (programmatic dependent launch), from Hopper on.
     return {"triton.enable_pdl": torch.cuda.get_device_capability(device) >= (9, 0)}
+
+
+def _few_rows(config: WrapConfig, device: torch.device) -> dict[str, Any]:
+    """Return Inductor's further options for decode steps of several rows."""
+    # Recorded only: launching the op's kernels costs the host more than launching cuBLAS's.
+    recorded = device.type == "cuda" and config.mode != "compile"
+    return {"post_grad_custom_pre_pass": SkinnyProducts()} if recorded else {}
 
 
 def _mark_symbolic(inputs: PrefillInputs) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-import compiled_llm_ops  # noqa: F401  (defines the ops)
 from compiled_llm.compat import CustomGraphPass, get_hash_for_files, inputs_by_tensor
 from compiled_llm.fused import FusedWeights, is_one
+from compiled_llm_ops import linear, tiling
 
 _as_strided = torch.ops.aten.as_strided.default
 _linear = nn.functional.linear
+_VIEWS = [_as_strided, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default]
 _add = torch.ops.aten.add.Tensor
 _mm = torch.ops.aten.mm.default
 _addmm = torch.ops.aten.addmm.default
@@ -88,7 +89,10 @@ def _whole(graph: fx.Graph, first: Any, stack: Sequence[Tensor]) -> fx.Node:
 
 
 class SkinnyProducts(CustomGraphPass):
-    """Turns products with a float32 weight into ``skinny_linear``, which chooses by the rows it sees at run time."""
+    """Turns products with a weight into ``skinny_linear`` where that has a kernel of its own for the weight.
+
+    The op chooses by the rows that it sees at run time.
+    """
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite the graph in place."""
@@ -108,7 +112,7 @@ class SkinnyProducts(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return what the compile cache keys this pass by."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, linear.__file__, tiling.__file__))
 
 
 def _plain_addmms(graph: fx.Graph) -> list[fx.Node]:
@@ -117,16 +121,18 @@ def _plain_addmms(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _untransposed(node: object) -> fx.Node | None:
-    """Return the float32 weight that the node is the transpose of, if it is one."""
+    """Return the weight that the node is the transpose of, if it is one that the op has a kernel for."""
     if not isinstance(node, fx.Node) or node.target is not _permute or node.args[1] != [1, 0]:
         return None
     weight = node.args[0]
     if not isinstance(weight, fx.Node) or not _is_weight(weight):
         return None
-    return weight if weight.meta["val"].dtype is torch.float32 else None
+    return weight if linear.has_kernel(weight.meta["val"]) else None
 
 
 def _is_weight(node: fx.Node) -> bool:
-    """Whether the node is a graph input, or several of them that ``FusedProducts`` has made one."""
-    given = node.args[0] if node.target is _as_strided else node
-    return isinstance(given, fx.Node) and given.op == "placeholder" and node.meta["val"].is_contiguous()
+    """Whether the node is a graph input or a view of one, and contiguous."""
+    given = node
+    while given.target in _VIEWS and isinstance(given.args[0], fx.Node):
+        given = given.args[0]
+    return given.op == "placeholder" and node.meta["val"].is_contiguous()

@@ -32,6 +32,7 @@ from compiled_llm_ops import (
     sample_tokens,
     skinny_linear,
 )
+from compiled_llm_ops.tiling import Tiling, choose
 
 pytestmark = pytest.mark.core
 
@@ -575,3 +576,29 @@ def test_skinny_linear_equals_a_product_in_double_precision(rows, outputs, seed)
 def test_skinny_linear_names_shapes_that_do_not_fit(weight):
     with pytest.raises(ValueError, match=r"skinny_linear: rows must be \[M, I\].*got \(2, 5\)"):
         skinny_linear(torch.zeros(2, 5), weight)
+
+
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_tilings_fit_the_product_and_the_device(processors):
+    for m in range(1, 66):
+        for n in (16, 48, 128, 1000, 1024, 2560, 3072, 4096, 5120, 6144, 12288, 24576, 151936):
+            for k in (64, 128, 896, 1024, 2048, 2560, 4000, 4096, 12288, 29568):
+                tiling = choose(m, n, k, processors)
+                if tiling is None:
+                    continue
+                blocks = k // tiling.inputs
+                assert m <= min(tiling.rows, 64)
+                assert n % 16 == k % tiling.inputs == 0
+                assert 1 <= tiling.splits <= min(8, blocks)
+                assert tiling.splits == 1 or -(-n // tiling.outputs) * tiling.splits <= processors
+                shared = tiling.stages * (tiling.outputs + tiling.rows) * tiling.inputs * 2
+                assert tiling.stages >= 1
+                assert shared <= 227 * 1024
+
+
+def test_tilings_of_measured_products():
+    assert choose(8, 4096, 4096) == Tiling(16, 64, 128, 2, 5, True)
+    assert choose(8, 1024, 3072) == Tiling(8, 64, 128, 6, 5, True)
+    assert choose(32, 24576, 4096) == Tiling(32, 64, 128, 1, 3, False)
+    assert choose(2, 4096, 12288) == Tiling(2, 8, 512, 1, 4, False)
+    assert choose(8, 6144, 4096) is choose(64, 1024, 2048) is choose(65, 4096, 4096) is None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.sampling import NOT_A_TOKEN, Sampling, choose
-from compiled_llm_ops import Geometry, PageTable, sample_tokens
+from compiled_llm_ops import Geometry, PageTable, sample_tokens, skinny_linear, tiling
 from compiled_llm_ops import flashinfer_backend as backend
 from compiled_llm_ops.flashinfer_backend import FlashInferPlan, Workspace
 from drawing import BRANCHES, arguments, assert_at, distribution, middles, tables_of
@@ -700,3 +700,120 @@ def test_choosing_compiles_whole_and_draws_what_eager_draws(seed: int) -> None:
         assert torch.equal(compiled(logits, slots, positions, ours), choose(logits, slots, positions, theirs))
         positions += 1
     assert torch.equal(ours.seen, theirs.seen)
+
+
+# ---- skinny_linear
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="cuBLAS does it all"
+)
+WEIGHTS = [(1024, 1024), (1024, 3072), (2064, 2048), (4096, 1024), (4096, 4096), (4096, 12288), (6144, 1024)]
+WEIGHTS += [(6144, 4096), (24576, 4096), (151936, 1024)]
+LEFT_TO_CUBLAS = [(1023, 1024), (4096, 4000), (24, 128)]
+EDGES = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65]
+
+by_weight = pytest.mark.parametrize(("n", "k"), WEIGHTS + LEFT_TO_CUBLAS)
+
+
+def product_of(m: int, n: int, k: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    rows = torch.randn(m, k, device="cuda", generator=generator).to(dtype)
+    return rows, (torch.randn(n, k, device="cuda", generator=generator) * k**-0.5).to(dtype)
+
+
+def rms(values: Tensor) -> float:
+    return float(values.double().square().mean().sqrt())
+
+
+@seeded
+@by_dtype
+@by_weight
+def test_skinny_linear_is_as_exact_as_cublas(n: int, k: int, dtype: torch.dtype, seed: int) -> None:
+    all_rows, weight = product_of(EDGES[-1], n, k, dtype, seed)
+    for m in EDGES:
+        rows = all_rows[:m]
+        exact = rows.float().double() @ weight.double().T if n * k < 2**25 else rows.float() @ weight.float().T
+        ours, cublas = skinny_linear(rows, weight), torch.mm(rows, weight.T)
+        assert rms(ours - exact) <= 1.1 * rms(cublas - exact), m
+        assert torch.allclose(ours.double(), exact.double(), rtol=0.02, atol=0.02), m
+        for _ in range(5):
+            assert torch.equal(ours, skinny_linear(rows, weight)), m
+
+
+@seeded
+@hopper
+def test_skinny_linear_leaves_what_does_not_fit_to_cublas(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from compiled_llm_ops import triton_linear
+
+    tilings: list[tiling.Tiling] = []
+    multiply = triton_linear.multiply
+    monkeypatch.setattr(triton_linear, "multiply", lambda *given: [tilings.append(given[2]), multiply(*given)][1])
+    rows, weight = product_of(65, 4096, 4096, torch.bfloat16, seed)
+    for given in (
+        (rows, weight),  # too many rows
+        (rows[:8], weight[1:]),  # an odd number of outputs
+        (rows[:8, 1:], weight[:, 1:].contiguous()),  # and of inputs
+        (rows[:8], weight.T.contiguous().T),
+        (rows[:8], torch.cat([weight.flatten(), weight[0]])[1:][: weight.numel()].view_as(weight)),  # not aligned
+        (rows[:8].float(), weight.float()),
+    ):
+        torch.testing.assert_close(skinny_linear(*given), torch.mm(given[0], given[1].T))
+    assert not tilings
+    for given in ((rows[:8], weight), (rows[:8].T.contiguous().T, weight), (rows[::9], weight)):
+        torch.testing.assert_close(skinny_linear(*given), torch.mm(given[0], given[1].T), rtol=0.02, atol=0.02)
+    assert tilings == [tiling.choose(8, 4096, 4096, torch.cuda.get_device_properties(0).multi_processor_count)] * 3
+
+
+@seeded
+@hopper
+@pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 4096), (6144, 1024)])
+def test_skinny_linear_replays_on_several_streams_at_once(n: int, k: int, seed: int) -> None:
+    """Recordings from one stream, replayed on others at the same time, with launches outside of them in between."""
+    given = [product_of(m, n, k, torch.bfloat16, seed + m) for m in (2, 8, 16, 32)]
+    expected = [skinny_linear(rows, weight) for rows, weight in given]
+    recording, graphs, outputs = torch.cuda.Stream(), [], []
+    for rows, weight in given:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=recording):
+            outputs.append([skinny_linear(rows + 0, weight) for _ in range(20)])
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for repeat in range(30):
+        for outs in outputs:
+            for out in outs:
+                out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        eager = []
+        for stream, graph, (rows, weight) in zip(streams, graphs, given, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                eager.append(skinny_linear(rows, weight))
+                graph.replay()
+        torch.cuda.synchronize()
+        for outs, launched, out in zip(outputs, eager, expected, strict=True):
+            assert all(torch.equal(one, out) for one in [*outs, launched]), repeat
+
+
+@seeded
+@hopper
+def test_skinny_linear_waits_for_what_is_in_front_of_it(seed: int) -> None:
+    """Chains of products, each of which reads what the one before wrote, between kernels that let go early."""
+    rows, weight = product_of(8, 4096, 4096, torch.bfloat16, seed)
+
+    def chain(rows: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        for _ in range(12):
+            rows = torch.nn.functional.rms_norm(product(rows, weight) + rows, (4096,))
+        return rows
+
+    compiled = torch.compile(chain, options={"triton.enable_pdl": True}, fullgraph=True)
+    expected = compiled(rows, skinny_linear)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compiled(rows, skinny_linear)
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+    exact = chain(rows.double(), lambda rows, weight: rows @ weight.double().T)
+    cublas = chain(rows, lambda rows, weight: torch.mm(rows, weight.T))
+    assert rms(expected - exact) <= 1.2 * rms(cublas - exact)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_llm.passes import SkinnyProducts
+from compiled_llm_ops import linear
 
 pytestmark = pytest.mark.core
 
@@ -54,3 +57,84 @@ def test_other_products_are_left_alone(seed):
         out, code = code_of(function, *arguments)
         assert "compiled_llm.skinny_linear" not in code
         torch.testing.assert_close(out, function(*arguments))
+
+
+# ---- on CUDA, with fake tensors
+
+aten = torch.ops.aten
+
+
+def product(rows: Tensor, weight: Tensor) -> Tensor:
+    return aten.mm.default(rows, aten.permute.default(weight, [1, 0]))
+
+
+def product_with_bias(rows: Tensor, weight: Tensor) -> Tensor:
+    return aten.addmm.default(aten.select.int(weight, 1, 0), rows, aten.permute.default(weight, [1, 0]))
+
+
+def product_with_several(rows: Tensor, weight: Tensor) -> Tensor:
+    return product(rows, aten.as_strided.default(weight, [2 * weight.shape[0], weight.shape[1]], weight.stride()))
+
+
+def product_with_some(rows: Tensor, weight: Tensor) -> Tensor:
+    return product(rows, aten.slice.Tensor(weight, 0, 2048, 4096))
+
+
+def product_with_few_inputs(rows: Tensor, weight: Tensor) -> Tensor:
+    return product(aten.slice.Tensor(rows, 1, 0, 1024), aten.slice.Tensor(weight, 1, 0, 1024))
+
+
+def product_with_computed(rows: Tensor, weight: Tensor) -> Tensor:
+    return product(rows, aten.mul.Tensor(weight, 2))
+
+
+def products_of(function: object, shape: tuple[int, int], dtype: torch.dtype) -> fx.Graph:
+    with FakeTensorMode():
+        rows = torch.empty(4, shape[1], dtype=dtype, device="cuda")
+        weight = torch.empty(shape, dtype=dtype, device="cuda")
+        module: fx.GraphModule = make_fx(function, tracing_mode="fake")(rows, weight)  # type: ignore[arg-type]
+    SkinnyProducts()(module.graph)
+    module.graph.lint()
+    return module.graph
+
+
+def is_rewritten(graph: fx.Graph) -> bool:
+    return bool(graph.find_nodes(op="call_function", target=torch.ops.compiled_llm.skinny_linear.default))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(linear, "_processors", lambda device: 132 if device.type == "cuda" else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "function", [product, product_with_bias, product_with_several, product_with_some], ids=lambda f: f.__name__
+)
+def test_on_cuda_products_that_have_a_kernel_become_skinny_linear(function, dtype, hopper):
+    graph = products_of(function, (4096, 4096), dtype)
+    assert is_rewritten(graph)
+    (out,) = graph.find_nodes(op="output")
+    value = out.args[0].meta["val"]
+    assert (value.dtype, value.shape[0]) == (dtype, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "dtype"),
+    [
+        (product, (4096, 4096), torch.float32),
+        (product, (4097, 4096), torch.bfloat16),
+        (product, (4096, 4000), torch.bfloat16),
+        (product, (12288, 4096), torch.bfloat16),
+        (product_with_computed, (4096, 4096), torch.bfloat16),
+        (product_with_few_inputs, (4096, 4096), torch.bfloat16),
+    ],
+    ids=["float32", "odd outputs", "odd inputs", "cuBLAS is faster", "no graph input", "not contiguous"],
+)
+def test_on_cuda_other_products_stay_as_they_are(function, shape, dtype, hopper):
+    assert not is_rewritten(products_of(function, shape, dtype))
+
+
+def test_without_a_device_that_the_kernels_are_for_products_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(linear, "_processors", lambda device: 0)
+    assert not is_rewritten(products_of(product, (4096, 4096), torch.bfloat16))

@@ -5,10 +5,13 @@ Shapes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.library import define
+from compiled_llm_ops.tiling import MOST_ROWS, Tiling, choose
 
 
 def skinny_linear(rows: Tensor, weight: Tensor) -> Tensor:
@@ -25,11 +28,24 @@ def skinny_linear(rows: Tensor, weight: Tensor) -> Tensor:
         ValueError: shapes or dtypes do not fit together.
 
     Source:
-        Measurement, on the CPU: for a few rows the BLAS that torch brings reads ``weight`` 2 to 6 times faster as the
-        left factor of a matrix product than as the right one or in a matrix-vector product. On CUDA cuBLAS.
+        Measurement. On the CPU, for a few rows the BLAS that torch brings reads ``weight`` 2 to 6 times faster as the
+        left factor of a matrix product than as the right one or in a matrix-vector product. On CUDA, with compute
+        capability 9.0, float16 or bfloat16 and up to 64 rows, Triton kernels of our own where they were faster than
+        cuBLAS (``compiled_llm_ops.tiling``), else cuBLAS. The same inputs give the same bits each time.
     """
     out: Tensor = _skinny_linear(rows, weight)
     return out
+
+
+def has_kernel(weight: Tensor) -> bool:
+    """Whether ``skinny_linear`` has something better than ``torch.mm`` for some number of rows from 2 on.
+
+    Args:
+        weight: ``[O, I]``, contiguous; may be a fake tensor.
+    """
+    if weight.device.type == "cpu":
+        return weight.dtype is torch.float32
+    return any(_tiling(m, weight) is not None for m in range(2, MOST_ROWS + 1))
 
 
 def _check(rows: Tensor, weight: Tensor) -> None:
@@ -53,9 +69,31 @@ def _cpu(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(weight, columns)[:, :count].t().contiguous()
 
 
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Return how many multiprocessors the device has, 0 if the kernels were not made for it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tiling(count: int, weight: Tensor) -> Tiling | None:
+    processors = _processors(weight.device)
+    if not processors or weight.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    return choose(count, weight.shape[0], weight.shape[1], processors)
+
+
 def _cuda(rows: Tensor, weight: Tensor) -> Tensor:
     _check(rows, weight)
-    return torch.mm(rows, weight.t())
+    tiling = _tiling(rows.shape[0], weight)
+    rows = rows.contiguous()
+    if tiling is None or not weight.is_contiguous() or rows.data_ptr() % 16 or weight.data_ptr() % 16:
+        return torch.mm(rows, weight.t())
+    from compiled_llm_ops.triton_linear import multiply
+
+    with torch.cuda.device(rows.device):  # Triton launches on the current one
+        return multiply(rows, weight, tiling)
 
 
 def _fake(rows: Tensor, weight: Tensor) -> Tensor:

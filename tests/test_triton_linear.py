@@ -1,0 +1,101 @@
+"""The kernels of `skinny_linear` on CUDA: here under Triton's interpreter on the CPU; on a GPU see `test_ops_gpu.py`.
+
+Triton decides at import whether it interprets, so the test runs in a process of its own.
+
+Shapes: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_llm_ops.tiling import Tiling
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+TILINGS = [
+    Tiling(rows=2, outputs=4, inputs=256, splits=1, stages=3, prefetch=False),
+    Tiling(rows=2, outputs=16, inputs=256, splits=1, stages=4, prefetch=False),
+    Tiling(rows=8, outputs=64, inputs=128, splits=4, stages=5, prefetch=True),
+    Tiling(rows=16, outputs=64, inputs=128, splits=1, stages=5, prefetch=True),
+    Tiling(rows=32, outputs=64, inputs=128, splits=5, stages=3, prefetch=True),
+    Tiling(rows=64, outputs=64, inputs=128, splits=2, stages=2, prefetch=False),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_kernels_under_the_interpreter(seed: int) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), f"--seed={seed}", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+@pytest.fixture
+def numpy_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy from 2.4 on turns no arrays with a dimension into numbers, which the interpreter asks it to."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that has TRITON_INTERPRET=1")
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("n", [48, 144], ids="N={}".format)
+def test_every_tiling_multiplies(tiling: Tiling, n: int, numpy_indices: None, seed: int) -> None:
+    from compiled_llm_ops.triton_linear import multiply
+
+    for m in {1, 2, 5, tiling.rows - 1, tiling.rows} & set(range(1, tiling.rows + 1)):
+        rows, weight = torch.randn(m, 768).half(), torch.randn(n, 768).half()  # bfloat16 it multiplies as integers
+        out = multiply(rows, weight, tiling, pdl=False)
+        torch.testing.assert_close(out.double(), rows.double() @ weight.double().T, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="there is nothing to compile")
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_memory_is_touched_between_waiting_and_letting_go(
+    tiling: Tiling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels in front may still write before `gdc_wait`, those behind may write after `gdc_launch_dependents`."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from compiled_llm_ops import triton_linear as kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"BN": tiling.outputs, "BK": tiling.inputs, "STAGES": tiling.stages, "PDL": True}
+    kernel = kernels._skinny_linear_one_or_two_rows
+    if tiling.rows > 2:
+        kernel = kernels._skinny_linear_tensor_cores
+        constants |= {"BM": tiling.rows, "SPLITS": tiling.splits, "PREFETCH": tiling.prefetch}
+    types = {**dict.fromkeys("xwy", "*bf16"), **dict.fromkeys("MNK", "i32"), "partials": "*fp32", "arrivals": "*i32"}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True}).asm["ptx"]
+    found = re.findall(r"griddepcontrol\.\w+|cp\.async\.\w+|(?:ld|st|atom)\.global", code)
+    before = found.index("griddepcontrol.wait")
+    assert set(found[:before]) == ({"cp.async.bulk"} if tiling.prefetch else set())
+    if tiling.splits == 1:
+        after = found.index("griddepcontrol.launch_dependents")
+        assert set(found[after + 1 :]) == {"st.global"}
+    else:
+        assert "griddepcontrol.launch_dependents" not in found
