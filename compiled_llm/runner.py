@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_llm.interrupts import held
 from compiled_llm.journal import Replan
 from compiled_llm.page_table import Row
 from compiled_llm.paged_model import Extension, PagedModel
@@ -384,13 +385,16 @@ class Runner:
         """Grow rows for the block, which learns whether pages were copied; if it fails, they shrink again."""
         marks = [row.mark() for row in rows]
         try:
-            copies = [copy for row, count in zip(rows, counts, strict=True) if (copy := row.grow(count)) is not None]
-            if copies:
-                self._paged.copy_pages(copies)
+            with held():
+                grown = [row.grow(count) for row, count in zip(rows, counts, strict=True)]
+                copies = [copy for copy in grown if copy is not None]
+                if copies:
+                    self._paged.copy_pages(copies)
             yield bool(copies)
         except BaseException:
-            for row, mark in zip(rows, marks, strict=True):
-                row.restore(mark)
+            with held():
+                for row, mark in zip(rows, marks, strict=True):
+                    row.restore(mark)
             raise
 
     def _seat(self, bucket: int, tokens: Tensor | None, cause: Replan) -> None:
@@ -414,6 +418,7 @@ class Runner:
         return dict(zip(rows, readback.result().tolist(), strict=True))
 
 
+@held()
 def _free(rows: list[Row]) -> None:
     for row in rows:
         row.free()
