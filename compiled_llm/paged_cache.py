@@ -167,9 +167,10 @@ class PagedCache(Cache):
         left = self.seen + tokens_to_remove
         if left < 0:
             raise ValueError(f"crop: tokens_to_remove={tokens_to_remove} and the cache was given {self.seen} tokens")
-        for row, length in zip(self.runner.rows, self.stored[:, :left].sum(axis=1).tolist(), strict=True):
-            row.rewind(length)
-            row.settle()
+        with self.runner.promise.drawn_on():
+            for row, length in zip(self.runner.rows, self.stored[:, :left].sum(axis=1).tolist(), strict=True):
+                row.rewind(length)
+                row.settle()
         self.stored = self.stored[:, :left]
         if not left:
             self.close()
@@ -238,8 +239,9 @@ class PagedCache(Cache):
                 self.close()
             raise
         finally:
-            for row in rows:
-                row.settle()
+            with self.runner.promise.drawn_on():
+                for row in rows:
+                    row.settle()
         self.stored = with_additions(stored, additions, last)
 
     def count(self, tokens: int) -> None:

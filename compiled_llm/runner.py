@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.interrupts import held
 from compiled_llm.journal import Replan
-from compiled_llm.page_table import Row
+from compiled_llm.page_table import Promise, Row
 from compiled_llm.paged_model import Extension, PagedModel
 from compiled_llm.sampling import Sampling
 from compiled_llm.staging import Readback
@@ -33,6 +33,7 @@ class Runner:
     Attributes:
         rows: the rows whose prompts have been admitted, in the order of ``step``'s forced tokens and ``logits``.
         steps: how many steps have been launched.
+        promise: pages that the rows may take together, while a call holds it.
     """
 
     def __init__(self, paged: PagedModel) -> None:
@@ -41,6 +42,7 @@ class Runner:
         self._thread = paged.thread
         self.rows: list[Row] = []
         self.steps = 0
+        self.promise = Promise(paged.pool)
         self._pending: list[tuple[Row, NDArray[np.int64], Sampling | None]] = []
         # The rows in the order in which the device holds their next tokens: in _tokens, or where that is None in the
         # decode buffers.
@@ -168,9 +170,10 @@ class Runner:
         old = list(self.rows)
         rows = [old[index] if index == seat else old[index].fork() for seat, index in enumerate(indices)]
         self.rows[:] = rows
-        for row in old:
-            if row not in rows:
-                row.free()
+        with self.promise.drawn_on():
+            for row in old:
+                if row not in rows:
+                    row.free()
 
     def fork(self) -> Runner:
         """Return a runner of its own with the same rows; pages are shared, not copied."""
@@ -385,14 +388,14 @@ class Runner:
         """Grow rows for the block, which learns whether pages were copied; if it fails, they shrink again."""
         marks = [row.mark() for row in rows]
         try:
-            with held():
+            with held(), self.promise.drawn_on():
                 grown = [row.grow(count) for row, count in zip(rows, counts, strict=True)]
                 copies = [copy for copy in grown if copy is not None]
                 if copies:
                     self._paged.copy_pages(copies)
             yield bool(copies)
         except BaseException:
-            with held():
+            with held(), self.promise.drawn_on():
                 for row, mark in zip(rows, marks, strict=True):
                     row.restore(mark)
             raise
