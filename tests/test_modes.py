@@ -72,6 +72,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 # ---- beams
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("lengths", [[7], [4, 9]])
 @pytest.mark.parametrize("beams", [2, 4])
 def test_beams_share_the_prompt_and_copy_no_more_than_the_page_they_write(beams, lengths, plain, model, watched, seed):
@@ -136,6 +137,7 @@ def test_a_beam_search_that_raises_gives_its_pages_back(model, seed):
 # ---- drafts
 
 
+@pytest.mark.core
 def test_wrong_drafts_give_their_pages_back(plain, seed, watched):
     """A draft model of other weights is mostly wrong: each round is cropped by most of what it stored."""
     model, helper = wrapped_in("eager"), tiny_qwen3(seed=1, eos_token_id=None)
@@ -202,6 +204,7 @@ class Looking(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_needs_no_page_beyond_those_it_was_promised(name, model, seed, watched):
     pool, available = model.compiled.paged().pool, []
@@ -316,6 +319,7 @@ def test_rows_of_equal_tokens_and_other_padding_are_copies(plain, model, watched
     assert watched.computed == [9 + 1]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("options", [{}, {"typical_p": 0.95}], ids=["fast loop", "processed loop"])
 def test_sampled_copies_draw_each_for_itself(options, model, watched, seed):
     inputs, texts = mixed_prompts([13, 5], 128, seed), []

@@ -36,6 +36,7 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 # ---- pipelines and chats
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "options",
     [{}, {"batch_size": 2}, {"num_beams": 2}, {"return_full_text": False}],
@@ -78,6 +79,7 @@ def test_a_chat_template_goes_straight_into_generate(models):
     assert models[1].compiled.stats().generate_calls == {"fast loop": 1}
 
 
+@pytest.mark.core
 def test_generate_batch_is_huggingfaces(models):
     assert models[1].generate_batch.__func__ is models[0].generate_batch.__func__
 
@@ -109,6 +111,7 @@ MODES: list[Callable[[PreTrainedModel, int], Any]] = [
 ]
 
 
+@pytest.mark.core
 def test_all_modes_at_once_from_several_threads(models):
     plain, wrapped = models
     jobs = [(mode, seed) for seed in range(3) for mode in MODES]
@@ -167,6 +170,7 @@ def more_tokens(model: PreTrainedModel) -> None:
 CHANGES = [convert, convert_and_back, load, load_assigned, train_a_step, tie, new_head, more_tokens]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_tokens_and_logits_follow_a_change(change, mode, seed):
