@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, pipeline
+import transformers
+from transformers import GenerationConfig, PreTrainedModel, pipeline
 
 import compiled_llm
 from conftest import tiny_qwen3
@@ -82,6 +83,23 @@ def test_a_chat_template_goes_straight_into_generate(models):
 @pytest.mark.core
 def test_generate_batch_is_huggingfaces(models):
     assert models[1].generate_batch.__func__ is models[0].generate_batch.__func__
+
+
+def test_generate_batch_writes_what_it_writes_unwrapped(models):
+    small = getattr(transformers, "ContinuousBatchingConfig", None)
+    if small is None:
+        pytest.skip("this transformers sizes its batches by the machine's memory")
+    config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts, texts = [[5, 6, 7], [9, 10, 11, 12]], []
+    for model in models:
+        sizes = small(num_blocks=32, max_batch_tokens=32)
+        out = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=sizes)
+        texts.append([out[key].generated_tokens for key in sorted(out)])
+    assert texts[1] == texts[0]
+    assert set(models[1].compiled.stats().forward_calls) == {"original"}
+    inputs = mixed_prompts([4, 9], 128, 0)
+    torch.testing.assert_close(greedy(models[1], inputs, 5), greedy(models[0], inputs, 5))
+    assert models[1].compiled.stats().generate_calls == {"fast loop": 1}
 
 
 # ---- threads
