@@ -161,12 +161,22 @@ def _shape(value: object) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def pages_needed(paged: PagedModel, prompts: Sequence[int], most_new: int) -> int:
+def pages_needed(paged: PagedModel, prompts: Sequence[int], most_new: int, shared: Sequence[int] = ()) -> int:
     """Return how many pages prompts of these lengths may need with all that they may grow by.
 
     The last token of a row is chosen but never stored.
+
+    Args:
+        paged: the model's device side.
+        prompts: the length of each row.
+        most_new: how many tokens a row may grow by.
+        shared: how many tokens each row has in common with an earlier one, where there are such; full pages of them
+            are counted once.
     """
-    return sum(paged.pool.pages_for(prompt + most_new - 1) for prompt in prompts)
+    pool = paged.pool
+    return sum(pool.pages_for(prompt + most_new - 1) for prompt in prompts) - sum(
+        common // pool.page_size for common in shared
+    )
 
 
 def check_fits(

@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from compiled_llm.compat import adopt_cudagraph_trees
-from compiled_llm.interrupts import allowed, held
+from compiled_llm.interrupts import allowed, guarded_by, held
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class _Worker:
     which aborts the process. Asleep, it does no harm, so workers are kept and used again.
 
     A KeyboardInterrupt may arrive between any two instructions, so a job stays at the head of the queue until it is
-    done, and one is sent only under the guard, while its job runs.
+    done, and one is sent only under the guard, while its job runs and is not in the midst of bookkeeping.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,6 +72,7 @@ class _Worker:
         self._jobs: deque[_Job] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._guard = threading.Lock()
+        self._books = threading.RLock()
         self.last_call = time.monotonic()
         self._last_stream: torch.cuda.Stream | None = None
         self.thread = threading.Thread(target=self._serve, args=(device,), name="compiled_llm", daemon=True)
@@ -84,13 +85,14 @@ class _Worker:
 
     def interrupt(self, job: _Job) -> None:
         """Raise KeyboardInterrupt inside the job if it is running."""
-        with self._guard:
+        with self._guard, self._books:
             if self.current is job and not job.done.is_set():
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
                 )
 
     def _serve(self, device: torch.device) -> None:
+        guarded_by(self._books)
         if device.type == "cuda":
             torch.cuda.set_device(device)
             adopt_cudagraph_trees()

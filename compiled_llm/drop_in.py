@@ -34,7 +34,7 @@ from compiled_llm.attention import set_implementations
 from compiled_llm.checks import check_fits, check_prompt, check_ready
 from compiled_llm.config import WrapConfig
 from compiled_llm.fused import Group
-from compiled_llm.interrupts import held
+from compiled_llm.interrupts import allowed, held
 from compiled_llm.layers import Layer
 from compiled_llm.page_table import OutOfPagesError
 from compiled_llm.paged_cache import PagedCache
@@ -127,26 +127,14 @@ class WrappedModel:
         streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        model, cache = cast(PreTrainedModel, self), model_kwargs.get("past_key_values")
-        reason = "synced_gpus" if synced_gpus else "inputs_embeds" if "inputs_embeds" in model_kwargs else None
-        if isinstance(cache, PagedCache) and reason is None:
-            call = loop.Call.of(
-                self.compiled,
-                cache,
-                input_ids,
-                model_kwargs,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                streamer,
-            )
-            reason = loop.obstacle(model, call)
+        given = input_ids, logits_processor, stopping_criteria, generation_config
+        call, reason = _call(self, *given, model_kwargs, streamer), None
+        if call is not None:
+            reason = "synced_gpus" if synced_gpus else loop.obstacle(cast(PreTrainedModel, self), call)
             if reason is None:
                 return _own_loop_in_turn(self, call)
         own = functools.partial(super()._sample, synced_gpus=synced_gpus, streamer=streamer)  # type: ignore[misc]
-        return _huggingfaces_loop(
-            self, own, reason, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-        )
+        return _huggingfaces_loop(self, own, reason, *given, model_kwargs)
 
     def _beam_search(
         self,
@@ -205,42 +193,70 @@ def _huggingfaces_loop(
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
         generation_config=generation_config,
+        **kwargs,
     )
+    call = _call(wrapped, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, None)
+    if call is None:
+        return run()
+    runtime, needed = call.runtime, call.pages_needed_by_huggingface(call.runtime.paged())
+
+    def run_in_turn() -> Any:
+        wrapped._took("compiled forward", reason or generation_config.get_generation_mode(None).value)
+        with call.cache.runner.promise.held(needed), runtime.turn.yielded(), allowed():
+            return run()
+
+    return _in_turn(wrapped, call, run_in_turn, call.most_new + call.drafted, needed)
+
+
+def _call(
+    wrapped: WrappedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    kwargs: dict[str, Any],
+    streamer: BaseStreamer | None,
+) -> loop.Call | None:
+    """Return what HuggingFace hands to a decoding method, if the cache is ours."""
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, PagedCache):
-        return run(**kwargs)
-    fresh = not cache.seen
-    try:
-        if fresh:
-            lengths = loop.row_lengths(input_ids, kwargs)
-            most_new = loop.most_new(stopping_criteria, input_ids)
-            check_fits(cast(PreTrainedModel, wrapped), wrapped.compiled.paged(), lengths, most_new)
-        wrapped._took("compiled forward", reason or generation_config.get_generation_mode(None).value)
-        result = run(**kwargs)
-    except BaseException:
-        if fresh:  # one that held a conversation stays the user's
-            cache.close()
-        raise
-    if not loop.returns_cache(generation_config, cache):
-        cache.close()
-    return result
+        return None
+    given = logits_processor, stopping_criteria, generation_config, streamer
+    return loop.Call.of(wrapped.compiled, cache, input_ids, kwargs, *given)
 
 
 def _own_loop_in_turn(wrapped: WrappedModel, call: loop.Call) -> Any:
-    """Run one of our loops once no other runs, and once there are pages for it."""
-    model, paged = cast(PreTrainedModel, wrapped), call.runtime.paged()
-    fresh, needed = not call.cache.seen, call.pages_needed(paged)
+    """Run one of our loops once no other runs."""
+    run = functools.partial(_own_loop, wrapped, call)
+    return _in_turn(wrapped, call, run, call.most_new, call.pages_needed(call.runtime.paged()))
+
+
+def _in_turn(wrapped: WrappedModel, call: loop.Call, run: Callable[[], Any], most_new: int, needed: int) -> Any:
+    """Run a loop once no other runs, and once there are pages for all that it may need.
+
+    Args:
+        wrapped: the model.
+        call: the call.
+        run: the loop.
+        most_new: how many tokens it may store of each row.
+        needed: how many pages it may take.
+
+    Raises:
+        ValueError: it does not fit the model, the batch size or the pages.
+    """
+    model, paged, cache = cast(PreTrainedModel, wrapped), call.runtime.paged(), call.cache
+    fresh = not cache.seen
     try:
         with held(), call.runtime.turn.taken(fits=lambda: needed <= paged.pool.available):
             try:
-                check_fits(model, paged, call.lengths, call.most_new, needed)
-                return _own_loop(wrapped, call)
+                check_fits(model, paged, call.lengths, most_new, needed)
+                return run()
             finally:
                 if not call.returns_cache:
-                    call.cache.close()  # before the next in the queue looks for pages
+                    cache.close()  # before the next in the queue looks for pages
     except BaseException:
-        if fresh:
-            call.cache.close()
+        if fresh:  # one that held a conversation stays the user's
+            cache.close()
         raise
 
 

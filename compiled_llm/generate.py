@@ -9,8 +9,9 @@ Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -46,6 +47,7 @@ class Call:
         first: the column of the cache that ``input_ids`` begin at.
         additions: what is new in each row.
         position_ids: ``[B, T']`` or ``[1, T']``, the last of them for the last column, or None.
+        embedded: whether embeddings stand for the tokens, and ``input_ids`` is empty.
         processors: what changes logits, settings such as the temperature included.
         criteria: what ends rows.
         config: everything else.
@@ -58,6 +60,7 @@ class Call:
     first: int
     additions: list[Addition]
     position_ids: Tensor | None
+    embedded: bool
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
@@ -80,7 +83,7 @@ class Call:
         Raises:
             ValueError: the cache does not fit the rows or their mask.
         """
-        batch, tokens = input_ids.shape
+        batch, tokens = model_kwargs.get("inputs_embeds", input_ids).shape[:2]
         mask, seen = model_kwargs.get("attention_mask"), cache.seen
         if mask is None:  # HuggingFace drops one that hides nothing, and notes its width
             mask = torch.ones(batch, getattr(config, "_mask_length", tokens), dtype=torch.long)
@@ -93,6 +96,7 @@ class Call:
             first,
             rows,
             model_kwargs.get("position_ids"),
+            "inputs_embeds" in model_kwargs,
             processors,
             criteria,
             config,
@@ -114,11 +118,19 @@ class Call:
         """How many tokens each row has before the first new one is chosen."""
         return [row.length for row in self.additions]
 
-    @property
+    @cached_property
     def tokens(self) -> list[NDArray[np.int64]]:
         """The tokens that are new in each row, on the host."""
         ids = self.input_ids.cpu().numpy().astype(np.int64)
         return [own[row.columns - self.first] for own, row in zip(ids, self.additions, strict=True)]
+
+    @cached_property
+    def leaders(self) -> list[int]:
+        """For each row the first one that begins with the same tokens; itself where the cache holds some already."""
+        if self.cache.runner.rows:
+            return list(range(len(self.tokens)))
+        first: dict[bytes, int] = {}
+        return [first.setdefault(tokens.tobytes(), seat) for seat, tokens in enumerate(self.tokens)]
 
     @property
     def returns_cache(self) -> bool:
@@ -130,13 +142,34 @@ class Call:
         """Whether the caller gets each step's scores or logits."""
         return bool(self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits))
 
+    @property
+    def drafted(self) -> int:
+        """How many tokens a loop of HuggingFace's may store beyond the last; draft models keep to it."""
+        return max(0, (self.config.prompt_lookup_num_tokens or 0) - 1)
+
     def pages_needed(self, paged: PagedModel) -> int:
-        """Return how many pages the call may need beyond those that its cache has."""
-        rows, most = self.cache.runner.rows, self.most_new
-        if not rows:
-            return pages_needed(paged, self.lengths, most)
-        both = zip(rows, self.additions, strict=True)
-        return sum(row.missing(addition.length + most - 1, addition.kept) for row, addition in both)
+        """Return how many pages our loops may need beyond those that the cache has."""
+        if not self.cache.runner.rows:
+            common = [0 if leads == seat else self.lengths[seat] - 1 for seat, leads in enumerate(self.leaders)]
+            return pages_needed(paged, self.lengths, self.most_new, common)
+        return sum(row.missing(length, kept) for row, length, kept in self._grown(self.most_new))
+
+    def pages_needed_by_huggingface(self, paged: PagedModel) -> int:
+        """Return how many pages a loop of HuggingFace's may need, whose beams go on from each other."""
+        most, beams = self.most_new + self.drafted, self.config.num_beams or 1
+        if not self.cache.runner.rows:
+            copies = 1 if self.embedded else max(beams, self.config.num_return_sequences or 1)
+            common = [length if seat % copies else 0 for seat, length in enumerate(self.lengths)]
+            return pages_needed(paged, self.lengths, most, common)
+        if beams == 1:
+            return sum(row.missing(length, kept) for row, length, kept in self._grown(most))
+        pool = paged.pool
+        return sum(pool.pages_for(length) - kept // pool.page_size for _, length, kept in self._grown(most))
+
+    def _grown(self, most_new: int) -> list[tuple[Row, int, int]]:
+        """Return each row, what it holds at the end, and what it keeps of what it holds now."""
+        both = zip(self.cache.runner.rows, self.additions, strict=True)
+        return [(row, addition.length + most_new - 1, addition.kept) for row, addition in both]
 
 
 def most_new(criteria: StoppingCriteriaList, input_ids: Tensor) -> int:
@@ -150,17 +183,10 @@ def returns_cache(config: GenerationConfig, cache: PagedCache) -> bool:
     return bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
 
 
-def row_lengths(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
-    """Return how many tokens each row of a call with an empty cache begins with."""
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None:
-        return [int(length) for length in (mask != 0).sum(dim=1)]
-    given = model_kwargs.get("inputs_embeds")
-    return [input_ids.shape[1] if given is None else given.shape[1]] * len(input_ids)
-
-
 def obstacle(model: PreTrainedModel, call: Call) -> str | None:
     """Return why our loops cannot serve this call, or None."""
+    if call.embedded:
+        return "inputs_embeds"
     if not all(len(row.columns) and row.columns[-1] == call.last - 1 for row in call.additions):
         return "no token that the cache does not hold"
     if model._forward_hooks or model._forward_pre_hooks:
@@ -205,7 +231,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     cache, runner = call.cache, call.cache.runner
     with cache.extended(call.additions, call.last) as rows:
         runner.restart()
-        for row, tokens, sampling in zip(rows, call.tokens, settings, strict=True):
+        for row, tokens, sampling in zip(rows, _begun(call, rows), settings, strict=True):
             runner.resume(row, tokens, sequences.most_new, sampling)
         ends: dict[Row, int] = {}
         while not sequences.done:
@@ -229,6 +255,17 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     if call.returns_cache:
         cache.count(sequences.generated - 1)
     return sequences.finish()
+
+
+def _begun(call: Call, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
+    """Promise each row its pages, and give the tokens to compute of it: those that no other row begins with as well.
+
+    All are computed at once: in each layer, every row's keys and values are stored before any row attends.
+    """
+    for row, leads, tokens, length in zip(rows, call.leaders, call.tokens, call.lengths, strict=True):
+        shared = 0 if rows[leads] is row else row.begin_as(rows[leads], length)
+        row.reserve(length + call.most_new - 1)
+        yield tokens[shared:]
 
 
 def _settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: _Sequences) -> None:
@@ -273,10 +310,9 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     runner, device = call.cache.runner, call.input_ids.device
     seeds = new_seeds(len(call.input_ids)).to(device) if call.config.do_sample else None
     with call.cache.extended(call.additions, call.last) as rows:
-        for row, length in zip(rows, call.lengths, strict=True):
-            row.reserve(length + sequences.most_new - 1)
-        positions = [row.position + np.arange(len(own)) for row, own in zip(rows, call.tokens, strict=True)]
-        logits = runner.extend(rows, call.tokens, positions)
+        tokens = list(_begun(call, rows))
+        positions = [row.position + np.arange(len(own)) for row, own in zip(rows, tokens, strict=True)]
+        logits = runner.extend(rows, tokens, positions)
         while True:
             with call.runtime.turn.yielded(), allowed():
                 raw = logits.to(device=device, dtype=torch.float32, copy=True)

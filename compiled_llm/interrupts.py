@@ -2,7 +2,7 @@
 
 Python raises KeyboardInterrupt between any two instructions of the main thread, in a ``finally`` as well. Inside
 ``held`` it waits until a block that is ``allowed`` to be interrupted, which is all that takes long, or until the end.
-Handlers of the user's own are left alone.
+Handlers of the user's own are left alone. A device thread is interrupted by the main one, which waits while that holds.
 """
 
 from __future__ import annotations
@@ -15,15 +15,34 @@ from types import FrameType
 
 
 class _State:
-    """The main thread's; no other is interrupted."""
+    """The main thread's."""
 
     allowed = True
     pending = False
 
 
+class _Workers(threading.local):
+    """What a thread of ours has while it must not be interrupted."""
+
+    guard: threading.RLock | None = None
+
+
+_workers = _Workers()
+
+
+def guarded_by(guard: threading.RLock) -> None:
+    """Let this thread take ``guard`` inside ``held``; whoever interrupts it takes it first."""
+    _workers.guard = guard
+
+
 @contextmanager
 def held() -> Iterator[None]:
     """Hold Ctrl-C back for the block, except where it is ``allowed``."""
+    if _workers.guard is not None:
+        with _workers.guard:
+            _arrive()
+            yield
+        return
     if not _is_ours_to_hold():
         yield
         return
@@ -69,6 +88,10 @@ def check() -> None:
     if _State.pending and _is_main_thread():
         _State.pending = False
         raise KeyboardInterrupt
+
+
+def _arrive() -> None:
+    """Do nothing: an interrupt that was sent just before arrives at the latest when a function is entered."""
 
 
 def _on_interrupt(signum: int, frame: FrameType | None) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -45,6 +46,11 @@ class PagePool:
     """Hands out pages, and promises them ahead of time so that a row that was let in never runs out.
 
     A page may have several owners; it is free again once the last of them gives it back.
+
+    Attributes:
+        page_size: tokens in a page.
+        total: how many pages there are.
+        lock: whoever has it sees no other thread change anything.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -55,16 +61,17 @@ class PagePool:
         self._owners = [0] * pages
         self._reserved = 0
         # Re-entrant: the garbage collector may give back a dropped row's pages in the middle of any call.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     @property
     def available(self) -> int:
         """Pages neither used nor promised."""
-        return len(self._free) - self._reserved
+        with self.lock:
+            return len(self._free) - self._reserved
 
     def account(self) -> PageAccount:
         """Return how many pages are used, free and cached."""
-        with self._lock:
+        with self.lock:
             return PageAccount(self.total, self.total - len(self._free), len(self._free), 0)
 
     def pages_for(self, tokens: int) -> int:
@@ -77,14 +84,14 @@ class PagePool:
         Raises:
             OutOfPagesError: fewer are available.
         """
-        with self._lock:
+        with self.lock:
             if pages > self.available:
                 raise OutOfPagesError(f"{pages} pages are needed and {self.available} of {self.total} are available")
             self._reserved += pages
 
     def take_reserved(self) -> int:
         """Turn one promised page into a taken one."""
-        with self._lock:
+        with self.lock:
             self._reserved -= 1
             page = self._free.pop()
             self._owners[page] = 1
@@ -93,7 +100,7 @@ class PagePool:
 
     def share(self, pages: Sequence[int]) -> None:
         """Count one more owner of each page."""
-        with self._lock:
+        with self.lock:
             for page in pages:
                 self._owners[page] += 1
 
@@ -103,14 +110,14 @@ class PagePool:
 
     def untake(self, pages: Sequence[int]) -> int:
         """Turn taken pages back into promised ones, except those that have other owners; returns how many."""
-        with self._lock:
+        with self.lock:
             freed = self._disown(pages)
             self._reserved += freed
             return freed
 
     def give_back(self, pages: Iterable[int], reserved: int = 0) -> None:
         """Return taken pages, and promised ones that were never taken."""
-        with self._lock:
+        with self.lock:
             self._disown(pages)
             self._reserved -= reserved
 
@@ -121,6 +128,49 @@ class PagePool:
             if self._owners[page] == 0:
                 self._free.append(page)
         return len(self._free) - before
+
+
+class Promise:
+    """Pages promised to the rows of one call together: as beams, they share pages, copy them and give them back."""
+
+    def __init__(self, pool: PagePool) -> None:
+        """Promise nothing yet."""
+        self._pool = pool
+        self._pages: int | None = None
+
+    @contextmanager
+    def held(self, pages: int) -> Iterator[None]:
+        """Promise ``pages`` for the block.
+
+        Raises:
+            OutOfPagesError: fewer are available.
+        """
+        self._pool.reserve(pages)
+        self._pages = pages
+        try:
+            yield
+        finally:
+            left, self._pages = self._pages, None
+            self._pool.give_back((), left)
+
+    @contextmanager
+    def drawn_on(self) -> Iterator[None]:
+        """Let the block's rows take from the promise, where one is held, and promise again what they give back.
+
+        Others have as many pages available as before, unless the rows take more than was promised.
+        """
+        if self._pages is None:
+            yield
+            return
+        pool = self._pool
+        with pool.lock:
+            before = pool.available
+            pool.give_back((), self._pages)
+            try:
+                yield
+            finally:
+                self._pages = max(0, pool.available - before)
+                pool.reserve(self._pages)
 
 
 class Row:
@@ -205,6 +255,24 @@ class Row:
             self.pages.append(self._take())
         return copy
 
+    def begin_as(self, other: Row, tokens: int) -> int:
+        """Have the first tokens of a row that is about to store them, in the same pages; this one is empty so far.
+
+        Args:
+            other: an empty row with room for them, which grows by them before this row is computed, or with it.
+            tokens: how many both begin with; shared are as many as fill pages, and at least one is not.
+
+        Returns:
+            How many are shared.
+        """
+        full = (tokens - 1) // self._pool.page_size
+        while len(other.pages) < full:
+            other.pages.append(other._take())
+        self._pool.share(other.pages[:full])
+        self.pages = other.pages[:full]
+        self.length = self.position = full * self._pool.page_size
+        return self.length
+
     def _unshare(self) -> PageCopy:
         """Give the last page a copy of its own."""
         copy = PageCopy(self.pages[-1], self._take())
@@ -231,7 +299,7 @@ class Row:
         """Undo all growth since ``mark``, and the promises made for it; a page that was copied stays the row's own."""
         length, pages = mark
         self.shrink(self.length - length)
-        extra = self._reserved + len(self.pages) - pages
+        extra = max(0, self._reserved + len(self.pages) - pages)  # fewer where others hold some of the pages
         self._pool.give_back((), reserved=extra)
         self._reserved -= extra
 

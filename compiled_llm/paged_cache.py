@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from compiled_llm.additions import Addition, additions, with_additions, without_changes
 from compiled_llm.checks import check_range
+from compiled_llm.interrupts import held
 from compiled_llm.page_table import Row
 from compiled_llm.runner import Runner
 
@@ -96,6 +97,7 @@ class PagedCache(Cache):
         self.runner = runner
         self.stored = _NOTHING
 
+    @held()
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """Return a cache that goes its own way from here; pages are shared, not copied."""
         copy = PagedCache(self.runner.fork(), len(self.layers))
@@ -140,6 +142,7 @@ class PagedCache(Cache):
             out[:, seat, :, torch.from_numpy(np.flatnonzero(self.stored[seat])).to(out.device)] = row
         return out
 
+    @held()
     def close(self) -> None:
         """Give all pages back."""
         self.runner.close()
@@ -149,6 +152,7 @@ class PagedCache(Cache):
         """Forget all tokens and give their pages back; the cache can be used again."""
         self.close()
 
+    @held()
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of every row, and give back the pages that only they took.
 
@@ -163,9 +167,10 @@ class PagedCache(Cache):
         left = self.seen + tokens_to_remove
         if left < 0:
             raise ValueError(f"crop: tokens_to_remove={tokens_to_remove} and the cache was given {self.seen} tokens")
-        for row, length in zip(self.runner.rows, self.stored[:, :left].sum(axis=1).tolist(), strict=True):
-            row.rewind(length)
-            row.settle()
+        with self.runner.promise.drawn_on():
+            for row, length in zip(self.runner.rows, self.stored[:, :left].sum(axis=1).tolist(), strict=True):
+                row.rewind(length)
+                row.settle()
         self.stored = self.stored[:, :left]
         if not left:
             self.close()
@@ -194,6 +199,7 @@ class PagedCache(Cache):
         """
         self._select(indices)
 
+    @held()
     def _select(self, indices: Tensor) -> None:
         seats = np.arange(len(self.stored))[_host(indices)]
         self.runner.select(seats.tolist())
@@ -222,24 +228,27 @@ class PagedCache(Cache):
         stored = self.stored if self.seen else np.zeros((len(rows), 0), dtype=bool)
         for row, addition in zip(rows, additions, strict=True):
             row.rewind(addition.kept)
+        positions = [row.position for row in rows]
         self.stored = without_changes(stored, additions)
         try:
             yield rows
         except BaseException:
-            for row, addition in zip(rows, additions, strict=True):
-                row.rewind(addition.kept)
+            for row, addition, row.position in zip(rows, additions, positions, strict=True):
+                row.shrink(row.length - addition.kept)
             if not self.seen:
                 self.close()
             raise
         finally:
-            for row in rows:
-                row.settle()
+            with self.runner.promise.drawn_on():
+                for row in rows:
+                    row.settle()
         self.stored = with_additions(stored, additions, last)
 
     def count(self, tokens: int) -> None:
         """Note that every row has stored ``tokens`` more."""
         self.stored = np.pad(self.stored, ((0, 0), (0, tokens)), constant_values=True)
 
+    @held()
     def forward(
         self,
         input_ids: Tensor | None,

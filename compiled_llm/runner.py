@@ -19,8 +19,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_llm.interrupts import held
 from compiled_llm.journal import Replan
-from compiled_llm.page_table import Row
+from compiled_llm.page_table import Promise, Row
 from compiled_llm.paged_model import PagedModel
 from compiled_llm.prefill import Extension
 from compiled_llm.sampling import Sampling
@@ -33,6 +34,7 @@ class Runner:
     Attributes:
         rows: the rows whose prompts have been admitted, in the order of ``step``'s forced tokens and ``logits``.
         steps: how many steps have been launched.
+        promise: pages that the rows may take together, while a call holds it.
     """
 
     def __init__(self, paged: PagedModel) -> None:
@@ -41,6 +43,7 @@ class Runner:
         self._thread = paged.thread
         self.rows: list[Row] = []
         self.steps = 0
+        self.promise = Promise(paged.pool)
         self._pending: list[tuple[Row, NDArray[np.int64], Sampling | None]] = []
         # The rows in the order in which the device holds their next tokens: in _tokens, or where that is None in the
         # decode buffers.
@@ -170,9 +173,10 @@ class Runner:
         old = list(self.rows)
         rows = [old[index] if index == seat else old[index].fork() for seat, index in enumerate(indices)]
         self.rows[:] = rows
-        for row in old:
-            if row not in rows:
-                row.free()
+        with self.promise.drawn_on():
+            for row in old:
+                if row not in rows:
+                    row.free()
 
     def fork(self) -> Runner:
         """Return a runner of its own with the same rows; pages are shared, not copied."""
@@ -377,13 +381,16 @@ class Runner:
         """Grow rows for the block, which learns whether pages were copied; if it fails, they shrink again."""
         marks = [row.mark() for row in rows]
         try:
-            copies = [copy for row, count in zip(rows, counts, strict=True) if (copy := row.grow(count)) is not None]
-            if copies:
-                self._paged.copy_pages(copies)
+            with held(), self.promise.drawn_on():
+                grown = [row.grow(count) for row, count in zip(rows, counts, strict=True)]
+                copies = [copy for copy in grown if copy is not None]
+                if copies:
+                    self._paged.copy_pages(copies)
             yield bool(copies)
         except BaseException:
-            for row, mark in zip(rows, marks, strict=True):
-                row.restore(mark)
+            with held(), self.promise.drawn_on():
+                for row, mark in zip(rows, marks, strict=True):
+                    row.restore(mark)
             raise
 
     def _seat(self, bucket: int, tokens: Tensor | None, cause: Replan) -> None:
@@ -405,6 +412,7 @@ class Runner:
         return dict(zip(rows, readback.result().tolist(), strict=True))
 
 
+@held()
 def _free(rows: list[Row]) -> None:
     for row in rows:
         row.free()

@@ -309,7 +309,7 @@ PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "beyond the pages": (
         {"input_ids": torch.full((3, 20), 3), "max_new_tokens": 130},
-        r"max_new_tokens=130: 3 rows of up to 150 tokens need 114 pages of 4 tokens, and 100 of 100 are free "
+        r"max_new_tokens=130: 3 rows of up to 150 tokens need 106 pages of 4 tokens, and 100 of 100 are free "
         r"\(400 tokens\).*kv_memory",
     ),
     "no new token": ({"input_ids": ids([[3, 4]]), "max_new_tokens": 0}, "max_new_tokens"),

@@ -104,6 +104,7 @@ QUESTION_MASKS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("loop", ["fast loop", "processed loop"])
 @pytest.mark.parametrize("mask", QUESTION_MASKS)
 def test_a_chat_goes_on_in_our_loops_with_huggingfaces_tokens(mask, loop, models, inputs, computed):
@@ -184,6 +185,7 @@ def test_a_token_hidden_later_is_as_if_it_had_never_been_there(models, inputs):
     assert wrapped.compiled.stats().generate_calls == {"fast loop": 2}
 
 
+@pytest.mark.core
 def test_two_live_caches_do_not_disturb_each_other(models):
     chats = [[Chat(model, mixed_prompts(lengths, 128, 1)) for model in models] for lengths in ([5, 3], [7, 2, 4])]
     for _ in range(3):
@@ -290,6 +292,7 @@ def cropped_and_repeated(cache: Any) -> None:
 CHANGES = [reordered, kept_in_order, repeated, selected, selected_by_mask, cropped, cropped_and_repeated]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_changes_a_cache_changes_it_as_huggingfaces(change: Callable[[Any], None], models):
     caches = [DynamicCache(config=models[0].config), models[1].compiled.new_cache()]
@@ -363,6 +366,7 @@ def test_cropping_counts_masked_tokens_and_gives_pages_back(models, inputs):
     assert_account_is_empty(wrapped)
 
 
+@pytest.mark.core
 def test_a_deep_copy_shares_pages_and_goes_its_own_way(models, inputs):
     plain, wrapped = models
     inputs["attention_mask"][:] = 1

@@ -55,6 +55,7 @@ def assert_equal_where_seen(ours: Any, theirs: Any, mask: Tensor) -> None:
     assert not ours.logits[~seen].any()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("use_cache", [False, True, None])
 @pytest.mark.parametrize("padding", masks())
 def test_logits_are_huggingfaces_with_any_padding(padding, use_cache, models, ids):
@@ -94,6 +95,7 @@ def test_logits_are_kept_where_asked(keep, models, ids):
     assert_account_is_empty(models[1])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("padding", masks())
 def test_the_loss_is_huggingfaces(padding, models, ids):
     wrapped = models[1]
@@ -113,6 +115,7 @@ def test_the_loss_is_huggingfaces(padding, models, ids):
     assert_account_is_empty(wrapped)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("padding", masks())
 def test_embeddings_take_the_place_of_tokens(padding, models, ids):
     plain, wrapped = models
@@ -183,6 +186,7 @@ def test_what_finds_no_room_runs_in_huggingfaces_forward(models):
     assert_account_is_empty(wrapped)
 
 
+@pytest.mark.core
 def test_the_cache_of_a_forward_goes_on_as_huggingfaces_would(models, ids):
     mask, caches = masks()["left"], []
     more = torch.randint(3, 128, (3, 4))
@@ -232,6 +236,7 @@ ORIGINAL = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_what_pages_cannot_give_is_huggingfaces_own_counted_and_said_once(name, ids, caplog):
     models = pair(attn_implementation="eager")
@@ -307,6 +312,7 @@ def with_adapters(model: PreTrainedModel) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+@pytest.mark.core
 def test_low_rank_training_of_a_wrapped_model_is_huggingfaces_and_its_tokens_follow(models, ids):
     plain, wrapped = models
     before = greedy(wrapped, {"input_ids": ids}, 8)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from compiled_llm.kv_cache import bucket_for, buckets_up_to
-from compiled_llm.page_table import NULL_PAGE, OutOfPagesError, PagePool, Row, Span, build_table
+from compiled_llm.page_table import NULL_PAGE, OutOfPagesError, PagePool, Promise, Row, Span, build_table
 
 pytestmark = pytest.mark.core
 
@@ -151,6 +151,60 @@ class Pages(RuleBasedStateMachine):
         assert (self.pool.account(), self.pool.available) == before
         assert (fork.length, fork.position, fork.pages) == (row.length, row.position, row.pages)
         self.rows[fork] = list(self.rows[row])
+
+    @precondition(lambda self: any(not text for text in self.rows.values()))
+    @rule(data=st.data(), fails=st.booleans())
+    def begin_as_another(self, data: st.DataObject, fails: bool) -> None:
+        leader = data.draw(st.sampled_from([row for row, text in self.rows.items() if not text]))
+        if not leader.limit:
+            return
+        tokens = data.draw(st.integers(1, leader.limit))
+        row = Row(self.pool, 0)
+        shared = row.begin_as(leader, tokens)
+        assert tokens - self.size <= shared < tokens
+        assert self.pool.pages_for(tokens) - shared // self.size == row.missing(tokens)
+        self.rows[row] = []
+        if fails or row.missing(tokens) > self.pool.available:
+            marks = leader.mark(), row.mark()
+            leader.grow(tokens)
+            leader.restore(marks[0])
+            row.restore(marks[1])
+            for own in (leader, row) if data.draw(st.booleans()) else (row, leader):
+                own.shrink(own.length)
+            return
+        self.write(leader, tokens)
+        self.rows[row] = self.rows[leader][:shared]
+        self.write(row, tokens - shared)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), promised=st.integers(0, 24))
+    def grow_fork_and_free_under_a_promise(self, data: st.DataObject, promised: int) -> None:
+        promise, before = Promise(self.pool), self.pool.available
+        if promised > before:
+            with pytest.raises(OutOfPagesError), promise.held(promised):
+                pass
+            assert self.pool.available == before
+            return
+        with promise.held(promised):
+            for _ in range(data.draw(st.integers(1, 4))):
+                row, available = data.draw(st.sampled_from(list(self.rows))), self.pool.available
+                left = promise._pages or 0
+                tokens = data.draw(st.integers(0, 12))
+                more = row.missing(row.length + tokens)
+                try:
+                    with promise.drawn_on():
+                        self.write(row, tokens)
+                except OutOfPagesError:
+                    assert more > left + available
+                    more = 0
+                assert self.pool.available == available - max(0, more - left)
+                with promise.drawn_on():
+                    fork = row.fork()
+                    fork.free()
+                    if data.draw(st.booleans()):
+                        row.free()
+                        self.rows[row] = []
+                assert self.pool.available == available - max(0, more - left)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())

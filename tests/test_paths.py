@@ -39,6 +39,7 @@ def unwrapped(call: Any, plain: Any) -> Any:
         pytest.skip(f"transformers itself cannot do it: {error}")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
 def test_a_feature_takes_the_path_on_the_page_with_huggingfaces_result(name: str) -> None:
     feature = CASES[name]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, pipeline
+import transformers
+from transformers import GenerationConfig, PreTrainedModel, pipeline
 
 import compiled_llm
 from conftest import tiny_qwen3
@@ -36,6 +37,7 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 # ---- pipelines and chats
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "options",
     [{}, {"batch_size": 2}, {"num_beams": 2}, {"return_full_text": False}],
@@ -78,8 +80,26 @@ def test_a_chat_template_goes_straight_into_generate(models):
     assert models[1].compiled.stats().generate_calls == {"fast loop": 1}
 
 
+@pytest.mark.core
 def test_generate_batch_is_huggingfaces(models):
     assert models[1].generate_batch.__func__ is models[0].generate_batch.__func__
+
+
+def test_generate_batch_writes_what_it_writes_unwrapped(models):
+    small = getattr(transformers, "ContinuousBatchingConfig", None)
+    if small is None:
+        pytest.skip("this transformers sizes its batches by the machine's memory")
+    config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts, texts = [[5, 6, 7], [9, 10, 11, 12]], []
+    for model in models:
+        sizes = small(num_blocks=32, max_batch_tokens=32)
+        out = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=sizes)
+        texts.append([out[key].generated_tokens for key in sorted(out)])
+    assert texts[1] == texts[0]
+    assert set(models[1].compiled.stats().forward_calls) == {"original"}
+    inputs = mixed_prompts([4, 9], 128, 0)
+    torch.testing.assert_close(greedy(models[1], inputs, 5), greedy(models[0], inputs, 5))
+    assert models[1].compiled.stats().generate_calls == {"fast loop": 1}
 
 
 # ---- threads
@@ -109,6 +129,7 @@ MODES: list[Callable[[PreTrainedModel, int], Any]] = [
 ]
 
 
+@pytest.mark.core
 def test_all_modes_at_once_from_several_threads(models):
     plain, wrapped = models
     jobs = [(mode, seed) for seed in range(3) for mode in MODES]
@@ -167,6 +188,7 @@ def more_tokens(model: PreTrainedModel) -> None:
 CHANGES = [convert, convert_and_back, load, load_assigned, train_a_step, tie, new_head, more_tokens]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_tokens_and_logits_follow_a_change(change, mode, seed):

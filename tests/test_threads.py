@@ -353,15 +353,16 @@ def turn_is_taken_and_given_away(turn: Turn) -> None:
                 pass
 
 
-def interrupted_at(moment: int, function: Callable[[], None]) -> bool:
-    """Press Ctrl-C at a call or return inside a function; whether there were as many."""
+def interrupted_at(moment: int, function: Callable[[], Any], files: tuple[str, ...] = ("",)) -> bool:
+    """Press Ctrl-C at a call or return inside a function and these files; whether there were as many."""
     passed = 0
 
-    def press(*_: Any) -> None:
+    def press(frame: Any, *_: Any) -> None:
         nonlocal passed
-        passed += 1
-        if passed == moment:
-            signal.raise_signal(signal.SIGINT)
+        if frame.f_code.co_filename.endswith(files):
+            passed += 1
+            if passed == moment:
+                signal.raise_signal(signal.SIGINT)
 
     sys.setprofile(press)
     try:
@@ -384,6 +385,67 @@ def test_ctrl_c_at_every_call_and_return_leaves_the_turn_free_and_ctrl_c_as_it_w
         assert (_State.allowed, _State.pending) == (True, False), moment
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert moment > 50
+
+
+BOOKS = ("page_table.py", "paged_cache.py", "runner.py", "interrupts.py")
+
+
+def test_ctrl_c_at_every_call_and_return_of_a_forward_leaves_whole_books(model, executor, seed):
+    """Pages are shared, copied, taken and given back; whatever happened of it, the cache goes on and is whole."""
+    if executor is DeviceThread:
+        pytest.skip("the books of a step are kept on another thread")
+    plain, moment = tiny_qwen3(eos_token_id=None), seed % 4
+    first, more = torch.randint(3, 128, (2, 6)), torch.randint(3, 128, (4, 3))
+    plain.requires_grad_(False)
+    model.requires_grad_(False)
+    kept = model(first).past_key_values
+    used = model.compiled.stats().pages.used
+
+    def turn_of_a_chat(cache: Any) -> None:
+        cache.batch_repeat_interleave(2)
+        model(more[:, :1], past_key_values=cache)
+        model(more[:, 1:], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 1, 2, 0]))
+        cache.crop(-2)
+
+    done = False
+    while not done:
+        moment += 4
+        cache = copy.deepcopy(kept)
+        done = not interrupted_at(moment, lambda cache=cache: turn_of_a_chat(cache), BOOKS)
+        pool = model.compiled.paged().pool
+        rows = [*kept.runner.rows, *cache.runner.rows]
+        owned = [page for row in rows for page in row.pages]
+        assert all(pool._owners[page] == owned.count(page) for page in range(1, pool.total + 1)), moment
+        assert pool.available == pool.total - len(set(owned)), moment
+        for row, stored in zip(cache.runner.rows, cache.stored, strict=True):
+            assert row.length == row.position == stored.sum(), moment
+            assert len(row.pages) == pool.pages_for(row.length), moment
+        assert (_State.allowed, _State.pending) == (True, False), moment
+        cache.close()
+        assert model.compiled.stats().pages.used == used
+    assert moment > 100
+    expected = plain(torch.cat([first, more[:2]], dim=1)).logits[:, 6:]
+    torch.testing.assert_close(model(more[:2], past_key_values=kept).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.core
+def test_ctrl_c_on_the_device_thread_waits_for_what_is_held_there():
+    thread, begun, written = DeviceThread(torch.device("cpu")), threading.Event(), []
+
+    def book() -> None:
+        with held():
+            begun.set()
+            for _ in range(50):
+                time.sleep(0.01)
+            written.append("whole")
+        while True:
+            time.sleep(0.01)
+
+    threading.Thread(target=lambda: begun.wait() and press_ctrl_c()).start()
+    with pytest.raises(KeyboardInterrupt):
+        thread.call(book)
+    assert written == ["whole"]
 
 
 def test_a_handler_of_the_users_own_keeps_ctrl_c(model, seed):
