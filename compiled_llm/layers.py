@@ -169,9 +169,13 @@ def inner_hooks(model: PreTrainedModel) -> frozenset[tuple[int, int]]:
 
     They are compiled along with their modules, and Dynamo's guards do not notice when they change.
     """
+    # Looked at in every call: ``modules()`` takes several times as long.
+    inner = [module for module in model._modules.values() if module is not None]
+    for module in inner:
+        inner.extend(filter(None, module._modules.values()))
     return frozenset(
         (id(module), hook)
-        for module in model.modules()
-        if module is not model and (module._forward_hooks or module._forward_pre_hooks)
+        for module in inner
+        if module._forward_hooks or module._forward_pre_hooks
         for hook in (*module._forward_hooks, *module._forward_pre_hooks)
     )
