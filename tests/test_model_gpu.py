@@ -494,6 +494,77 @@ def test_a_streamer_may_call_generate(inner: list[int], small: PreTrainedModel, 
     assert_account_is_empty(small)
 
 
+# ---- what a recording holds of the model
+
+
+def new_parameter(model: PreTrainedModel) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().roll(1, dims=0))
+
+
+def moved_data(model: PreTrainedModel) -> None:
+    weight = model.model.layers[0].self_attn.k_proj.weight  # one of three that are multiplied as one
+    weight.data = -weight.data
+
+
+def swapped_module(model: PreTrainedModel) -> None:
+    mlp = copy.deepcopy(model.model.layers[1].mlp)
+    with torch.no_grad():
+        mlp.down_proj.weight.neg_()
+    model.model.layers[1].mlp = mlp
+
+
+def in_place(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.roll(1, dims=0))
+
+
+def other_attribute(model: PreTrainedModel) -> None:
+    model.model.norm.variance_epsilon = 10.0
+
+
+CHANGES = [new_parameter, moved_data, swapped_module, in_place, other_attribute]
+
+
+class Changing(BaseStreamer):
+    """Changes the model once five tokens have arrived."""
+
+    def __init__(self, change: Callable[[], None]) -> None:
+        self.change, self.seen = change, 0
+
+    def put(self, value: Tensor) -> None:
+        self.seen += 1
+        if self.seen == 6:
+            self.change()
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("during", [False, True], ids=["between calls", "during a call"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_replay_never_reads_what_the_model_no_longer_has(
+    change: Callable[[PreTrainedModel], None], during: bool, seed: int
+) -> None:
+    """Logits of prefill and decode are those of a twin that was wrapped after the change."""
+    model = compiled_llm.wrap(small_qwen3(seed, tie_word_embeddings=False), **OPTIONS)
+    inputs = prompts_on_device([5, 18, 40], seed)
+    before = greedy(model, inputs, 12)
+    if during:
+        greedy(model, prompts_on_device([7], seed), 30, streamer=Changing(lambda: change(model)))
+    else:
+        change(model)
+    changed = small_qwen3(seed, tie_word_embeddings=False)
+    change(changed)
+    fresh = compiled_llm.wrap(changed, **OPTIONS)
+    tokens = greedy(model, inputs, 12)
+    assert not torch.equal(tokens, before)
+    torch.testing.assert_close(tokens, greedy(fresh, inputs, 12))
+    recorded_anew, _ = model.compiled.rerecordings()
+    assert (recorded_anew > 0) == (change is not in_place)
+    compiled_llm.unwrap(model)
+    compiled_llm.unwrap(fresh)
+
+
 # ---- no wait on the device
 
 
