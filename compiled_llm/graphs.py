@@ -48,8 +48,12 @@ class Recorder:
         # Nothing else ever runs on this stream: cuBLAS's workspace for it is allocated in a capture, from our pool,
         # and stays valid for as long as the graphs do.
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self.begin_anew()
         self.count = 0
+
+    def begin_anew(self) -> None:
+        """Take a new memory pool: one whose recordings are all gone cannot be recorded into again."""
+        self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, launch: Callable[[], T], guards: Callable[[], Guards]) -> Recording[T]:
         """Record what ``launch`` launches, which has run at least once before.

@@ -125,7 +125,7 @@ class PagedModel:
         self._recordings_before = cudagraph_recordings(self.device)
         self._recordings_meant = 0
         self._prefill_recordings = 0
-        self._forgotten = 0
+        self._lost: set[int | Shape] = set()
         self._moved: list[str] = []
         self._addresses: dict[str, dict[str, int]] = {}
         self._progress = ProgressDisplay(config.progress)
@@ -229,6 +229,7 @@ class PagedModel:
                     self.make_decode_ready(other)
                     break
         number = f" ({buckets.index(bucket) + 1} of {len(buckets)})"
+        waiting = 0 if bucket in self._lost else waiting
         with self._preparing(f"decode bucket {bucket}", waiting, number), self._recording(f"decode bucket {bucket}"):
             for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
                 self.upload([], bucket, None, "a bucket was prepared")
@@ -278,11 +279,13 @@ class PagedModel:
 
     def _forget_recordings(self) -> None:
         self._moved = self.moved_weights()
-        self._forgotten += len(self._decodes) + len(self._prefills)
         self._ready -= set(self._decodes)
+        self._lost |= {*self._decodes, *self._prefills}
         self._decodes.clear()
         self._prefills.clear()
         self._recorded_weights = None
+        if self._recorder is not None:
+            self._recorder.begin_anew()
 
     def memory(self) -> dict[str, int]:
         """Return where device memory went, in bytes."""
@@ -337,7 +340,7 @@ class PagedModel:
 
     def rerecordings(self) -> int:
         """Return how many CUDA graphs were recorded anew in the midst of steps, or have to be."""
-        return self._forgotten + max(0, self.recordings() - self._recordings_meant)
+        return len(self._lost) + max(0, self.recordings() - self._recordings_meant)
 
     def moved_weights(self) -> list[str]:
         """Return the parameters and buffers that no longer lie where a CUDA graph was recorded to read them."""
@@ -459,6 +462,7 @@ class PagedModel:
         self.make_prefill_ready()
         largest = max(shape.tokens for shape in new)
         none = np.zeros(0, dtype=np.int64)
+        waiting = 0 if self._lost.issuperset(new) else waiting
         with self._preparing(f"prefill of up to {largest} tokens", waiting):
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
                 self._replay_prefill(shape, [], none, none)

@@ -293,7 +293,7 @@ class Runner:
 
     # ---- on the device thread
 
-    def _launch(self, forced: Tensor | None, unchanged: bool) -> None:
+    def _launch(self, forced: Tensor | None, unchanged: bool = False) -> None:
         if self._pending:
             rows, tokens = self._prefill_pending()
         elif self.rows:
