@@ -152,6 +152,8 @@ class PagedModel:
 
     def _check_weights(self) -> None:
         """See that fused weights lie as the programs read them; those that cannot any more are compiled apart."""
+        if self._sampler is not None:
+            self._sampler.fit(logits_width(self._require_model()))
         if self.weights.intact():
             return
         with self._switch.paged(self.thread.caller):

@@ -32,6 +32,17 @@ class Sampler:
             mark_static(table)
         self._free = list(range(self._greedy))
 
+    def fit(self, vocabulary: int) -> None:
+        """Follow a model whose vocabulary has changed."""
+        old = self.tables.seen
+        if old.shape[1] == vocabulary:
+            return
+        with torch.inference_mode(False):
+            seen = torch.zeros(len(old), vocabulary, dtype=torch.bool, device=old.device)
+            both = min(vocabulary, old.shape[1])
+            seen[:, :both] = old[:, :both]
+        self.tables = self.tables._replace(seen=mark_static(seen))
+
     @property
     def nbytes(self) -> int:
         """Size of the tables, in bytes."""

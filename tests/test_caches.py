@@ -168,7 +168,7 @@ def test_a_chat_that_samples_stays_in_the_fast_loop_and_follows_the_seed(models,
     assert torch.equal(*texts)
     assert models[1].compiled.stats().generate_calls == {"fast loop": 8}
     sampler = models[1].compiled.paged().sampler
-    assert len(sampler._free) == sampler._padding
+    assert len(sampler._free) == sampler._greedy
     del cache, out
     assert_all_given_back(models[1])
 

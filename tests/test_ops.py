@@ -487,7 +487,7 @@ def test_attention_refuses_what_does_not_fit(attend, changes, message):
     ("place", "wrong", "message"),
     [
         (0, torch.zeros(11), r"logits must be \[B, V\]"),
-        (0, torch.zeros(2, 11, dtype=torch.float64), r"logits must be.*float64"),
+        (0, torch.zeros(2, 11, dtype=torch.int64), r"logits must be.*int64"),
         (1, torch.zeros(2), r"uniform must be \[2\] torch.float64.*float32"),
         (2, torch.zeros(3, dtype=torch.int64), r"slots must be \[2\]"),
         (4, torch.zeros(3, dtype=torch.int64), r"top_k must be \[3\] torch.int32"),
