@@ -58,8 +58,8 @@ class Peer:
         while self._receive().get("mark") != mark:
             pass
 
-    def ask(self, workload: Workload, number: int) -> Timing:
-        """Let the worker run a workload with prompts that depend on ``number``."""
+    def ask(self, workload: Workload, number: int) -> dict[str, Any]:
+        """Let the worker run a workload with prompts that depend on ``number``; returns what it measured."""
         request = {
             "batch": workload.batch,
             "prompt": workload.prompt,
@@ -78,7 +78,7 @@ class Peer:
             answer = self._receive()
         if answer["tokens"] != workload.batch * workload.new:
             raise RuntimeError(f"{answer['tokens']} tokens came instead of {workload.batch * workload.new}")
-        return Timing(answer["first"], answer["total"])
+        return answer
 
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -126,13 +126,14 @@ class PeerSession:
         self.versions = peer.versions
 
     def prepare(self, workload: Workload) -> None:
-        """Run twice; the engine has compiled and recorded when it was loaded."""
+        """Run twice; the engine has compiled most and recorded when it was loaded, the rest makes no sense as a time."""
         for _ in range(2):
-            self.run(workload)
+            self._peer.ask(workload, next(self._numbers))
 
     def run(self, workload: Workload) -> Timing:
         """Run once, with new prompts."""
-        return self._peer.ask(workload, next(self._numbers))
+        answer = self._peer.ask(workload, next(self._numbers))
+        return Timing(answer["first"], answer["total"])
 
     def memory(self) -> dict[str, int]:
         """An engine takes what it gets: nothing to compare."""
