@@ -126,7 +126,7 @@ class PeerSession:
         self.versions = peer.versions
 
     def prepare(self, workload: Workload) -> None:
-        """Run twice; the engine has compiled most and recorded when it was loaded, the rest makes no sense as a time."""
+        """Run twice; what the engine did not compile when it was loaded makes no sense as a time."""
         for _ in range(2):
             self._peer.ask(workload, next(self._numbers))
 
