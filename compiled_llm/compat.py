@@ -15,7 +15,7 @@
 | Inductor's ``trace`` options, the logger of ``_inductor.debug`` | its code, kernels by node | an API gives them |
 | ``custom_graph_pass`` of Inductor | a pass of ours in its graphs | torch documents it |
 | ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is | a graph says it |
-| Inductor's ``pre_grad_pass_timing`` | passes run before its cache is asked | torch < 2.14 decides alike |
+| Inductor's ``pre_grad_pass_timing`` | what a pass made of a graph is in its cache's key | passes always run first |
 | ``torch._C._storage_Use_Count`` | whether a weight's memory is nobody else's | storages say it |
 | ``_subclasses.FakeTensorMode`` | running a model without computing | torch documents it |
 | ``cpp_builder``, ``cache_dir_utils`` of Inductor | what ``doctor`` shows | torch reports it |

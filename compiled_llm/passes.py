@@ -44,10 +44,10 @@ class FusedProducts(CustomGraphPass):
         for stacks in map(self._weights.stacks, self._weights.groups):
             if not stacks or not all(map(is_one, stacks)):
                 continue
-            weights = [input_of(weight) for weight in stacks[0]]
-            for rows in {node.args[0]: None for node in calls if node.args[1] is weights[0]}:
-                products = [node for node in calls for weight in weights if node.args[:2] == (rows, weight)]
-                if [node.args[1] for node in products] == weights:
+            layers = list(zip(*[[input_of(entry) for entry in stack] for stack in stacks], strict=True))
+            for rows in {node.args[0]: None for node in calls if _parameters(node) == layers[0]}:
+                products = [node for node in calls if node.args[0] is rows and _parameters(node) in layers]
+                if list(map(_parameters, products)) == layers:
                     _fuse(graph, products, stacks)
 
     def uuid(self) -> bytes:
@@ -57,6 +57,11 @@ class FusedProducts(CustomGraphPass):
     def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
         """Be in a pickle what the cache keys this pass by: before torch 2.13 the cache pickles all options."""
         return bytes, (self.uuid(),)
+
+
+def _parameters(product: fx.Node) -> tuple[object, ...]:
+    """Return a product's weight, and its bias if it has one."""
+    return tuple(entry for entry in product.args[1:] if entry is not None)
 
 
 def _fuse(graph: fx.Graph, products: Sequence[fx.Node], stacks: Sequence[Sequence[Tensor]]) -> None:
