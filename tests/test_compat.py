@@ -220,3 +220,16 @@ def test_private_parts_of_torch_are_used_in_one_module_only():
             if private and file.name != "compat.py":
                 used[file.name] = private
     assert used == {}
+
+
+def test_inductor_knows_every_option_that_is_passed_to_it():
+    """Some are passed on CUDA alone, which this machine may not have."""
+    passed = {
+        "triton.cudagraphs",
+        "triton.enable_pdl",
+        "coordinate_descent_tuning",
+        "pre_grad_custom_pass",
+        "post_grad_custom_pre_pass",
+        *compat.before_cache_lookup(),
+    }
+    assert passed <= set(torch._inductor.list_options())
