@@ -19,8 +19,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation.stopping_criteria import (
+    ConfidenceCriteria,
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+from transformers.generation.streamers import (
+    AsyncTextIteratorStreamer,
+    BaseStreamer,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from compiled_llm.additions import Addition
@@ -33,6 +44,16 @@ from compiled_llm.sampling import NOT_A_TOKEN, Sampling, draw, new_seeds
 if TYPE_CHECKING:
     from compiled_llm.paged_model import PagedModel
     from compiled_llm.runtime import CompiledModel
+
+# What these do between steps is known; classes derived from them may do anything.
+_HARMLESS = (
+    ConfidenceCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+    AsyncTextIteratorStreamer,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 
 
 @dataclass(frozen=True)
@@ -234,9 +255,10 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
         for row, tokens, sampling in zip(rows, _begun(call, rows), settings, strict=True):
             runner.resume(row, tokens, sequences.most_new, sampling)
         ends: dict[Row, int] = {}
+        watched = sequences.may_change_model
         while not sequences.done:
             # The first step is the prefill, the second the first that decodes.
-            unchanged = runner.steps > 1 and not sequences.calls_back
+            unchanged = runner.steps > 1 and not watched
             chosen = runner.step(unchanged=unchanged) if runner.steps < sequences.most_new else runner.drain()
             if not chosen and not runner.asynchronous:
                 chosen = runner.drain()
@@ -369,9 +391,12 @@ class _Sequences:
         return bool(self._call.config.return_dict_in_generate and getattr(self._call.config, output))
 
     @property
-    def calls_back(self) -> bool:
-        """Whether code of the user's runs between steps."""
-        return bool(self._custom) or self._call.streamer is not None
+    def may_change_model(self) -> bool:
+        """Whether code runs between steps that nobody knows to leave the model alone."""
+        callbacks = [*self._custom, *([] if self._call.streamer is None else [self._call.streamer])]
+        return not all(
+            type(callback) in _HARMLESS or getattr(callback, "leaves_model_alone", False) for callback in callbacks
+        )
 
     @property
     def length(self) -> int:

@@ -226,6 +226,8 @@ def _counts(stats: Stats) -> str:
 class TimedStreamer:
     """Keep the time of tokens, and pass them on to another streamer. `generate` puts the prompt first."""
 
+    leaves_model_alone = True
+
     def __init__(self, streamer: BaseStreamer | None) -> None:
         self._streamer = streamer
         self._start = time.perf_counter()

@@ -41,7 +41,7 @@ class Weights:
     def __init__(self, model: nn.Module) -> None:
         """Remember them."""
         modules = list(model.modules())
-        self._children = [module._modules for module in modules]
+        self._children = [module._modules for module in modules if module._modules]
         self._tensors: list[dict[str, Any]] = [
             tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors
         ]

@@ -11,12 +11,15 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AsyncTextIteratorStreamer,
+    MaxTimeCriteria,
     PreTrainedTokenizerFast,
+    StoppingCriteriaList,
     TextIteratorStreamer,
     TextStreamer,
 )
 
 import compiled_llm
+from compiled_llm.runner import Runner
 from conftest import tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
@@ -125,3 +128,41 @@ def test_several_samples_of_each_prompt(wrapped, seed):
     assert out.shape == (6, 7 + 12)
     torch.testing.assert_close(out[:3, :7], inputs["input_ids"][:1].expand(3, -1))
     assert len({tuple(row) for row in out[:3].tolist()}) == 3, "each draws for itself"
+
+
+class Own(TextStreamer):
+    """May do anything."""
+
+
+class Harmless(TextStreamer):
+    leaves_model_alone = True
+
+
+def long_enough(ids: torch.Tensor, scores: object) -> torch.Tensor:
+    return torch.zeros(len(ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("streamer", "criteria", "watched"),
+    [
+        (None, [], False),
+        (TextStreamer, [], False),
+        (TextIteratorStreamer, [], False),
+        (Own, [], True),
+        (Harmless, [], False),
+        (TextStreamer, [long_enough], True),
+        (None, [MaxTimeCriteria(100.0)], False),
+    ],
+)
+def test_the_model_is_looked_at_again_after_code_that_may_have_changed_it(
+    streamer, criteria, watched, tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call's prefill and its first decode step look in any case."""
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4)
+    said, own = [], Runner.step
+    monkeypatch.setattr(
+        Runner, "step", lambda self, unchanged: (said.append(unchanged), own(self, unchanged=unchanged))[1]
+    )
+    options = {"streamer": None if streamer is None else streamer(tokenizer)}
+    greedy(model, mixed_prompts([5], 128, seed=0), 6, stopping_criteria=StoppingCriteriaList(criteria), **options)
+    assert said == [False, False, *[not watched] * 4]

@@ -73,7 +73,10 @@ class TokenClock:
     Attributes:
         now: the time in seconds.
         times: of each token.
+        leaves_model_alone: so that steps are not checked for changes after it.
     """
+
+    leaves_model_alone = True
 
     def __init__(self, now: Now = time.perf_counter) -> None:
         """Start without tokens."""
