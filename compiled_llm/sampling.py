@@ -28,7 +28,7 @@ from transformers.generation.logits_process import (
 )
 
 from compiled_llm_ops import NOT_A_TOKEN as NOT_A_TOKEN
-from compiled_llm_ops import sample_tokens
+from compiled_llm_ops import sample_tokens, uniform_numbers, uniform_of
 
 # The order in which HuggingFace applies them, which is ours too.
 _ORDER: tuple[type[LogitsProcessor], ...] = (
@@ -206,31 +206,9 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
         seeds: ``[B]`` int64, not negative.
         positions: ``[B]`` int64, not negative; another position gives another number.
     """
-    # The generator has a key of 32 bits: the seed's upper half goes into the counter.
-    high, low = philox(positions & _MASK, seeds >> 32, seeds & _MASK)
-    return ((high << 21) | (low >> 11)).double() * 2.0**-53
-
-
-_MASK = 0xFFFFFFFF
-_MULTIPLIER = 0xD256D193
-_WEYL = 0x9E3779B9
-
-
-def philox(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two words of Philox2x32-10 of the counter ``(low, high)`` under ``key``; all words in int64.
-
-    Source:
-        Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
-    """
-    for _ in range(10):
-        # A product of two 32-bit words in pieces of 16 bits, since 64 signed bits do not hold it.
-        below = (low & 0xFFFF) * _MULTIPLIER
-        above = (low >> 16) * _MULTIPLIER
-        product_high = (above + (below >> 16)) >> 16
-        product_low = (below + ((above & 0xFFFF) << 16)) & _MASK
-        low, high = product_high ^ key ^ high, product_low
-        key = (key + _WEYL) & _MASK
-    return low, high
+    if seeds.device.type == "cpu":  # whose compiler takes seconds over the rounds, in each program
+        return uniform_numbers(seeds, positions)
+    return uniform_of(seeds, positions)
 
 
 def upload_settings(tables: SamplingTables, slots: Sequence[int], settings: Sequence[Sampling]) -> None:

@@ -319,12 +319,17 @@ def linear_cases() -> list[tuple[Any, ...]]:
     return [(torch.randn(count, 5), weight) for count in (1, 4, 5)] + [(torch.randn(5, 3).T, weight)]
 
 
+def uniform_cases() -> list[tuple[Any, ...]]:
+    return [(torch.randint(2**62, (count,)), torch.randint(4096, (count,))) for count in (1, 5)]
+
+
 CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "append_paged_kv": append_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
     "sample_tokens": sample_cases,
     "skinny_linear": linear_cases,
+    "uniform_numbers": uniform_cases,
 }
 
 

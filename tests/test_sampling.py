@@ -14,9 +14,9 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 import compiled_llm
 from compiled_llm.page_table import PagePool, Row
 from compiled_llm.sampler import Sampler
-from compiled_llm.sampling import NOT_A_TOKEN, Sampling, choose, draw, philox, uniform
-from compiled_llm_ops import sample_tokens
-from compiled_llm_ops.sampling import smallest_kept
+from compiled_llm.sampling import NOT_A_TOKEN, Sampling, choose, draw, uniform
+from compiled_llm_ops import sample_tokens, uniform_numbers, uniform_of
+from compiled_llm_ops.sampling import philox, smallest_kept
 from conftest import tiny_qwen3
 from drawing import BRANCHES, arguments, assert_at, distribution, middles, warped
 from parity import assert_account_is_empty, greedy, mixed_prompts
@@ -186,6 +186,14 @@ def test_philox_gives_the_published_numbers():
     }
     for (low, high, key), words in known.items():
         assert tuple(int(word) for word in philox(*map(torch.tensor, (low, high, key)))) == words
+
+
+def test_uniform_numbers_are_the_same_in_one_op_and_in_operations_of_pytorch():
+    seeds, positions = torch.randint(2**62, (7, 300)), torch.randint(2**40, (7, 300))
+    assert torch.equal(uniform_numbers(seeds, positions), uniform_of(seeds, positions))
+    for wrong in (positions[:3], positions.int()):
+        with pytest.raises(ValueError, match="uniform_numbers: seeds and positions must be int64 of one shape"):
+            uniform_numbers(seeds, wrong)
 
 
 def test_uniform_numbers_are_uniform_and_others_for_each_seed_and_position():

@@ -8,7 +8,7 @@ from compiled_llm_ops.attention import paged_attention, paged_attention_lse
 from compiled_llm_ops.linear import skinny_linear
 from compiled_llm_ops.pages import append_paged_kv
 from compiled_llm_ops.plans import AttentionPlan, Geometry, PageTable, find_plan, register_plan
-from compiled_llm_ops.sampling import NOT_A_TOKEN, sample_tokens
+from compiled_llm_ops.sampling import NOT_A_TOKEN, sample_tokens, uniform_numbers, uniform_of
 
 __all__ = [
     "NOT_A_TOKEN",
@@ -22,4 +22,6 @@ __all__ = [
     "register_plan",
     "sample_tokens",
     "skinny_linear",
+    "uniform_numbers",
+    "uniform_of",
 ]
