@@ -5,11 +5,13 @@ Shapes: B rows, T packed tokens, K kv heads, D head dimension, P pages, S page s
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,14 +90,20 @@ def allocate_pages(
     On a CPU the operating system backs memory with pages only once it is written, so a large pool costs what is used.
     """
     pages = [
-        torch.zeros((count, 2, layer.kv_heads, page_size, stored_head_dim(layer, device)), dtype=dtype, device=device)
-        for layer in layers
+        _zeros((count, 2, layer.kv_heads, page_size, stored_head_dim(layer, device)), dtype, device) for layer in layers
     ]
     for tensor in pages:
         mark_static(tensor)
         # P depends on what memory is free; built into the code, it would make every start a cold one.
         torch._dynamo.mark_dynamic(tensor, 0)
     return pages
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # PyTorch writes its zeros; NumPy asks the operating system for memory that is zero.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def mark_static(tensor: Tensor) -> Tensor:

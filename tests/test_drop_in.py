@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import logging
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -631,3 +632,15 @@ def test_a_paged_cache_crops_and_resets(models, inputs):
     assert_account_is_empty(wrapped)
     torch.testing.assert_close(wrapped(input_ids=ids, past_key_values=cache).logits, whole)
     cache.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory is resident")
+def test_a_large_pool_on_a_cpu_takes_memory_only_where_it_is_written():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    model = compiled_llm.wrap(tiny_qwen3(), mode="eager", kv_memory="3GiB")
+    before = resident()
+    greedy(model, mixed_prompts([4, 30], 128, seed=0), 8)
+    assert model.compiled.stats().memory["pages"] > 2.9 * 2**30
+    assert resident() - before < 2**29
