@@ -23,6 +23,9 @@ import torch
 from compiled_llm.compat import adopt_cudagraph_trees
 from compiled_llm.interrupts import allowed, guarded_by, held
 
+_PATIENCE = 0.2
+"""Seconds: Ctrl-C pressed just before a wait begins does not end it."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -152,7 +155,8 @@ class DeviceThread:
             self._worker.put(job)
             try:
                 with allowed():
-                    job.done.wait()
+                    while not job.done.wait(timeout=_PATIENCE):
+                        pass
             except BaseException:
                 self._interrupt(job)
                 raise

@@ -74,9 +74,11 @@ class allowed:  # noqa: N801
     def __enter__(self) -> None:
         if _State.allowed or not _is_main_thread():
             return
-        check()
-        self._changed = True
         _State.allowed = True
+        if _State.pending:  # looked at last: what comes after this line is not held back any more
+            _State.allowed = False
+            check()
+        self._changed = True
 
     def __exit__(self, *_: object) -> None:
         if self._changed:

@@ -430,6 +430,35 @@ def test_ctrl_c_at_every_call_and_return_of_a_forward_leaves_whole_books(model, 
 
 
 @pytest.mark.core
+def test_ctrl_c_while_it_becomes_allowed_is_not_left_waiting():
+    """Pressed at each line of entering: it arrives before the block begins, which may wait for ever."""
+    lines = [line for _, _, line in allowed.__enter__.__code__.co_lines() if line is not None]
+    for number in sorted(set(lines))[1:]:
+        pressed, entered = [], []
+
+        def press(frame, event, argument, number=number, pressed=pressed):
+            if frame.f_code is allowed.__enter__.__code__:
+                if event == "line" and frame.f_lineno == number and not pressed:
+                    pressed.append(number)
+                    signal.raise_signal(signal.SIGINT)
+                return press
+            return None
+
+        sys.settrace(press)
+        try:
+            with held(), allowed():
+                sys.settrace(None)
+                entered.append(number)
+        except KeyboardInterrupt:
+            assert not entered, number
+        else:
+            assert not pressed, number
+        finally:
+            sys.settrace(None)
+        assert (_State.allowed, _State.pending) == (True, False)
+
+
+@pytest.mark.core
 def test_ctrl_c_on_the_device_thread_waits_for_what_is_held_there():
     thread, begun, written = DeviceThread(torch.device("cpu")), threading.Event(), []
 
