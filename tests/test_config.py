@@ -52,7 +52,7 @@ IMPOSSIBLE_MEMORY = [
     *(0.0, -0.1, 1.1, 8.0, math.nan, math.inf, 0, -1, True, False),
     *("", "8", "GiB", "-8GiB", "0GiB", "0.1B", "8 TokenS per row", "0 tokens", "1.5 tokens", "8PiB", "1.2.3GB", "50%"),
     *(".GB", ".", "..GB", ". tokens", "1e3 tokens", "8GiB 20000 tokens"),
-    *([8], {"tokens": 8}, object()),
+    *([8], {"tokens": 8}, 8j),
 ]
 
 

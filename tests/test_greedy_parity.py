@@ -135,6 +135,7 @@ def all_cores() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_cores")
 def test_real_weights(demo_model_dir, seed):
     from compiled_llm.loading import load
