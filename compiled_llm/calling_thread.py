@@ -1,4 +1,4 @@
-"""Running compiled calls on the thread that asks for them, where no graph belongs to a thread."""
+"""Running compiled calls on the thread that asks for them, where no recording belongs to a thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -25,9 +25,11 @@ class CallingThread:
     def __init__(self, device: torch.device) -> None:
         """Start idle."""
         self._device = device
+        self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._lock = threading.RLock()
         self._caller: int | None = None
         self._aside: DeviceThread | None = None
+        self._stream: torch.cuda.Stream | None = None
         _executors.add(self)
 
     @property
@@ -47,13 +49,23 @@ class CallingThread:
                     return function(*args, **kwargs)
             self._caller = threading.get_ident()
             try:
+                self._follow_last_call()
                 if inside_torch_modes():
                     self._aside = self._aside or DeviceThread(self._device)
                     return self._aside.call(function, *args, **kwargs)
-                with _plain_world(), allowed():
+                with self._on_device, _plain_world(), allowed():
                     return function(*args, **kwargs)
             finally:
                 self._caller = None
+
+    def _follow_last_call(self) -> None:
+        """Let the caller's CUDA stream wait for that of the last call: buffers and pages are shared by all streams."""
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def rest(self) -> None:
         """Wait for the running call, and let other threads begin none."""
@@ -63,9 +75,19 @@ class CallingThread:
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-@contextmanager
-def _plain_world() -> Iterator[None]:
+def _plain_world() -> AbstractContextManager[None]:
     """Leave the caller's gradient mode, inference mode and autocast: graphs are compiled for one world."""
+    # Mostly there is nothing to leave: HuggingFace's ``generate`` computes no gradients.
+    plain = torch.is_autocast_cache_enabled() and not (
+        torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
+    )
+    return nullcontext() if plain else _outside()
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
     casting = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
     caching = torch.is_autocast_cache_enabled()
     for device in casting:

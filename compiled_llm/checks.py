@@ -109,7 +109,8 @@ def check_prompt(
         ValueError: they are empty, of a float type, out of range, or a row is all padding.
     """
     check_ids(input_ids)
-    lowest, highest = (int(value) for value in input_ids.aminmax())
+    # On the host: each question to a CUDA device takes as long as all the answers that a copy has.
+    lowest, highest = (int(value) for value in input_ids.cpu().aminmax())
     check_range(lowest, highest, cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
     if attention_mask is not None:
         _check_mask(input_ids, attention_mask, continues)
@@ -153,7 +154,7 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, continues: bool) -> N
             f"attention_mask: {_shape(attention_mask)} does not fit input_ids of {_shape(input_ids)}; give a "
             "tensor of the same shape, 0 where a token is padding"
         )
-    if attention_mask.dim() == 2 and bool((hidden := (attention_mask == 0).all(dim=1)).any()):
+    if attention_mask.dim() == 2 and bool((hidden := (attention_mask.cpu() == 0).all(dim=1)).any()):
         raise ValueError(f"attention_mask: row {int(hidden.nonzero()[0])} is all padding; leave it out of the batch")
 
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, cast
@@ -198,7 +199,7 @@ def _huggingfaces_loop(
     call = _call(wrapped, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, None)
     if call is None:
         return run()
-    runtime, needed = call.runtime, call.pages_needed_by_huggingface(call.runtime.paged())
+    runtime, needed = call.runtime, call.pages_needed_by_huggingface()
 
     def run_in_turn() -> Any:
         wrapped._took("compiled forward", reason or generation_config.get_generation_mode(None).value)
@@ -228,7 +229,7 @@ def _call(
 def _own_loop_in_turn(wrapped: WrappedModel, call: loop.Call) -> Any:
     """Run one of our loops once no other runs."""
     run = functools.partial(_own_loop, wrapped, call)
-    return _in_turn(wrapped, call, run, call.most_new, call.pages_needed(call.runtime.paged()))
+    return _in_turn(wrapped, call, run, call.most_new, call.pages_needed())
 
 
 def _in_turn(wrapped: WrappedModel, call: loop.Call, run: Callable[[], Any], most_new: int, needed: int) -> Any:
@@ -244,7 +245,7 @@ def _in_turn(wrapped: WrappedModel, call: loop.Call, run: Callable[[], Any], mos
     Raises:
         ValueError: it does not fit the model, the batch size or the pages.
     """
-    model, paged, cache = cast(PreTrainedModel, wrapped), call.runtime.paged(), call.cache
+    model, paged, cache = cast(PreTrainedModel, wrapped), call.paged, call.cache
     fresh = not cache.seen
     try:
         with held(), call.runtime.turn.taken(fits=lambda: needed <= paged.pool.available):
@@ -330,7 +331,7 @@ def _original_path(
         (getattr(generation_config, "speculation_type", None) == "dflash", "speculation_type='dflash'"),
         (layers != len(cast(WrappedModel, model).compiled.layers), "drafting with some of the layers"),
         (bool(others), f"model inputs that pages do not cover ({', '.join(others)})"),
-        (mask is not None and bool((mask[:, -1] == 0).any()), "right padding"),
+        (mask is not None and bool((mask[:, -1].cpu() == 0).any()), "right padding"),
         (torch.is_autocast_enabled(model.device.type), "autocast"),
     )
     return next((reason for holds, reason in reasons if holds), None)
@@ -346,6 +347,9 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         @functools.wraps(base.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return _forward(base.forward, self, args, kwargs)
+
+        # ``generate`` asks for it several times a call, and would unwrap HuggingFace's decorators each time.
+        forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
 
         def reduce_ex(self: Any, protocol: int) -> Any:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}

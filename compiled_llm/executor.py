@@ -12,6 +12,7 @@ from typing import ParamSpec, Protocol, TypeVar
 import torch
 
 from compiled_llm.calling_thread import CallingThread
+from compiled_llm.config import Mode
 from compiled_llm.device_thread import DeviceThread
 
 P = ParamSpec("P")
@@ -30,11 +31,13 @@ class Executor(Protocol):
         ...
 
 
-def executor_for(device: torch.device) -> Executor:
+def executor_for(device: torch.device, mode: Mode) -> Executor:
     """Return an executor for calls on ``device``.
 
-    CUDA graphs belong to the thread that recorded them, so a thread of our own runs them there. On the CPU it is
-    the caller's: OpenMP gives each thread a team of workers, and once there are more of them than cores, all sleep
-    between any two loops, which halves the speed.
+    Cudagraph trees belong to the thread that recorded them, so a thread of our own runs them. All else runs on the
+    caller's: to wake another and wait for it costs a step more than to launch it does. On a CPU it would halve the
+    speed: OpenMP gives each thread a team of workers, and once there are more of them than cores, all sleep between
+    any two loops.
     """
-    return DeviceThread(device) if device.type == "cuda" else CallingThread(device)
+    trees = mode == "reduce-overhead" and device.type == "cuda"
+    return DeviceThread(device) if trees else CallingThread(device)

@@ -5,18 +5,18 @@ Shapes: B rows, Q tokens a row, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from compiled_llm.checks import check_ids, check_ready
-from compiled_llm.layers import inner_hooks
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.paged_model import max_positions_of
 from compiled_llm.runtime import CompiledModel
@@ -34,14 +34,18 @@ _IGNORED_LABEL = -100
 
 def named(own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call's arguments by name, without those that are None."""
-    names = list(inspect.signature(own).parameters)[1:]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(_parameters(own)[1:], args, strict=False)), **kwargs}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def ignored(own: Callable[..., Any]) -> frozenset[str]:
     """Return the inputs that tokenizers make and this ``forward`` takes without looking at them."""
-    return frozenset({"token_type_ids"}.difference(inspect.signature(own).parameters))
+    return frozenset({"token_type_ids"}.difference(_parameters(own)))
+
+
+@functools.lru_cache(maxsize=16)  # of classes that may come and go
+def _parameters(own: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(own).parameters)
 
 
 def obstacle(own: Callable[..., Any], model: PreTrainedModel, given: Mapping[str, Any]) -> str | None:
@@ -81,7 +85,7 @@ def _obstacles(own: Callable[..., Any], model: PreTrainedModel, given: Mapping[s
         yield "training mode"
     if torch.is_grad_enabled() and _wants_gradients(model, given):
         yield "gradients"
-    if inner_hooks(model):
+    if cast(CompiledModel, model.compiled).hooks.of(model):
         yield "hooks on inner modules"
     yield from _input_obstacles(model, given)
 
@@ -194,7 +198,7 @@ def _checked_forward(runtime: CompiledModel, cache: PagedCache, given: Mapping[s
         given.get("position_ids"),
         given.get("logits_to_keep", 0),
         None if embeddings is None else embeddings.to(model.device),
-        counts_unmasked=_counts_unmasked(model),
+        counts_unmasked=runtime.counts_unmasked,
     )
 
 
@@ -212,14 +216,6 @@ def _foreign() -> ValueError:
     return ValueError(
         "past_key_values: this PagedCache belongs to another model, or to this one before it was moved, converted "
         "or hooked; begin with model.compiled.new_cache(), or with none"
-    )
-
-
-def _counts_unmasked(model: PreTrainedModel) -> bool:
-    """Whether the model, given no positions, counts unmasked tokens (OPT does) rather than columns."""
-    return any(
-        isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(type(module).forward).parameters
-        for module in model.modules()
     )
 
 

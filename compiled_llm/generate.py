@@ -9,6 +9,7 @@ Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -140,10 +141,14 @@ class Call:
         return [row.length for row in self.additions]
 
     @cached_property
+    def ids(self) -> NDArray[np.int64]:
+        """``input_ids`` on the host."""
+        return self.input_ids.cpu().numpy().astype(np.int64)
+
+    @cached_property
     def tokens(self) -> list[NDArray[np.int64]]:
         """The tokens that are new in each row, on the host."""
-        ids = self.input_ids.cpu().numpy().astype(np.int64)
-        return [own[row.columns - self.first] for own, row in zip(ids, self.additions, strict=True)]
+        return [own[row.columns - self.first] for own, row in zip(self.ids, self.additions, strict=True)]
 
     @cached_property
     def leaders(self) -> list[int]:
@@ -168,23 +173,28 @@ class Call:
         """How many tokens a loop of HuggingFace's may store beyond the last; draft models keep to it."""
         return max(0, (self.config.prompt_lookup_num_tokens or 0) - 1)
 
-    def pages_needed(self, paged: PagedModel) -> int:
+    @property
+    def paged(self) -> PagedModel:
+        """The model's device side."""
+        return self.cache.runner.paged
+
+    def pages_needed(self) -> int:
         """Return how many pages our loops may need beyond those that the cache has."""
         if not self.cache.runner.rows:
             common = [0 if leads == seat else self.lengths[seat] - 1 for seat, leads in enumerate(self.leaders)]
-            return pages_needed(paged, self.lengths, self.most_new, common)
+            return pages_needed(self.paged, self.lengths, self.most_new, common)
         return sum(row.missing(length, kept) for row, length, kept in self._grown(self.most_new))
 
-    def pages_needed_by_huggingface(self, paged: PagedModel) -> int:
+    def pages_needed_by_huggingface(self) -> int:
         """Return how many pages a loop of HuggingFace's may need, whose beams go on from each other."""
         most, beams = self.most_new + self.drafted, self.config.num_beams or 1
         if not self.cache.runner.rows:
             copies = 1 if self.embedded else max(beams, self.config.num_return_sequences or 1)
             common = [length if seat % copies else 0 for seat, length in enumerate(self.lengths)]
-            return pages_needed(paged, self.lengths, most, common)
+            return pages_needed(self.paged, self.lengths, most, common)
         if beams == 1:
             return sum(row.missing(length, kept) for row, length, kept in self._grown(most))
-        pool = paged.pool
+        pool = self.paged.pool
         return sum(pool.pages_for(length) - kept // pool.page_size for _, length, kept in self._grown(most))
 
     def _grown(self, most_new: int) -> list[tuple[Row, int, int]]:
@@ -374,9 +384,11 @@ class _Sequences:
         self.generated = 0
         self._call = call
         self._ids = torch.empty((batch, self._prompt + self.most_new), dtype=torch.int64)
-        self._ids[:, : self._prompt] = call.input_ids
-        self._unfinished = np.ones(batch, dtype=bool)
-        self._eos = [entry.eos_token_id.cpu().numpy() for entry in call.criteria if isinstance(entry, EosTokenCriteria)]
+        self._columns = self._ids.numpy()
+        self._columns[:, : self._prompt] = call.ids
+        self._running = set(range(batch))
+        eos = [entry.eos_token_id.tolist() for entry in call.criteria if isinstance(entry, EosTokenCriteria)]
+        self._eos = frozenset(itertools.chain(*eos))
         # Without an EOS criterion HuggingFace lets a row that another criterion ended run on, unpadded.
         self._pads = any(hasattr(entry, "eos_token_id") for entry in call.criteria)
         pad = call.config._pad_token_tensor
@@ -406,7 +418,7 @@ class _Sequences:
     @property
     def done(self) -> bool:
         """Whether every row has ended."""
-        return self.generated == self.most_new or not self._unfinished.any()
+        return self.generated == self.most_new or not self._running
 
     def record(self, scores: Tensor, logits: Tensor) -> None:
         """Keep a step's scores and logits where the caller asked for them."""
@@ -417,26 +429,26 @@ class _Sequences:
 
     def append(self, tokens: Sequence[int]) -> list[int]:
         """Take one token a row; return the rows that this ended and that need no more steps."""
-        before = self._unfinished.copy()
-        step = np.array(tokens, dtype=np.int64)
-        for row in np.flatnonzero(before & (step == NOT_A_TOKEN)):
-            raise RuntimeError(
-                f"row {row}: no token can be chosen after {self.generated} new ones, because its logits are NaN or all "
-                "-inf; check the weights and their dtype, or the logits processors that mask tokens"
-            )
-        if self._pads:
-            step[~before] = self.pad_token
-        self._ids[:, self.length] = torch.from_numpy(step)
+        running = self._running
+        if NOT_A_TOKEN in tokens:
+            for row in sorted(row for row in running if tokens[row] == NOT_A_TOKEN):
+                raise RuntimeError(
+                    f"row {row}: no token can be chosen after {self.generated} new ones, because its logits are NaN or "
+                    "all -inf; check the weights and their dtype, or the logits processors that mask tokens"
+                )
+        if self._pads and len(running) < len(tokens):
+            tokens = [token if row in running else self.pad_token for row, token in enumerate(tokens)]
+        self._columns[:, self.length] = tokens
         self.generated += 1
-        for eos in self._eos:
-            self._unfinished &= ~np.isin(step, eos)
+        ended = set() if self._eos.isdisjoint(tokens) else {row for row in running if tokens[row] in self._eos}
         for entry in self._custom:
             ids = self.result()
-            ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device) | entry(ids, self._scores)
-            self._unfinished &= ~ended.cpu().numpy()
+            flags = torch.zeros(len(ids), dtype=torch.bool, device=ids.device) | entry(ids, self._scores)
+            ended.update(flags.nonzero().flatten().tolist())
         if self._call.streamer is not None:
-            self._call.streamer.put(torch.from_numpy(step))
-        return np.flatnonzero(before & ~self._unfinished).tolist() if self._pads else []
+            self._call.streamer.put(torch.tensor(tokens))
+        self._running = running - ended
+        return sorted(running & ended) if self._pads else []
 
     def last(self) -> Tensor:
         """``[B]`` int64 on the host: the last token of each row."""

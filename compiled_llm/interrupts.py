@@ -19,6 +19,8 @@ class _State:
 
     allowed = True
     pending = False
+    handles = False
+    """Whether ``held`` has put its handler in the place of Python's own."""
 
 
 class _Workers(threading.local):
@@ -46,15 +48,17 @@ def held() -> Iterator[None]:
     if not _is_ours_to_hold():
         yield
         return
-    before, outermost = _State.allowed, not _is_installed()
+    before, outermost = _State.allowed, not _State.handles
     try:
         _State.allowed = False
         if outermost:
             signal.signal(signal.SIGINT, _on_interrupt)
+            _State.handles = True
         yield
     finally:
         try:
             if outermost:
+                _State.handles = False
                 signal.signal(signal.SIGINT, signal.default_int_handler)
         finally:
             _State.allowed = before
@@ -107,9 +111,6 @@ def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _is_installed() -> bool:
-    return signal.getsignal(signal.SIGINT) is _on_interrupt
-
-
 def _is_ours_to_hold() -> bool:
-    return _is_main_thread() and (_is_installed() or signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    # What is inside ``held`` asks without a look at the handler, which takes as long as all the rest.
+    return _is_main_thread() and (_State.handles or signal.getsignal(signal.SIGINT) is signal.default_int_handler)

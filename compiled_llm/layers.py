@@ -164,18 +164,9 @@ def accepts_logits_to_keep(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
-def inner_hooks(model: PreTrainedModel) -> frozenset[tuple[int, int]]:
-    """Return what identifies the forward hooks on the model's inner modules.
-
-    They are compiled along with their modules, and Dynamo's guards do not notice when they change.
-    """
-    # Looked at in every call: ``modules()`` takes several times as long.
-    inner = [module for module in model._modules.values() if module is not None]
-    for module in inner:
-        inner.extend(filter(None, module._modules.values()))
-    return frozenset(
-        (id(module), hook)
-        for module in inner
-        if module._forward_hooks or module._forward_pre_hooks
-        for hook in (*module._forward_hooks, *module._forward_pre_hooks)
+def counts_unmasked(model: PreTrainedModel) -> bool:
+    """Whether the model, given no positions, counts unmasked tokens (OPT does) rather than columns."""
+    return any(
+        isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(type(module).forward).parameters
+        for module in model.modules()
     )

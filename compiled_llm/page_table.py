@@ -247,8 +247,9 @@ class Row:
         """
         copies = tokens > 0 and self._writes_into_shared(self.length)  # asked once: other threads may fork and free
         missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._reserved) + copies
-        self._pool.reserve(missing)
-        self._reserved += missing
+        if missing:
+            self._pool.reserve(missing)
+            self._reserved += missing
         copy = self._unshare() if copies else None
         self.length += tokens
         while len(self.pages) * self._pool.page_size < self.length:

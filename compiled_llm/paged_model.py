@@ -1,6 +1,6 @@
 """A model's device side: pages, buffers, plans and programs, and who is in the decode buffers at the moment.
 
-Everything here runs on the model's device thread.
+Everything here runs in the model's executor.
 
 Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen, V
 vocabulary, S page size.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,7 +38,7 @@ from compiled_llm.kv_cache import (
     pages_to_allocate,
     reserved_bytes,
 )
-from compiled_llm.layers import Layer, inner_hooks
+from compiled_llm.layers import Layer
 from compiled_llm.page_table import HostTable, PageCopy, PagePool, Row, build_table
 from compiled_llm.plan import Planner, attention_groups
 from compiled_llm.prefill import Extension, Packed, Shape, chunks, null_extension, pack, padded, recorded_shape
@@ -93,7 +93,6 @@ class PagedModel:
         """
         self.config = config
         self.device = model.device
-        self.fits = self.fingerprint(model)
         self.thread = thread
         self.journal = Journal() if journal is None else journal
         self._model = weakref.ref(model)
@@ -133,11 +132,6 @@ class PagedModel:
         self._sampler: Sampler | None = None
         self._graph_bytes = 0
         self._owner: weakref.ref[Runner] | None = None
-
-    @staticmethod
-    def fingerprint(model: PreTrainedModel) -> tuple[Hashable, ...]:
-        """Return what must not change: where the model is, of what type, and the hooks compiled into its graphs."""
-        return model.device, model.dtype, inner_hooks(model)
 
     def is_of(self, model: PreTrainedModel) -> bool:
         """Whether this is the device side of ``model``."""

@@ -32,6 +32,7 @@ class Runner:
     """Runs a changing set of rows; several runners of one model take turns in its decode buffers.
 
     Attributes:
+        paged: the model's device side.
         rows: the rows whose prompts have been admitted, in the order of ``step``'s forced tokens and ``logits``.
         steps: how many steps have been launched.
         promise: pages that the rows may take together, while a call holds it.
@@ -39,7 +40,7 @@ class Runner:
 
     def __init__(self, paged: PagedModel) -> None:
         """Start without rows."""
-        self._paged = paged
+        self.paged = paged
         self._thread = paged.thread
         self.rows: list[Row] = []
         self.steps = 0
@@ -58,22 +59,22 @@ class Runner:
     @property
     def max_positions(self) -> int:
         """How many positions the model was made for."""
-        return self._paged.max_positions
+        return self.paged.max_positions
 
     @property
     def max_rows(self) -> int:
         """How many rows there can be."""
-        return self._paged.config.max_batch_size
+        return self.paged.config.max_batch_size
 
     @property
     def vocabulary(self) -> int:
         """How many token ids the model can take."""
-        return self._paged.vocabulary
+        return self.paged.vocabulary
 
     @property
     def asynchronous(self) -> bool:
         """Whether a step may still be running when ``step`` returns; else reading late gains nothing."""
-        return self._paged.device.type != "cpu"
+        return self.paged.device.type != "cpu"
 
     # ---- the three verbs
 
@@ -93,7 +94,7 @@ class Runner:
         given = np.asarray(prompt)
         if given.size == 0:
             raise ValueError("prompt is empty: give at least one token")
-        vocabulary = self._paged.vocabulary
+        vocabulary = self.paged.vocabulary
         if given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= vocabulary:
             raise ValueError(
                 f"prompt: token ids are integers from 0 to {vocabulary - 1}; got {given.dtype} from {given.min()} to "
@@ -180,17 +181,17 @@ class Runner:
 
     def fork(self) -> Runner:
         """Return a runner of its own with the same rows; pages are shared, not copied."""
-        runner = Runner(self._paged)
+        runner = Runner(self.paged)
         runner.rows += [row.fork() for row in self.rows]
         return runner
 
     def belongs_to(self, paged: PagedModel) -> bool:
         """Whether these rows lie in the pages of ``paged``."""
-        return self._paged is paged
+        return self.paged is paged
 
     def runs(self, model: PreTrainedModel) -> bool:
         """Whether these rows are of ``model``, as it is now or as it was."""
-        return self._paged.is_of(model)
+        return self.paged.is_of(model)
 
     # ---- around them
 
@@ -225,7 +226,7 @@ class Runner:
             OutOfPagesError: the pages are not free; nothing was taken.
         """
         self._check_room(len(self.rows) + 1)
-        row = Row(self._paged.pool, tokens)
+        row = Row(self.paged.pool, tokens)
         self.rows.append(row)
         return row
 
@@ -254,7 +255,7 @@ class Runner:
 
     def stored(self, layer: int) -> list[Tensor]:
         """Return ``[2, K, length, D]`` for each row: copies of a layer's keys and values."""
-        return self._thread.call(lambda: [self._paged.read(layer, row) for row in self.rows])
+        return self._thread.call(lambda: [self.paged.read(layer, row) for row in self.rows])
 
     def decode(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
         """Run one decode step of all rows with given tokens, and read nothing back.
@@ -271,7 +272,7 @@ class Runner:
     def unseat(self) -> None:
         """Take this runner's tokens out of the decode buffers, before another's move in."""
         if self._order and self._tokens is None:
-            self._tokens = self._paged.buffers.bucket(self._paged.bucket_for(len(self._order))).tokens.clone()
+            self._tokens = self.paged.buffers.bucket(self.paged.bucket_for(len(self._order))).tokens.clone()
         if self._logits is not None:
             self._logits = self._logits.clone()  # the next replay overwrites them
         self._left = []
@@ -309,7 +310,7 @@ class Runner:
         positions = [row.position + np.arange(len(tokens)) for row, tokens in zip(rows, ids, strict=True)]
         sampled = [(row, sampling) for row, _, sampling in self._pending if sampling is not None and row.slot is None]
         if sampled:
-            self._paged.sampler.admit([row for row, _ in sampled], [sampling for _, sampling in sampled])
+            self.paged.sampler.admit([row for row, _ in sampled], [sampling for _, sampling in sampled])
         self._logits, tokens = self._extend(rows, ids, positions, None)
         self._pending.clear()
         self._hold(rows, tokens.clamp(min=0))
@@ -325,7 +326,7 @@ class Runner:
     ) -> tuple[Tensor, Tensor]:
         batch = [Extension(*extension) for extension in zip(rows, ids, positions, strict=True)]
         with self._grown(rows, [len(extension.ids) for extension in batch]):
-            logits, tokens = self._paged.prefill(batch, keep, embeddings)
+            logits, tokens = self.paged.prefill(batch, keep, embeddings)
         for row, row_positions in zip(rows, positions, strict=True):
             row.position = int(row_positions[-1]) + 1
         return logits, tokens
@@ -345,7 +346,7 @@ class Runner:
         return self._logits.clone()
 
     def _decode(self, forced: Tensor | None, unchanged: bool = False) -> tuple[list[Row], Tensor]:
-        rows, paged = self.rows, self._paged
+        rows, paged = self.rows, self.paged
         bucket = paged.bucket_for(len(rows))
         cause: Replan = "rows joined, left or went back" if paged.owned_by(self) else "a call moved its rows in"
         paged.make_decode_ready(bucket, waiting=len(rows), unchanged=unchanged)
@@ -385,7 +386,7 @@ class Runner:
                 grown = [row.grow(count) for row, count in zip(rows, counts, strict=True)]
                 copies = [copy for copy in grown if copy is not None]
                 if copies:
-                    self._paged.copy_pages(copies)
+                    self.paged.copy_pages(copies)
             yield bool(copies)
         except BaseException:
             with held(), self.promise.drawn_on():
@@ -395,8 +396,8 @@ class Runner:
 
     def _seat(self, bucket: int, tokens: Tensor | None, cause: Replan) -> None:
         """Move this runner's rows, in their present order, into the decode buffers."""
-        self._paged.claim(self)
-        self._paged.upload(self.rows, bucket, tokens, cause)
+        self.paged.claim(self)
+        self.paged.upload(self.rows, bucket, tokens, cause)
 
     def _next_tokens(self) -> Tensor:
         seats = {row: seat for seat, row in enumerate(self._order)}
@@ -404,7 +405,7 @@ class Runner:
             raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
         if self._order == self.rows:
             return self._tokens[: len(self.rows)]
-        (order,) = self._paged.staging.to_device([np.array([seats[row] for row in self.rows], dtype=np.int64)])
+        (order,) = self.paged.staging.to_device([np.array([seats[row] for row in self.rows], dtype=np.int64)])
         return self._tokens[order]
 
     def _read(self) -> dict[Row, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
@@ -17,7 +17,8 @@ from compiled_llm.executor import executor_for
 from compiled_llm.fused import Group
 from compiled_llm.journal import Journal
 from compiled_llm.kv_cache import buckets_up_to
-from compiled_llm.layers import Layer
+from compiled_llm.layers import Layer, counts_unmasked
+from compiled_llm.modules import InnerHooks
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.paged_model import PagedModel
 from compiled_llm.prefill import recorded_shapes
@@ -36,6 +37,8 @@ class CompiledModel:
         config: the options given to ``wrap``.
         layers: the model's attention layers.
         groups: its linear layers that read one input.
+        hooks: those on its inner modules.
+        counts_unmasked: whether it numbers unmasked tokens where it is given no positions.
         attention: switches between paged attention and the model's own.
         turn: whose loop runs.
         counters: what ran where; read them through ``stats``.
@@ -66,8 +69,12 @@ class CompiledModel:
         self._forward = forward
         self.layers = list(layers)
         self.groups = list(groups)
+        self.hooks = InnerHooks()
+        self.counts_unmasked = counts_unmasked(model)
         self.attention = AttentionSwitch(model)
         self._paged: PagedModel | None = None
+        # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
+        self._made_for: tuple[Hashable, ...] = ()
         self._allocation = threading.Lock()
         self.turn = Turn()
 
@@ -151,16 +158,16 @@ class CompiledModel:
         model = self._model()
         assert model is not None
         with self._allocation:
-            paged = self._paged
-            if paged is None or paged.fits != PagedModel.fingerprint(model):
+            paged, fits = self._paged, (model.device, model.dtype, self.hooks.of(model))
+            if paged is None or fits != self._made_for:
                 if paged is not None:
                     self.journal.started_anew()
                 paged = self._paged = None  # its memory goes back first
                 check_placement(model, self.config)
-                thread = executor_for(model.device)
+                thread = executor_for(model.device, self.config.mode)
                 known = model, self._forward, self.layers, self.config, self.attention
                 paged = thread.call(PagedModel, *known, thread, self.journal, self.groups)
-                self._paged = paged
+                self._paged, self._made_for = paged, fits
             return paged
 
     def separate_weights(self) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from compiled_llm.compat import guards_for
+from compiled_llm.modules import Children, same
 
 
 class Guards:
@@ -41,25 +41,22 @@ class Weights:
     def __init__(self, model: nn.Module) -> None:
         """Remember them."""
         modules = list(model.modules())
-        self._children = [module._modules for module in modules if module._modules]
+        self._children = Children(modules)
         self._tensors: list[dict[str, Any]] = [
             tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors
         ]
         self._loose = [(vars(module), name) for module in modules for name in _tensor_attributes(module)]
-        self._known_modules, self._known_tensors = self._modules_now(), self._tensors_now()
+        self._known_tensors = self._tensors_now()
         self._existing = [tensor for tensor in self._known_tensors if tensor is not None]
         self._addresses = self._addresses_now()
 
     def hold(self) -> bool:
         """Whether all modules, parameters, buffers and tensors in attributes are the same, at the same addresses."""
         return (
-            _same(self._known_modules, self._modules_now())
-            and _same(self._known_tensors, self._tensors_now())
+            self._children.hold()
+            and same(self._known_tensors, self._tensors_now())
             and self._addresses == self._addresses_now()
         )
-
-    def _modules_now(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._children)))
 
     def _tensors_now(self) -> list[Tensor | None]:
         registered = chain.from_iterable(map(dict.values, self._tensors))
@@ -67,10 +64,6 @@ class Weights:
 
     def _addresses_now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._existing))
-
-
-def _same(before: list[Any], now: list[Any]) -> bool:
-    return len(before) == len(now) and all(map(is_, before, now))
 
 
 def _tensor_attributes(module: nn.Module) -> list[str]:

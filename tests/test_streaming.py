@@ -17,6 +17,7 @@ from transformers import (
     TextIteratorStreamer,
     TextStreamer,
 )
+from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.runner import Runner
@@ -128,6 +129,30 @@ def test_several_samples_of_each_prompt(wrapped, seed):
     assert out.shape == (6, 7 + 12)
     torch.testing.assert_close(out[:3, :7], inputs["input_ids"][:1].expand(3, -1))
     assert len({tuple(row) for row in out[:3].tolist()}) == 3, "each draws for itself"
+
+
+class Noting(BaseStreamer):
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append(f"streamer {value.dtype} {value.tolist()}")
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+    def criterion(self, ids: torch.Tensor, scores: object) -> torch.Tensor:
+        self.calls.append(f"criterion {ids.tolist()}")
+        return torch.full((len(ids),), ids.shape[1] == 9)
+
+
+def test_streamer_and_criteria_are_called_as_huggingface_calls_them(plain, wrapped, seed):
+    inputs, calls = mixed_prompts([5], 128, seed), ([], [])
+    for model, notes in zip((plain, wrapped), calls, strict=True):
+        streamer = Noting(notes)
+        greedy(model, inputs, 20, streamer=streamer, stopping_criteria=StoppingCriteriaList([streamer.criterion]))
+    assert calls[1] == calls[0]
+    assert len(calls[0]) == 1 + 2 * 4 + 1, "the prompt, four tokens, the end"
 
 
 class Own(TextStreamer):

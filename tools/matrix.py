@@ -5,7 +5,7 @@
 
 The environments are those with the label `matrix` in `tox.ini`. They run one at a time and are deleted afterwards:
 each takes several GB. Their output is kept in `build/matrix`. Interpreters that tox does not find on PATH count as
-absent; with pyenv, set `PYENV_VERSION=3.10.13:3.11.7:3.12.1:3.13.0`, or what else it has.
+absent; pyenv's are found in `~/.pyenv/versions/*/bin`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,56 @@
+"""The modules inside a model, looked at in every call: a walk over them takes longer than a step takes to launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+
+class Children:
+    """The modules that others hold, and whether they are still the same."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """Remember those that ``modules`` hold."""
+        self._children = [module._modules for module in modules if module._modules]
+        self._known = self._now()
+
+    def hold(self) -> bool:
+        """Whether none was added, removed or replaced."""
+        return same(self._known, self._now())
+
+    def _now(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._children)))
+
+
+class InnerHooks:
+    """The forward hooks on the modules inside a model, not on the model itself.
+
+    They are compiled along with their modules, and Dynamo's guards do not notice when they change.
+    """
+
+    def __init__(self) -> None:
+        """Look at nothing yet."""
+        self._children: Children | None = None
+        self._hooks: list[tuple[int, dict[int, Any]]] = []
+
+    def of(self, model: nn.Module) -> frozenset[tuple[int, int]]:
+        """Return what identifies each hook; the model is the same one each time."""
+        if self._children is None or not self._children.hold():
+            modules = list(model.modules())
+            self._children = Children(modules)
+            self._hooks = [
+                (id(module), hooks)
+                for module in modules
+                if module is not model
+                for hooks in (module._forward_hooks, module._forward_pre_hooks)
+            ]
+        return frozenset((module, hook) for module, hooks in self._hooks if hooks for hook in hooks)
+
+
+def same(before: list[Any], now: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(before) == len(now) and all(map(is_, before, now))
