@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,10 +25,32 @@ from compiled_llm.compat import adopt_cudagraph_trees
 from compiled_llm.interrupts import allowed, guarded_by, held
 
 _PATIENCE = 0.2
-"""Seconds: Ctrl-C pressed just before a wait begins does not end it."""
+"""Seconds: what came just before a wait began does not end it."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class _Flag:
+    """An event whose ``set`` an exception between any two instructions cannot tear apart, for one thread to wait for.
+
+    That of ``threading`` takes locks in Python.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        self.is_set = True
+        self._wake.put(None)
+
+    def wait(self) -> bool:
+        """Wait for a moment; whether it has been set."""
+        if not self.is_set:
+            with suppress(queue.Empty):
+                self._wake.get(timeout=_PATIENCE)
+        return self.is_set
 
 
 class _Job:
@@ -38,7 +61,7 @@ class _Job:
         self.stream = stream
         self.caller = threading.get_ident()
         self.started = False
-        self.done = threading.Event()
+        self.done = _Flag()
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -89,7 +112,7 @@ class _Worker:
     def interrupt(self, job: _Job) -> None:
         """Raise KeyboardInterrupt inside the job if it is running."""
         with self._guard, self._books:
-            if self.current is job and not job.done.is_set():
+            if self.current is job and not job.done.is_set:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
                 )
@@ -109,7 +132,7 @@ class _Worker:
 
     def _run_first(self) -> None:
         job = self._jobs[0]
-        if job.started and not job.done.is_set():  # interrupted before it could say so
+        if job.started and not job.done.is_set:  # interrupted before it could say so
             job.error = KeyboardInterrupt()
             job.done.set()
         if not job.started:
@@ -155,7 +178,7 @@ class DeviceThread:
             self._worker.put(job)
             try:
                 with allowed():
-                    while not job.done.wait(timeout=_PATIENCE):
+                    while not job.done.wait():
                         pass
             except BaseException:
                 self._interrupt(job)
@@ -172,7 +195,7 @@ class DeviceThread:
     def _interrupt(self, job: _Job) -> None:
         """Raise KeyboardInterrupt inside a running call and wait for it to stop; one not begun yet will not run."""
         job.function = _nothing
-        while job.started and not job.done.wait(timeout=0.2):
+        while job.started and not job.done.wait():
             self._worker.interrupt(job)
 
 
@@ -190,7 +213,7 @@ def _finish_running_calls() -> None:
     _exiting.set()
     for worker in _workers:
         job = worker.current
-        if job is not None:
-            job.done.wait()
+        while job is not None and not job.done.wait():
+            pass
         if time.monotonic() - worker.last_call < 1.0:
             time.sleep(0.1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextvars
 import copy
 import ctypes
+import dis
+import functools
 import json
 import signal
 import subprocess
@@ -14,6 +16,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -24,7 +28,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
-from compiled_llm import runtime
+from compiled_llm import device_thread, runtime
 from compiled_llm.calling_thread import CallingThread
 from compiled_llm.device_thread import DeviceThread
 from compiled_llm.interrupts import _State, allowed, held
@@ -544,6 +548,50 @@ def test_an_interrupt_that_comes_too_late_does_not_lose_the_next_call():
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt))
     future = start(lambda: thread.call(lambda: 7))
     assert future.result(timeout=10) == 7
+
+
+@pytest.mark.core
+def test_an_interrupt_at_any_instruction_with_which_a_call_ends_does_not_end_the_thread():
+    thread = DeviceThread(torch.device("cpu"))
+
+    def interrupted_at(moment: int) -> bool:
+        """Whether Python looks for interrupts so often from the end of what is called to that of the next call."""
+        seen: list[str] = []
+        last: dict[FrameType, str] = {}
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            if frame.f_code.co_filename not in (device_thread.__file__, threading.__file__):
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                # That is after calls, at the begin of functions and at the end of loops.
+                if last.get(frame, "").startswith(("CALL", "RESUME", "JUMP_BACKWARD")):
+                    seen.append(frame.f_code.co_name)
+                last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+                if len(seen) == moment:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        def job() -> int:
+            frame = sys._getframe()
+            while frame.f_code.co_name != "run":
+                frame = frame.f_back
+            frame.f_trace = trace
+            frame.f_trace_opcodes = True
+            sys.settrace(trace)
+            return 7
+
+        for function in (job, functools.partial(sys.settrace, None)):
+            with suppress(KeyboardInterrupt):
+                assert start(functools.partial(thread.call, function)).result(timeout=PATIENCE) in (7, None)
+        return len(seen) >= moment
+
+    moment = 1
+    while interrupted_at(moment):
+        assert start(lambda: thread.call(lambda: 8)).result(timeout=10) == 8, f"instruction {moment}"
+        moment += 1
+    assert moment > 5
 
 
 def test_a_device_thread_is_used_again_once_its_owner_is_gone():
