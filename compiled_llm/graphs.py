@@ -14,23 +14,26 @@ import torch
 
 from compiled_llm.watch import Guards
 
-T = TypeVar("T")
+Inputs = TypeVar("Inputs")
+Outputs = TypeVar("Outputs")
 
 
-class Recording(Generic[T]):
+class Recording(Generic[Inputs, Outputs]):
     """One recorded step.
 
     Attributes:
+        inputs: the tensors that it reads, to be filled before it is replayed.
         guards: what the compiled program inside takes for granted.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: T, guards: Guards) -> None:
-        """Keep the graph with the tensors that it writes."""
+    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: Inputs, outputs: Outputs, guards: Guards) -> None:
+        """Keep the graph with the tensors that it reads and writes."""
         self._graph = graph
         self._outputs = outputs
+        self.inputs = inputs
         self.guards = guards
 
-    def replay(self) -> T:
+    def replay(self) -> Outputs:
         """Launch on the current stream; returns the same tensors each time, overwritten."""
         self._graph.replay()
         return self._outputs
@@ -55,11 +58,14 @@ class Recorder:
         """Take a new memory pool: one whose recordings are all gone cannot be recorded into again."""
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, launch: Callable[[], T], guards: Callable[[], Guards]) -> Recording[T]:
+    def record(
+        self, launch: Callable[[], Outputs], inputs: Inputs, guards: Callable[[], Guards]
+    ) -> Recording[Inputs, Outputs]:
         """Record what ``launch`` launches, which has run at least once before.
 
         Args:
             launch: reads and writes tensors at fixed addresses only, and waits for nothing.
+            inputs: those among them that change from step to step.
             guards: returns what it took for granted.
 
         Raises:
@@ -70,4 +76,4 @@ class Recorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = launch()
         self.count += 1
-        return Recording(graph, outputs, guards())
+        return Recording(graph, inputs, outputs, guards())

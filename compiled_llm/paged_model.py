@@ -8,7 +8,6 @@ vocabulary, S page size.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,39 +21,31 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.attention import AttentionSwitch
-from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
 from compiled_llm.compile import PREFILL, PREFILL_EMBEDDED, Forward, PrefillInputs, Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import Executor
 from compiled_llm.fused import FusedWeights, Group
-from compiled_llm.graphs import Recorder, Recording
 from compiled_llm.journal import Journal, Replan
 from compiled_llm.kv_cache import (
     DecodeBuffers,
-    DecodeInputs,
     allocate_pages,
     bucket_for,
     buckets_up_to,
     pages_to_allocate,
-    reserved_bytes,
 )
 from compiled_llm.layers import Layer
 from compiled_llm.page_table import HostTable, PageCopy, PagePool, Row, build_table
 from compiled_llm.plan import Planner, attention_groups
 from compiled_llm.prefill import Extension, Packed, Shape, chunks, null_extension, pack, padded, recorded_shape
 from compiled_llm.progress import ProgressDisplay
+from compiled_llm.recordings import Key, Recordings, Step, StepInputs
 from compiled_llm.sampler import Sampler
 from compiled_llm.staging import Staging
-from compiled_llm.watch import Guards, Weights
+from compiled_llm.watch import Guards
 from compiled_llm_ops import PageTable
 
 if TYPE_CHECKING:
     from compiled_llm.runner import Runner
-
-logger = logging.getLogger("compiled_llm.graphs")
-
-Step = tuple[Tensor, Tensor]
-"""Logits, and the tokens chosen from them."""
 
 # Cudagraph trees run a new shape once as it is, record it on the second call and replay it from the third.
 _CALLS_TO_RECORD = 3
@@ -114,23 +105,10 @@ class PagedModel:
         )
         self._forward = forward
         self.programs = Programs(config, forward, self.device, self.weights)
-        own_graphs = config.mode == "cuda-graphs" and self.device.type == "cuda"
-        self._recorder = Recorder(self.device) if own_graphs else None
-        self._decodes: dict[int, Recording[Step]] = {}
-        self._prefills: dict[Shape, tuple[PrefillInputs, Recording[Step]]] = {}
-        self._recorded_weights: Weights | None = None
-        self.cudagraph_skips = 0
-        self.cudagraph_reasons: list[str] = []
-        self._recordings_before = cudagraph_recordings(self.device)
-        self._recordings_meant = 0
-        self._prefill_recordings = 0
-        self._lost: set[int | Shape] = set()
-        self._moved: list[str] = []
-        self._addresses: dict[str, dict[str, int]] = {}
+        self.recordings = Recordings(model, config.mode, self.device)
         self._progress = ProgressDisplay(config.progress)
         self._ready: set[int | str] = set()
         self._sampler: Sampler | None = None
-        self._graph_bytes = 0
         self._owner: weakref.ref[Runner] | None = None
 
     def is_of(self, model: PreTrainedModel) -> bool:
@@ -166,7 +144,7 @@ class PagedModel:
     def _start_anew(self) -> None:
         """Forget what was compiled and recorded; rows and pages stay."""
         self.programs = Programs(self.config, self._forward, self.device, self.weights)
-        self._forget_recordings()
+        self.recordings.forget()
         self._ready.clear()
 
     # ---- readiness: compile and record on null rows, never on somebody's tokens
@@ -215,7 +193,7 @@ class PagedModel:
         if unchanged and bucket in self._ready:
             return
         self._check_weights()
-        if bucket in self._ready and self._holds(self._decodes.get(bucket)):
+        if bucket in self._ready and self._holds(bucket):
             return
         self.claim(None)
         buckets = buckets_up_to(self.config.max_batch_size)
@@ -224,23 +202,17 @@ class PagedModel:
                 if self._distinct(other, other + 1):
                     self.make_decode_ready(other)
                     break
-        number = f" ({buckets.index(bucket) + 1} of {len(buckets)})"
-        waiting = 0 if bucket in self._lost else waiting
-        with self._preparing(f"decode bucket {bucket}", waiting, number), self._recording(f"decode bucket {bucket}"):
+        what, number = f"decode bucket {bucket}", f" ({buckets.index(bucket) + 1} of {len(buckets)})"
+        waiting = 0 if self.recordings.lost(bucket) else waiting
+        with self._preparing(what, waiting, number), self.recordings.accounted(what):
             for _ in range(_CALLS_TO_RECORD if self.programs.recorded else 1):
                 self.upload([], bucket, None, "a bucket was prepared")
                 self._launch_decode(bucket)
-            if self._recorder is not None:
-                inputs = self.buffers.bucket(bucket)
-                self._decodes[bucket] = self._record(lambda: self._launch_decode(bucket), inputs)
-        if self.replays:
+            if self.recordings.own:
+                self._record(bucket, lambda: self._launch_decode(bucket), self.buffers.bucket(bucket))
+        if self.recordings.replay:
             self.planner.freeze(bucket)
         self._ready.add(bucket)
-
-    @property
-    def replays(self) -> bool:
-        """Whether decode steps are replayed from CUDA graphs."""
-        return self.programs.recorded or self._recorder is not None
 
     @property
     def sampler(self) -> Sampler:
@@ -249,39 +221,25 @@ class PagedModel:
             self._sampler = Sampler(self.config.max_batch_size, logits_width(self._require_model()), self.device)
         return self._sampler
 
-    def _record(self, launch: Callable[[], Step], inputs: PrefillInputs | DecodeInputs) -> Recording[Step]:
+    def _record(self, key: Key, launch: Callable[[], Step], inputs: StepInputs) -> None:
         """Record a step that has run before."""
-        assert self._recorder is not None
         model = self._require_model()
-        if self._recorded_weights is None:
-            self._recorded_weights = Weights(model)
 
         def guards() -> Guards:
             with self._switch.paged(self.thread.caller):
                 return self.programs.guards(model, inputs, self.sampler.tables, self.pages)
 
-        return self._recorder.record(launch, guards)
+        self.recordings.record(key, launch, inputs, guards)
 
-    def _holds(self, recording: Recording[Step] | None) -> bool:
-        """Whether a recording may still be replayed; if not, all are forgotten."""
-        if recording is None:
+    def _holds(self, key: Key) -> bool:
+        """Whether a step, if it is recorded, may still be replayed; if not, all recordings are forgotten."""
+        if key not in self.recordings:
             return True
-        assert self._recorded_weights is not None
         with self._switch.paged(self.thread.caller):
-            if self._recorded_weights.hold() and recording.guards.hold():
+            if self.recordings.hold(key):
                 return True
-        self._forget_recordings()
+        self._ready -= self.recordings.forget()
         return False
-
-    def _forget_recordings(self) -> None:
-        self._moved = self.moved_weights()
-        self._ready -= set(self._decodes)
-        self._lost |= {*self._decodes, *self._prefills}
-        self._decodes.clear()
-        self._prefills.clear()
-        self._recorded_weights = None
-        if self._recorder is not None:
-            self._recorder.begin_anew()
 
     def memory(self) -> dict[str, int]:
         """Return where device memory went, in bytes."""
@@ -293,7 +251,7 @@ class PagedModel:
             "pages": sum(pages.nbytes for pages in self.pages),
             "workspace": self.planner.workspace_bytes,
             "buffers": self.buffers.nbytes + self._prefill_indices.nbytes + tables,
-            "graphs": self._graph_bytes,
+            "graphs": self.recordings.nbytes,
         }
 
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -313,43 +271,6 @@ class PagedModel:
         if waiting:
             cause = None if what == PREFILL_EMBEDDED else f"warmup did not name a batch size of {waiting}"
             self.journal.missed(what, waiting, time.perf_counter() - start, cause)
-
-    @contextmanager
-    def _recording(self, what: str) -> Iterator[None]:
-        """Count what the block takes from the allocator for good, and what it was asked to record and did not."""
-        nbytes, skips, recordings = reserved_bytes(self.device), cudagraph_skips(), self.recordings()
-        with cudagraph_messages() as messages:
-            yield
-        self.cudagraph_reasons += messages
-        logger.debug("graphs %s, %d recorded", self.graph_counts(), self.recordings())
-        self._graph_bytes += max(0, reserved_bytes(self.device) - nbytes)
-        self.cudagraph_skips += cudagraph_skips() - skips
-        self._recordings_meant += self.recordings() - recordings
-        if self.replays:
-            self._addresses[what] = self._weight_addresses()
-
-    def recordings(self) -> int:
-        """Return how many CUDA graphs of decode steps have been recorded."""
-        if self._recorder is not None:
-            return self._recorder.count - self._prefill_recordings
-        return max(0, cudagraph_recordings(self.device) - self._recordings_before)
-
-    def rerecordings(self) -> int:
-        """Return how many CUDA graphs were recorded anew in the midst of steps, or have to be."""
-        return len(self._lost) + max(0, self.recordings() - self._recordings_meant)
-
-    def moved_weights(self) -> list[str]:
-        """Return the parameters and buffers that no longer lie where a CUDA graph was recorded to read them."""
-        recorded = self._addresses.values()
-        return self._moved + [
-            name
-            for name, address in self._weight_addresses().items()
-            if name not in self._moved and any(then.get(name, address) != address for then in recorded)
-        ]
-
-    def _weight_addresses(self) -> dict[str, int]:
-        model = self._require_model()
-        return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
     def _what(self, program: str) -> str:
         if self.config.mode == "eager":
@@ -402,7 +323,7 @@ class PagedModel:
         wanted, chosen = len(keep), len(slots)
         shape = self._shape_to_replay(batch, keep, slots, embeddings)
         if shape is not None:
-            if shape not in self._prefills:
+            if shape not in self.recordings:
                 self.make_prefills_recorded([shape], waiting=len(batch))
             logits, tokens = self._replay_prefill(shape, batch, keep, slots)
             return logits[:wanted].clone(), tokens[:chosen].clone()  # the next replay overwrites them
@@ -452,21 +373,16 @@ class PagedModel:
             shapes: what they are padded to.
             waiting: how many rows a call has that waits for them.
         """
-        new = [shape for shape in shapes if shape not in self._prefills]
-        if self._recorder is None or not new:
+        new = [shape for shape in shapes if shape not in self.recordings]
+        if not (self.recordings.own and new):
             return
         self.make_prefill_ready()
         largest = max(shape.tokens for shape in new)
         none = np.zeros(0, dtype=np.int64)
-        waiting = 0 if self._lost.issuperset(new) else waiting
+        waiting = 0 if all(map(self.recordings.lost, new)) else waiting
         with self._preparing(f"prefill of up to {largest} tokens", waiting):
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
                 self._replay_prefill(shape, [], none, none)
-
-    @property
-    def prefill_recordings(self) -> int:
-        """How many CUDA graphs of prefills have been recorded."""
-        return self._prefill_recordings
 
     def _shape_to_replay(
         self,
@@ -476,7 +392,7 @@ class PagedModel:
         embeddings: Tensor | None,
     ) -> Shape | None:
         """Return the shape of a prefill that ends in one token a row, if it is one to record."""
-        if self._recorder is None or embeddings is not None or len(slots) != len(batch):
+        if not self.recordings.own or embeddings is not None or len(slots) != len(batch):
             return None
         return recorded_shape(sum(len(extension.ids) for extension in batch), len(batch), self.config.max_batch_size)
 
@@ -488,17 +404,14 @@ class PagedModel:
         keep = np.concatenate([keep, sum(len(extension.ids) for extension in batch) + np.arange(missing)])
         slots = np.concatenate([slots, self.sampler.slots([], missing)])
         packed, table = pack(padded(batch, shape, self.config.page_size), keep, slots, self.config.page_size)
-        known = self._prefills.get(shape)
-        if known is not None and self._holds(known[1]):
-            inputs, recording = known
-            self._upload_prefill(inputs, packed, table, shape)
+        if self._holds(shape) and (recording := self.recordings.get(shape)) is not None:
+            self._upload_prefill(cast(PrefillInputs, recording.inputs), packed, table, shape)
             return recording.replay()
         inputs = self._prefill_inputs(self.staging.to_device(packed))
         self._upload_prefill(inputs, packed, table, shape)
-        with self._recording(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
+        with self.recordings.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
             result = self._launch_prefill(inputs)
-            self._prefills[shape] = inputs, self._record(lambda: self._launch_prefill(inputs), inputs)
-        self._prefill_recordings += 1
+            self._record(shape, lambda: self._launch_prefill(inputs), inputs)
         self.planner.freeze_prefill(shape)
         return result
 
@@ -570,7 +483,7 @@ class PagedModel:
         Returns:
             ``[B, V]`` logits, and ``[B]`` int64, the next tokens; both overwritten by the next step.
         """
-        recording = self._decodes.get(bucket)
+        recording = self.recordings.get(bucket)
         return self._launch_decode(bucket) if recording is None else recording.replay()
 
     def _launch_decode(self, bucket: int) -> Step:

@@ -111,9 +111,9 @@ class CompiledModel:
             replans=paged.planner.replans,
             graphs=sum(graphs.values()),
             recompiles=sum(max(0, count - 1) for count in graphs.values()),
-            cudagraph_skips=paged.cudagraph_skips,
-            recordings=paged.thread.call(paged.recordings),
-            prefill_recordings=paged.prefill_recordings,
+            cudagraph_skips=paged.recordings.skips,
+            recordings=paged.thread.call(paged.recordings.decodes),
+            prefill_recordings=paged.recordings.prefills,
             buckets=paged.ready_buckets,
             pages=paged.pool.account(),
             page_size=self.config.page_size,
@@ -187,12 +187,14 @@ class CompiledModel:
 
     def cudagraph_reasons(self) -> list[str]:
         """Return what Inductor said of decode steps that it did not record."""
-        return [] if self._paged is None else self._paged.cudagraph_reasons
+        return [] if self._paged is None else self._paged.recordings.reasons
 
     def rerecordings(self) -> tuple[int, list[str]]:
         """Return how many CUDA graphs were recorded anew, and the weights that have moved since the first time."""
-        paged = self._paged
-        return (0, []) if paged is None else (paged.thread.call(paged.rerecordings), paged.moved_weights())
+        if self._paged is None:
+            return 0, []
+        recordings = self._paged.recordings
+        return self._paged.thread.call(recordings.anew), recordings.moved_weights()
 
     def runner(self) -> Runner:
         """Return a new runner."""

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import compiled_llm
 import planted
 from compiled_llm import compile as programs
-from compiled_llm import paged_model
+from compiled_llm import recordings
 from compiled_llm.commands import app
 from compiled_llm.explaining import timings
 from compiled_llm.explaining.report import Report
@@ -345,7 +345,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(paged.programs, "recorded", True)
     monkeypatch.setattr(paged.programs, "decode", decode)
-    monkeypatch.setattr(paged_model, "cudagraph_recordings", lambda device: len(seen) + len(model.anew))
+    monkeypatch.setattr(paged.recordings, "replay", True)
+    monkeypatch.setattr(recordings, "cudagraph_recordings", lambda device: len(seen) + len(model.anew))
     model.compiled.warmup([1, 2])
     return model
 
@@ -484,4 +485,4 @@ def test_steps_say_what_they_plan_record_and_take(caplog):
     with caplog.at_level("DEBUG", "compiled_llm"):
         greedy(model, mixed_prompts([3], 128, seed=0), 4)
     said = {(record.name, record.getMessage().split()[0]) for record in caplog.records}
-    assert said >= {("compiled_llm.plan", "decode"), ("compiled_llm.graphs", "graphs"), ("compiled_llm.pages", "page")}
+    assert said >= {("compiled_llm.plan", "decode"), ("compiled_llm.graphs", "decode"), ("compiled_llm.pages", "page")}

@@ -1,0 +1,178 @@
+"""What is kept of recordings, with a stand-in for CUDA graphs, which only a GPU has: a replay launches once more.
+
+A CUDA graph reads weights where they were; the stand-in raises an error where they no longer are.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+import compiled_llm
+from compiled_llm.graphs import Recording
+from compiled_llm.prefill import recorded_shape, recorded_shapes
+from compiled_llm.recordings import Recordings
+from compiled_llm.watch import Guards, Weights
+from conftest import tiny_qwen3
+from parity import assert_account_is_empty, greedy, mixed_prompts
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
+
+
+class StandIn(Recording[Any, Any]):
+    def __init__(self, weights: Weights, launch: Callable[[], Any], inputs: Any, outputs: Any, guards: Guards) -> None:
+        self.inputs, self.guards = inputs, guards
+        self._weights, self._launch, self._outputs = weights, launch, outputs
+
+    def replay(self) -> Any:
+        assert self._weights.hold(), "a replay would read weights where they no longer are"
+        for output, new in zip(self._outputs, self._launch(), strict=True):
+            output.copy_(new)
+        return self._outputs
+
+
+class StandInRecorder:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = weakref.ref(model)
+        self.count = 0
+
+    def begin_anew(self) -> None:
+        pass
+
+    def record(self, launch: Callable[[], Any], inputs: Any, guards: Callable[[], Guards]) -> StandIn:
+        self.count += 1
+        return StandIn(Weights(self._model()), launch, inputs, launch(), guards())
+
+
+@pytest.fixture(autouse=True)
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a CPU record as CUDA does."""
+    own = Recordings.__init__
+
+    def init(self: Recordings, model: PreTrainedModel, mode: str, device: torch.device) -> None:
+        own(self, model, mode, device)
+        self.own = self.replay = True
+        self._recorder = StandInRecorder(model)
+
+    monkeypatch.setattr(Recordings, "__init__", init)
+
+
+def plain(**overrides: Any) -> PreTrainedModel:
+    return tiny_qwen3(num_hidden_layers=1, eos_token_id=None, **overrides)
+
+
+def test_prefills_and_steps_are_recorded_once_and_give_huggingfaces_tokens(seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    batches = [5], [9, 4, 17], [9, 4, 17], [3, 3, 3, 20, 8]
+    for lengths in batches:
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 24), greedy(reference, inputs, 24))
+    stats = model.compiled.stats()
+    assert stats.buckets == [1, 4, 8]
+    shapes = {recorded_shape(sum(lengths), len(lengths), 8) for lengths in batches}
+    assert (stats.recordings, stats.prefill_recordings, stats.recompiles) == (3, len(shapes), 0)
+    assert_account_is_empty(model)
+
+
+def test_after_warmup_nothing_is_recorded(seed):
+    model = compiled_llm.wrap(plain(), **OPTIONS)
+    model.compiled.warmup([2])
+    before = model.compiled.stats()
+    assert before.recordings == 1
+    assert before.prefill_recordings == len(recorded_shapes(2, 8))
+    for lengths in ([5, 9], [40, 3], [1, 200]):
+        greedy(model, mixed_prompts(lengths, 128, seed), 20)
+    after = model.compiled.stats()
+    assert (after.recordings, after.prefill_recordings) == (before.recordings, before.prefill_recordings)
+    assert model.compiled.rerecordings() == (0, [])
+    assert (after.graphs, after.recompiles) == (2, 0)
+
+
+def new_parameter(model: PreTrainedModel) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().roll(1, dims=0))
+
+
+def moved_data(model: PreTrainedModel) -> None:
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    weight.data = -weight.data
+
+
+def swapped_module(model: PreTrainedModel) -> None:
+    mlp = copy.deepcopy(model.model.layers[0].mlp)
+    with torch.no_grad():
+        mlp.down_proj.weight.neg_()
+    model.model.layers[0].mlp = mlp
+
+
+def in_place(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.roll(1, dims=0))
+
+
+def other_attribute(model: PreTrainedModel) -> None:
+    model.model.layers[0].self_attn.scaling *= 4
+
+
+class Changing(BaseStreamer):
+    """Changes the model once three tokens have arrived."""
+
+    def __init__(self, change: Callable[[], None]) -> None:
+        self.change, self.seen = change, 0
+
+    def put(self, value: Tensor) -> None:
+        self.seen += 1
+        if self.seen == 4:
+            self.change()
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("during", [False, True], ids=["between calls", "during a call"])
+@pytest.mark.parametrize(
+    ("change", "moved"),
+    [
+        (new_parameter, ["lm_head.weight"]),
+        (moved_data, ["model.layers.0.self_attn.k_proj.weight"]),
+        (swapped_module, [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]),
+        (in_place, []),
+        (other_attribute, []),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_no_longer_holds_is_recorded_anew(change, moved, during, seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    inputs = mixed_prompts([5, 18], 128, seed)
+    before = greedy(model, inputs, 12)
+    if during:
+        greedy(model, mixed_prompts([7], 128, seed), 12, streamer=Changing(lambda: change(model)))
+    else:
+        change(model)
+    change(reference)
+    expected = greedy(reference, inputs, 12)
+    assert not torch.equal(expected, before)
+    torch.testing.assert_close(greedy(model, inputs, 12), expected)
+    anew, weights = model.compiled.rerecordings()
+    assert (anew > 0) == (change is not in_place)
+    assert weights == moved
+    assert_account_is_empty(model)
+
+
+def test_a_recording_that_fails_leaves_the_next_call_whole(monkeypatch, seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    inputs = mixed_prompts([5, 9], 128, seed)
+    with monkeypatch.context() as patched:
+        patched.setattr(StandInRecorder, "record", lambda *_: (_ for _ in ()).throw(RuntimeError("no capture")))
+        with pytest.raises(RuntimeError, match="no capture"):
+            greedy(model, inputs, 12)
+    assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, inputs, 12), greedy(reference, inputs, 12))
+    assert_account_is_empty(model)
