@@ -50,6 +50,7 @@ class Runner:
         # decode buffers.
         self._order: list[Row] = []
         self._tokens: Tensor | None = None
+        self._bucket = 0
         # What the decode buffers say of each row, if they are ours: anything else must be uploaded anew.
         self._left: list[tuple[Row, int, int]] = []
         self._logits: Tensor | None = None
@@ -216,7 +217,7 @@ class Runner:
         self._pending.clear()
         self._launched.clear()
         self._forget()
-        self._logits, self.steps = None, 0
+        self._logits, self.steps, self._bucket = None, 0, 0
 
     def add_row(self, tokens: int) -> Row:
         """Add an empty row with pages promised for ``tokens``, for ``extend``.
@@ -347,7 +348,7 @@ class Runner:
 
     def _decode(self, forced: Tensor | None, unchanged: bool = False) -> tuple[list[Row], Tensor]:
         rows, paged = self.rows, self.paged
-        bucket = paged.bucket_for(len(rows))
+        bucket = self._bucket = self._bucket_for(len(rows))
         cause: Replan = "rows joined, left or went back" if paged.owned_by(self) else "a call moved its rows in"
         paged.make_decode_ready(bucket, waiting=len(rows), unchanged=unchanged)
         seated = paged.owned_by(self) and self._left == [(row, row.length, row.position) for row in rows]
@@ -376,6 +377,16 @@ class Runner:
         self._left = [(row, row.length, row.position) for row in rows]
         self._logits = logits[: len(rows)]
         return list(rows), tokens[: len(rows)]
+
+    def _bucket_for(self, rows: int) -> int:
+        """Return the smallest bucket for so many rows; where there were more, the smallest that is ready.
+
+        Nobody waits for a smaller one to be prepared because rows have ended.
+        """
+        smallest = self.paged.bucket_for(rows)
+        if smallest >= self._bucket:
+            return smallest
+        return next((bucket for bucket in self.paged.ready_buckets if smallest <= bucket <= self._bucket), smallest)
 
     @contextmanager
     def _grown(self, rows: Sequence[Row], counts: Sequence[int]) -> Iterator[bool]:

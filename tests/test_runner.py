@@ -421,3 +421,28 @@ def test_a_row_of_another_runner_cannot_be_released(model, runner):
     with pytest.raises(ValueError, match="row"):
         runner.release(row)
     works(runner, model)
+
+
+@pytest.mark.parametrize(
+    ("prepared", "used"),
+    [([8], [8, 8, 8, 1]), ([8, 2], [8, 2, 2, 1]), ([8, 4, 2, 1], [8, 2, 1, 1]), ([], [8, 8, 8, 1])],
+)
+def test_no_row_waits_for_a_smaller_bucket_because_others_have_ended(model, monkeypatch, prepared, used):
+    model.compiled.warmup(prepared)
+    runner, own, seen = model.compiled.runner(), PagedModel.run_decode, []
+    monkeypatch.setattr(PagedModel, "run_decode", lambda self, bucket: (seen.append(bucket), own(self, bucket))[1])
+    twin = Alone(tiny_qwen3(**OVERRIDES), [3, 4, 5])
+    rows = [runner.admit([3, 4, 5], 9) for _ in range(5)]
+    runner.step()
+    for leaving in (0, 3, 1):
+        for row in rows[:leaving]:
+            runner.release(row)
+        rows = rows[leaving:]
+        runner.step()
+        twin.feed([twin.next])
+        torch.testing.assert_close(runner.logits(), twin.logits.expand(len(rows), -1), **TOLERANCE)
+    runner.close()
+    runner.admit([3, 4, 5], 9)
+    runner.step()
+    runner.step()
+    assert seen == used
