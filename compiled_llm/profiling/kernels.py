@@ -112,7 +112,7 @@ class KernelProfiler:
             torch.cuda.synchronize()
 
     def _new_profile(self) -> profile:
-        # Compiled programs run on a thread of their own; kernels are seen from any.
+        # Compiled programs may run on a thread of their own; kernels are seen from any.
         everywhere = profiling_all_threads(not self._cuda)
         activity = ProfilerActivity.CUDA if self._cuda else ProfilerActivity.CPU
         return profile(activities=[activity], experimental_config=everywhere, acc_events=True)
