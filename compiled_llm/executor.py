@@ -35,9 +35,8 @@ def executor_for(device: torch.device, mode: Mode) -> Executor:
     """Return an executor for calls on ``device``.
 
     Cudagraph trees belong to the thread that recorded them, so a thread of our own runs them. All else runs on the
-    caller's: to wake another and wait for it costs a step more than to launch it does. On a CPU it would halve the
-    speed: OpenMP gives each thread a team of workers, and once there are more of them than cores, all sleep between
-    any two loops.
+    caller's: to wake another and wait for it takes time in each step. On a CPU it would halve the speed: OpenMP gives
+    each thread a team of workers, and once there are more of them than cores, all sleep between any two loops.
     """
     trees = mode == "reduce-overhead" and device.type == "cuda"
     return DeviceThread(device) if trees else CallingThread(device)

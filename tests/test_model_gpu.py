@@ -354,6 +354,15 @@ def test_nothing_is_skipped_in_a_fresh_process_nor_a_users_own_graphs_disturbed(
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["all is well"]), done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("tokens", [48, 64])
+def test_logits_after_prompts_in_pieces_are_as_exact_as_huggingfaces(tokens: int, seed: int) -> None:
+    """Pieces end within rows, at their ends and on page boundaries; a row attends to its earlier pieces."""
+    made = twins_of(small_qwen3(seed), prefill_tokens=tokens)
+    assert_parity(parity(made, [300, 10, 128, 64, 47], 40, seed))
+    assert made.wrapped.compiled.stats().recompiles == 0
+    compiled_llm.unwrap(made.wrapped)
+
+
 @pytest.mark.parametrize("mode", ["eager", "compile", "reduce-overhead", "cuda-graphs"])
 def test_every_token_is_the_one_that_float32_would_choose_but_for_noise(mode: str, seed: int) -> None:
     twins = twins_of(small_qwen3(seed), mode=mode)

@@ -215,6 +215,49 @@ def test_sampled_beams_and_processors_run(twins: Twins, seed: int) -> None:
         assert out.shape == (2, 50)
 
 
+def test_draws_follow_float32(twins: Twins, seed: int) -> None:
+    """The first token, chosen at the end of a prefill, and one behind it, chosen at the end of a recorded step."""
+    settings = {"do_sample": True, "temperature": 1.5, "top_k": 20, "max_new_tokens": 2, "num_return_sequences": 8}
+    inputs, calls = prompts_on_device([21], seed), 100
+    drawn = torch.cat([twins.wrapped.generate(**inputs, **settings) for _ in range(calls)])[:, -2:]
+    first = int(drawn[:, 0].mode().values)
+    ids = inputs["input_ids"][0]
+    for tokens, seen in (
+        (drawn[:, 0], ids),
+        (drawn[drawn[:, 0] == first, 1], torch.cat([ids, ids.new_tensor([first])])),
+    ):
+        # Which tokens come last among the 20 is for noise to say: the first five are counted.
+        best = hf_logits(twins.exact, seen, 1)[0].topk(20)
+        probabilities = (best.values / 1.5).softmax(0)[:5]
+        expected = torch.cat([probabilities, 1 - probabilities.sum(0, keepdim=True)]) * len(tokens)
+        counts = (tokens[:, None] == best.indices[:5]).sum(0)
+        counts = torch.cat([counts, len(tokens) - counts.sum(0, keepdim=True)])
+        print(counts.tolist(), expected.tolist())
+        chi_square = float(((counts - expected) ** 2 / expected).sum())
+        assert chi_square < 30, chi_square  # five degrees of freedom: once in 65,000
+
+
+def test_the_seed_decides(twins: Twins, seed: int) -> None:
+    inputs, texts = prompts_on_device([5, 33], seed), []
+    for number in (1, 1, 2):
+        torch.manual_seed(number)
+        texts.append(twins.wrapped.generate(**inputs, do_sample=True, top_p=0.95, min_p=0.01, max_new_tokens=40))
+    torch.testing.assert_close(texts[1], texts[0])
+    assert not torch.equal(texts[2], texts[0])
+
+
+def test_the_loop_with_processors_has_logits_as_exact_as_huggingfaces(twins: Twins, seed: int) -> None:
+    inputs, new = prompts_on_device([50, 9, 17], seed), 60
+    out = greedy(twins.wrapped, inputs, new, no_repeat_ngram_size=2, output_logits=True, return_dict_in_generate=True)
+    for row, logits in enumerate(torch.stack(out.logits, dim=1)):
+        ids = unpadded(out.sequences, inputs["attention_mask"], row)
+        pairs = list(zip(ids.tolist(), ids[1:].tolist(), strict=False))
+        assert len(set(pairs[-new:])) == new, "a pair of tokens repeats"
+        assert_as_exact(logits, *(hf_logits(model, ids[:-1], new) for model in (twins.plain, twins.exact)))
+    paths = twins.wrapped.compiled.stats().generate_calls
+    assert paths["processed loop"] > 0
+
+
 def test_embeddings_choose_as_float32_would(twins: Twins, seed: int) -> None:
     inputs = prompts_on_device([9, 30], seed)
     embeddings = twins.plain.get_input_embeddings()(inputs["input_ids"]).detach()
