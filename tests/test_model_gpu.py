@@ -31,6 +31,7 @@ from transformers import Qwen3ForCausalLM as Qwen3
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
+from changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from compiled_llm.page_table import PagePool, Row
 from compiled_llm.plan import Planner
 from parity import assert_account_is_empty, greedy, mixed_prompts
@@ -506,47 +507,7 @@ def test_a_streamer_may_call_generate(inner: list[int], small: PreTrainedModel, 
 # ---- what a recording holds of the model
 
 
-def new_parameter(model: PreTrainedModel) -> None:
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().roll(1, dims=0))
-
-
-def moved_data(model: PreTrainedModel) -> None:
-    weight = model.model.layers[0].self_attn.k_proj.weight  # one of three that are multiplied as one
-    weight.data = -weight.data
-
-
-def swapped_module(model: PreTrainedModel) -> None:
-    mlp = copy.deepcopy(model.model.layers[1].mlp)
-    with torch.no_grad():
-        mlp.down_proj.weight.neg_()
-    model.model.layers[1].mlp = mlp
-
-
-def in_place(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        model.lm_head.weight.copy_(model.lm_head.weight.roll(1, dims=0))
-
-
-def other_attribute(model: PreTrainedModel) -> None:
-    model.model.norm.variance_epsilon = 10.0
-
-
 CHANGES = [new_parameter, moved_data, swapped_module, in_place, other_attribute]
-
-
-class Changing(BaseStreamer):
-    """Changes the model once five tokens have arrived."""
-
-    def __init__(self, change: Callable[[], None]) -> None:
-        self.change, self.seen = change, 0
-
-    def put(self, value: Tensor) -> None:
-        self.seen += 1
-        if self.seen == 6:
-            self.change()
-
-    def end(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("during", [False, True], ids=["between calls", "during a call"])

@@ -5,18 +5,16 @@ A CUDA graph reads weights where they were; the stand-in raises an error where t
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
+from changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from compiled_llm.graphs import Recording
 from compiled_llm.prefill import recorded_shape, recorded_shapes
 from compiled_llm.recordings import Recordings
@@ -94,46 +92,6 @@ def test_after_warmup_nothing_is_recorded(seed):
     assert (after.recordings, after.prefill_recordings) == (before.recordings, before.prefill_recordings)
     assert model.compiled.rerecordings() == (0, [])
     assert (after.graphs, after.recompiles) == (2, 0)
-
-
-def new_parameter(model: PreTrainedModel) -> None:
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().roll(1, dims=0))
-
-
-def moved_data(model: PreTrainedModel) -> None:
-    weight = model.model.layers[0].self_attn.k_proj.weight
-    weight.data = -weight.data
-
-
-def swapped_module(model: PreTrainedModel) -> None:
-    mlp = copy.deepcopy(model.model.layers[0].mlp)
-    with torch.no_grad():
-        mlp.down_proj.weight.neg_()
-    model.model.layers[0].mlp = mlp
-
-
-def in_place(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        model.lm_head.weight.copy_(model.lm_head.weight.roll(1, dims=0))
-
-
-def other_attribute(model: PreTrainedModel) -> None:
-    model.model.layers[0].self_attn.scaling *= 4
-
-
-class Changing(BaseStreamer):
-    """Changes the model once three tokens have arrived."""
-
-    def __init__(self, change: Callable[[], None]) -> None:
-        self.change, self.seen = change, 0
-
-    def put(self, value: Tensor) -> None:
-        self.seen += 1
-        if self.seen == 4:
-            self.change()
-
-    def end(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("during", [False, True], ids=["between calls", "during a call"])
