@@ -144,7 +144,7 @@ def _decode(
 
 
 class Programs:
-    """A model's compiled functions; each is called on the model's device thread only.
+    """A model's compiled functions; each is called in the model's executor only.
 
     Attributes:
         recorded: whether Inductor records decode steps as CUDA graphs and replays them.
@@ -163,7 +163,7 @@ class Programs:
         """
         self._forward = forward
         self._config = config
-        self.recorded = config.mode == "reduce-overhead" and device.type == "cuda"
+        self.recorded = config.uses_trees_on(device.type)
         self.prefill_function = own_copy(_prefill)
         self.decode_one_function = own_copy(_decode)
         self.decode_many_function = own_copy(_decode)

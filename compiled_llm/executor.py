@@ -12,7 +12,7 @@ from typing import ParamSpec, Protocol, TypeVar
 import torch
 
 from compiled_llm.calling_thread import CallingThread
-from compiled_llm.config import Mode
+from compiled_llm.config import WrapConfig
 from compiled_llm.device_thread import DeviceThread
 
 P = ParamSpec("P")
@@ -31,12 +31,11 @@ class Executor(Protocol):
         ...
 
 
-def executor_for(device: torch.device, mode: Mode) -> Executor:
+def executor_for(device: torch.device, config: WrapConfig) -> Executor:
     """Return an executor for calls on ``device``.
 
     Cudagraph trees belong to the thread that recorded them, so a thread of our own runs them. All else runs on the
     caller's: to wake another and wait for it takes time in each step. On a CPU it would halve the speed: OpenMP gives
     each thread a team of workers, and once there are more of them than cores, all sleep between any two loops.
     """
-    trees = mode == "reduce-overhead" and device.type == "cuda"
-    return DeviceThread(device) if trees else CallingThread(device)
+    return DeviceThread(device) if config.uses_trees_on(device.type) else CallingThread(device)

@@ -430,12 +430,11 @@ class _Sequences:
     def append(self, tokens: Sequence[int]) -> list[int]:
         """Take one token a row; return the rows that this ended and that need no more steps."""
         running = self._running
-        if NOT_A_TOKEN in tokens:
-            for row in sorted(row for row in running if tokens[row] == NOT_A_TOKEN):
-                raise RuntimeError(
-                    f"row {row}: no token can be chosen after {self.generated} new ones, because its logits are NaN or "
-                    "all -inf; check the weights and their dtype, or the logits processors that mask tokens"
-                )
+        if NOT_A_TOKEN in tokens and (wrong := [row for row in running if tokens[row] == NOT_A_TOKEN]):
+            raise RuntimeError(
+                f"row {min(wrong)}: no token can be chosen after {self.generated} new ones, because its logits are NaN "
+                "or all -inf; check the weights and their dtype, or the logits processors that mask tokens"
+            )
         if self._pads and len(running) < len(tokens):
             tokens = [token if row in running else self.pad_token for row, token in enumerate(tokens)]
         self._columns[:, self.length] = tokens
@@ -444,7 +443,7 @@ class _Sequences:
         for entry in self._custom:
             ids = self.result()
             flags = torch.zeros(len(ids), dtype=torch.bool, device=ids.device) | entry(ids, self._scores)
-            ended.update(flags.nonzero().flatten().tolist())
+            ended.update(row for row, flag in enumerate(flags.tolist()) if flag)
         if self._call.streamer is not None:
             self._call.streamer.put(torch.tensor(tokens))
         self._running = running - ended

@@ -105,7 +105,7 @@ class PagedModel:
         )
         self._forward = forward
         self.programs = Programs(config, forward, self.device, self.weights)
-        self.recordings = Recordings(model, config.mode, self.device)
+        self.recordings = Recordings(model, config, self.device)
         self._progress = ProgressDisplay(config.progress)
         self._ready: set[int | str] = set()
         self._sampler: Sampler | None = None

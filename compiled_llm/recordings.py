@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
 from compiled_llm.compile import PrefillInputs
-from compiled_llm.config import Mode
+from compiled_llm.config import WrapConfig
 from compiled_llm.graphs import Recorder, Recording
 from compiled_llm.kv_cache import DecodeInputs, reserved_bytes
 from compiled_llm.prefill import Shape
@@ -45,10 +45,10 @@ class Recordings:
         nbytes: device memory that compiling and recording took for good.
     """
 
-    def __init__(self, model: PreTrainedModel, mode: Mode, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, config: WrapConfig, device: torch.device) -> None:
         """Record nothing yet; only a weak reference to the model is kept."""
-        self.own = mode == "cuda-graphs" and device.type == "cuda"
-        self.replay = self.own or (mode == "reduce-overhead" and device.type == "cuda")
+        self.own = config.mode == "cuda-graphs" and device.type == "cuda"
+        self.replay = self.own or config.uses_trees_on(device.type)
         self.skips = 0
         self.reasons: list[str] = []
         self.prefills = 0

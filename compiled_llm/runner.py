@@ -293,7 +293,7 @@ class Runner:
         """Hold no next tokens any more."""
         self._order, self._tokens, self._left = [], None, []
 
-    # ---- on the device thread
+    # ---- in the executor
 
     def _launch(self, forced: Tensor | None, unchanged: bool = False) -> None:
         if self._pending:

@@ -164,7 +164,7 @@ class CompiledModel:
                     self.journal.started_anew()
                 paged = self._paged = None  # its memory goes back first
                 check_placement(model, self.config)
-                thread = executor_for(model.device, self.config.mode)
+                thread = executor_for(model.device, self.config)
                 known = model, self._forward, self.layers, self.config, self.attention
                 paged = thread.call(PagedModel, *known, thread, self.journal, self.groups)
                 self._paged, self._made_for = paged, fits

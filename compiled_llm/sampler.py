@@ -17,7 +17,7 @@ _ROOM = 2
 
 
 class Sampler:
-    """Who has which entry of the tables; on the device thread only.
+    """Who has which entry of the tables; in the model's executor only.
 
     Attributes:
         tables: the settings; rows without an entry of their own share the last one, which is greedy.

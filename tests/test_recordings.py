@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
+from compiled_llm import WrapConfig
 from compiled_llm.graphs import Recording
 from compiled_llm.prefill import recorded_shape, recorded_shapes
 from compiled_llm.recordings import Recordings
@@ -55,8 +56,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU record as CUDA does."""
     own = Recordings.__init__
 
-    def init(self: Recordings, model: PreTrainedModel, mode: str, device: torch.device) -> None:
-        own(self, model, mode, device)
+    def init(self: Recordings, model: PreTrainedModel, config: WrapConfig, device: torch.device) -> None:
+        own(self, model, config, device)
         self.own = self.replay = True
         self._recorder = StandInRecorder(model)
 

@@ -45,7 +45,7 @@ PATIENCE = 120.0
 @pytest.fixture(scope="module", params=[CallingThread, DeviceThread], autouse=True)
 def executor(request: pytest.FixtureRequest) -> Iterator[type]:
     """Everything here holds on the caller's own thread, and on one that cudagraph trees need."""
-    with mock.patch.object(runtime, "executor_for", lambda device, mode: request.param(device)):
+    with mock.patch.object(runtime, "executor_for", lambda device, config: request.param(device)):
         yield request.param
 
 
@@ -644,7 +644,7 @@ else:
     sys.exit()
 signal.alarm(200)
 os.dup2(os.open(f"{folder}/{number}", os.O_CREAT | os.O_WRONLY), 2)
-runtime.executor_for = lambda device, mode: %s(device)
+runtime.executor_for = lambda device, config: %s(device)
 config = transformers.LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
                                   num_attention_heads=4, num_key_value_heads=2, head_dim=16, eos_token_id=None,
                                   pad_token_id=0, max_position_embeddings=1024)

@@ -272,7 +272,7 @@ class Bench:
         self._config = self._configured("eager", _MAX_ROWS, tokens + (_SPARE_PAGES + _MAX_ROWS) * config.page_size)
         self._model, self._forward, self._layers, self._switch = model, forward, layers, switch
         self._groups = groups
-        self.thread = executor_for(model.device, config.mode)
+        self.thread = executor_for(model.device, config)
         self._display = ProgressDisplay(config.progress)
 
     def whole(self) -> list[Trace]:
