@@ -88,7 +88,7 @@ def attention_forward(
             "model itself, not its inner modules, from other threads, or compiled_llm.unwrap(model) first"
         )
     if isinstance(paged_batch, LayerProbe):
-        return paged_batch.visit(module, query, key, value, attention_mask, scaling, sliding_window, softcap, kwargs)
+        return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, kwargs)
     pages = paged_batch.pages[module.layer_idx]  # type: ignore[index]
     packed_query, packed_key, packed_value = _pack(query), _pack(key), _pack(value)
     batch = paged_batch

@@ -30,7 +30,6 @@ class Layer(NamedTuple):
         query_heads: H.
         kv_heads: K.
         head_dim: D, as the model has it.
-        scale: factor on the logits.
         window_left: tokens visible to the left of a query; -1 for all.
         logits_soft_cap: cap on the logits; 0.0 for none.
     """
@@ -38,7 +37,6 @@ class Layer(NamedTuple):
     query_heads: int
     kv_heads: int
     head_dim: int
-    scale: float
     window_left: int
     logits_soft_cap: float
 
@@ -65,7 +63,6 @@ class LayerProbe:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        scaling: float | None,
         sliding_window: int | None,
         softcap: float | None,
         others: Mapping[str, Any],
@@ -91,7 +88,6 @@ class LayerProbe:
             query_heads=query.shape[1],
             kv_heads=key.shape[1],
             head_dim=query.shape[-1],
-            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             window_left=-1 if sliding_window is None else int(sliding_window) - 1,
             logits_soft_cap=float(softcap or 0.0),
         )

@@ -35,7 +35,6 @@ def attention_groups(
             layer.kv_heads,
             stored_head_dim(layer, device),
             page_size,
-            layer.scale,
             layer.window_left,
             layer.logits_soft_cap,
             dtype,

@@ -17,7 +17,7 @@ from compiled_llm.kv_cache import page_bytes, pages_to_allocate
 from compiled_llm.layers import Layer
 
 CPU = torch.device("cpu")
-LAYERS = [Layer(4, 2, 16, 0.25, -1, 0.0), Layer(4, 2, 16, 0.25, 6, 0.0), Layer(8, 1, 32, 0.2, -1, 0.0)]
+LAYERS = [Layer(4, 2, 16, -1, 0.0), Layer(4, 2, 16, 6, 0.0), Layer(8, 1, 32, -1, 0.0)]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ DATA = Path(flashinfer.__file__).parent / "data"
 DECODE = flashinfer.BatchDecodeWithPagedKVCacheWrapper
 PREFILL = flashinfer.BatchPrefillWithPagedKVCacheWrapper
 
-CUDA_CORES = Geometry(4, 2, 128, 16, 0.1, -1, 0.0, torch.bfloat16, torch.bfloat16)
+CUDA_CORES = Geometry(4, 2, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
 TENSOR_CORES = CUDA_CORES._replace(query_heads=8)
 HOST = PageTable(*(torch.tensor(column, dtype=torch.int32) for column in ([0, 1, 2], [0, 3, 4], [5, 6, 7, 8], [9, 2])))
 
@@ -191,11 +191,17 @@ def test_run_takes_what_is_passed(mocked: Mocked, decode: bool) -> None:
     plan = make_plan(mocked, CUDA_CORES, decode=decode)
     plan.plan(HOST)
     query, pages, out, lse = tensors()
-    plan.run(query, pages, out, lse)
+    plan.run(query, pages, out, lse, 0.1)
     call = wrapper_of(mocked, decode=decode).run.call_args
     assert call.args == ()
     named = set(inspect.signature(DECODE.run if decode else PREFILL.run).parameters)
     assert set(call.kwargs) <= named
+
+
+@pytest.mark.parametrize("cls", [DECODE, PREFILL])
+def test_run_scales_logits_by_what_it_is_given(cls: Any) -> None:
+    """Plans are made with a scale of 1, so that they hold for layers of any."""
+    assert "sm_scale *= q_scale" in inspect.getsource(inspect.unwrap(cls.run))
 
 
 def test_run_returns_the_log_sum_exp_in_base_2_unless_told_otherwise() -> None:
@@ -406,14 +412,14 @@ def test_plan_is_found_by_its_page_table(mocked: Mocked) -> None:
 def test_run_reads_the_table_it_is_given(mocked: Mocked) -> None:
     plan = make_plan(mocked, CUDA_CORES, decode=True)
     with pytest.raises(RuntimeError, match="nothing was planned"):
-        plan.run(*tensors())
+        plan.run(*tensors(), 0.1)
     plan.plan(HOST)
     wrapper = wrapper_of(mocked, decode=True)
     read = []
     wrapper.run.side_effect = lambda **_: read.append(wrapper._paged_kv_last_page_len_buf)
     advanced = HOST._replace(last_page_len=HOST.last_page_len + 1)
-    plan.run(*tensors())
-    plan.run(*tensors(), table=advanced)
+    plan.run(*tensors(), 0.1)
+    plan.run(*tensors(), 0.1, table=advanced)
     assert [id(column) for column in read] == [id(HOST.last_page_len), id(advanced.last_page_len)]
     assert wrapper._paged_kv_last_page_len_buf is HOST.last_page_len, "what a graph made is let go"
 
@@ -430,7 +436,7 @@ def test_plans_of_one_geometry_share_the_wrapper_and_nothing_else(mocked: Mocked
     assert len(set(workspaces)) == len(set(pinned)) == 2
     infos = []
     for plan in (first, second, first):
-        plan.run(*tensors())
+        plan.run(*tensors(), 0.1)
         infos.append(wrapper_of(mocked, decode=True)._int_workspace_buffer.data_ptr())
     assert infos == [workspaces[0], workspaces[1], workspaces[0]]
 

@@ -510,11 +510,13 @@ def test_sample_tokens_refuses_what_does_not_fit(place, wrong, message):
 
 # ---- plans
 
-GEOMETRY = Geometry(4, 2, 64, 16, 0.125, -1, 0.0, torch.bfloat16, torch.bfloat16)
+GEOMETRY = Geometry(4, 2, 64, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
 
 
 class Plan:
-    def run(self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor | None, table: Any = None) -> None:
+    def run(
+        self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor | None, scale: float, table: Any = None
+    ) -> None:
         """Nothing: only finding it matters here."""
 
 
@@ -528,7 +530,7 @@ def test_a_plan_is_found_by_table_rows_and_geometry_only():
         (indptr[1:], 4, GEOMETRY),
         (indptr, 3, GEOMETRY),
         (indptr, 4, GEOMETRY._replace(window_left=7)),
-        (indptr, 4, GEOMETRY._replace(scale=0.25)),
+        (indptr, 4, GEOMETRY._replace(page_size=8)),
     ):
         with pytest.raises(RuntimeError, match=r"no plan for a page table at 0x[0-9a-f]+ with \d rows.*plan\(\)"):
             find_plan(*other)

@@ -41,9 +41,12 @@ captured_or_not = pytest.mark.parametrize("static", [False, True], ids=["eager",
 def geometry_of(
     group: int, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, window_left: int = -1, soft_cap: float = 0.0
 ) -> Geometry:
-    scale = head_dim**-0.5 * (3.0 if soft_cap else 1.0)  # large enough logits to be capped
     padded = backend.padded_head_dim(head_dim)
-    return Geometry(2 * group, 2, padded, PAGE_SIZE, scale, window_left, soft_cap, dtype, dtype)
+    return Geometry(2 * group, 2, padded, PAGE_SIZE, window_left, soft_cap, dtype, dtype)
+
+
+def scale_of(geometry: Geometry) -> float:
+    return geometry.head_dim**-0.5 * (3.0 if geometry.logits_soft_cap else 1.0)  # large enough logits to be capped
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +150,7 @@ def attention(geometry: Geometry, query: Tensor, keys: Tensor, values: Tensor) -
     """`query` `[Q, H, D]` are the last tokens of `keys`, `values` `[L, K, D]`."""
     group = geometry.query_heads // geometry.kv_heads
     k, v = (states.float().repeat_interleave(group, dim=1) for states in (keys, values))
-    logits = torch.einsum("qhd,lhd->hql", query.float(), k) * geometry.scale
+    logits = torch.einsum("qhd,lhd->hql", query.float(), k) * scale_of(geometry)
     if geometry.logits_soft_cap:
         logits = geometry.logits_soft_cap * torch.tanh(logits / geometry.logits_soft_cap)
     position = torch.arange(len(keys) - len(query), len(keys), device="cuda")[:, None]
@@ -248,10 +251,10 @@ def decode_once(
     plan.plan(rows.table())
     query = rows.queries(layer, len(lengths))
     out, lse = outputs(query)
-    plan.run(query, layer.pages, out, lse)
+    plan.run(query, layer.pages, out, lse, scale_of(plan.geometry))
     rows.check(layer, query, out, lse)
     again, _ = outputs(query)
-    plan.run(query, layer.pages, again, None)
+    plan.run(query, layer.pages, again, None, scale_of(plan.geometry))
     assert torch.equal(again, out)
 
 
@@ -272,7 +275,7 @@ def prefill_once(
     plan.plan(rows.table(queries))
     query = rows.queries(layer, sum(queries))
     out, lse = outputs(query)
-    plan.run(query, layer.pages, out, lse)
+    plan.run(query, layer.pages, out, lse, scale_of(plan.geometry))
     rows.check(layer, query, out, lse, queries)
 
 
@@ -329,7 +332,7 @@ def test_query_may_be_a_view_of_a_fused_projection(seed: int, workspace: Workspa
     plan.plan(rows.table())
     query = rows.random((len(MIXED), 4 + 2 + 2, 128), torch.bfloat16)[:, :4]
     out, lse = outputs(query.contiguous())
-    plan.run(query, layer.pages, out, lse)
+    plan.run(query, layer.pages, out, lse, scale_of(plan.geometry))
     rows.check(layer, query, out, lse)
 
 
@@ -391,7 +394,8 @@ class DecodeGraph:
             backend.append(
                 self.keys[index], self.values[index], layer.pages, self.token_rows, self.positions, self.columns
             )
-            self.plans[index].run(self.queries[index], layer.pages, *self.outputs[index])
+            plan = self.plans[index]
+            plan.run(self.queries[index], layer.pages, *self.outputs[index], scale_of(plan.geometry))
 
     def replay_and_check(self) -> None:
         for out, lse in self.outputs:
@@ -433,7 +437,8 @@ def test_replays_see_the_table_that_was_captured(seed: int, workspace: Workspace
     out, lse = outputs(query)
 
     def step() -> None:
-        plan.run(query, layer.pages, out, lse, table=columns._replace(last_page_len=before + 1))
+        table = columns._replace(last_page_len=before + 1)
+        plan.run(query, layer.pages, out, lse, scale_of(plan.geometry), table=table)
 
     capture(step).replay()
     rows.check(layer, query, out, lse)
@@ -453,7 +458,7 @@ def test_static_prefill_replays_smaller_batches(seed: int, workspace: Workspace)
         plan.plan(rows.table(queries))
 
     prepare([20, 20, 20])
-    graph = capture(lambda: plan.run(query, layer.pages, out, lse))
+    graph = capture(lambda: plan.run(query, layer.pages, out, lse, scale_of(plan.geometry)))
     plan.freeze()
     for lengths, queries in (([200, 33, 64], [20, 20, 20]), ([260, 40, 200], [1, 40, 3]), ([400, 40, 200], [58, 1, 1])):
         rows.grow_to(lengths)
@@ -537,7 +542,7 @@ def test_plan_does_not_wait_for_the_device(group: int, decode: bool, seed: int, 
             plan = kept if decode else make_plan(layer, columns, workspace, decode=False, static=False)
             upload(host, columns, non_blocking=True)
             plan.plan(host)
-            plan.run(query, layer.pages, out, lse)
+            plan.run(query, layer.pages, out, lse, scale_of(plan.geometry))
 
     launch_all()  # loads the kernels and fills the allocators' caches
     for _, _, _, out, lse in batches:
@@ -590,12 +595,12 @@ def test_launch_that_was_not_planned_raises(seed: int, workspace: Workspace) -> 
     plan = make_plan(layer, on_device(rows.table()), workspace)
     query = rows.queries(layer, 2)
     with pytest.raises(RuntimeError, match="nothing was planned"):
-        plan.run(query, layer.pages, *outputs(query))
+        plan.run(query, layer.pages, *outputs(query), 1.0)
     plan.plan(rows.table())
     with pytest.raises(ValueError, match="planned for query"):
-        plan.run(query[:1], layer.pages, *outputs(query[:1]))
+        plan.run(query[:1], layer.pages, *outputs(query[:1]), 1.0)
     with pytest.raises(ValueError, match="planned for query"):
-        plan.run(query, layer.pages[..., :64], *outputs(query))
+        plan.run(query, layer.pages[..., :64], *outputs(query), 1.0)
 
 
 # ---- choosing tokens

@@ -303,14 +303,12 @@ def _launch(
     _check(query, pages, table)
     tokens, heads, head_dim = query.shape
     _, _, kv_heads, page_size, padded = pages.shape
-    geometry = Geometry(
-        heads, kv_heads, padded, page_size, scale, window_left, logits_soft_cap, query.dtype, pages.dtype
-    )
+    geometry = Geometry(heads, kv_heads, padded, page_size, window_left, logits_soft_cap, query.dtype, pages.dtype)
     plan = find_plan(table.indptr, table.last_page_len.shape[0], geometry)
     query = torch.nn.functional.pad(query, (0, padded - head_dim)) if padded != head_dim else query.contiguous()
     out = torch.empty((tokens, heads, padded), dtype=query.dtype, device=query.device)
     # The op's own columns, not those that were planned: functionalisation may have put new lengths into a new tensor.
-    plan.run(query, pages, out, lse, table)
+    plan.run(query, pages, out, lse, scale, table)
     return out if padded == head_dim else out[..., :head_dim].contiguous()
 
 

@@ -268,7 +268,13 @@ class FlashInferPlan:
         self._frozen = tuple(int(number) for number in self._plan_info)
 
     def run(
-        self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor | None, table: PageTable | None = None
+        self,
+        query: Tensor,
+        pages: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale: float,
+        table: PageTable | None = None,
     ) -> None:
         """Launch attention on the current stream. Launch once before a capture, so that the kernels are loaded.
 
@@ -277,6 +283,7 @@ class FlashInferPlan:
             pages: ``[P, 2, K, S, D]``, ``geometry.kv_dtype``.
             out: ``[T, H, D]``, contiguous, written.
             lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None where it is not wanted.
+            scale: factor on the logits before the softmax.
             table: the page table as the launcher received it, which in a compiled graph may be the result of an
                 earlier step of that graph; the plan's own where None.
 
@@ -293,7 +300,14 @@ class FlashInferPlan:
         wrapper._qo_indptr_last = self._tokens
         self._point_at(self.table if table is None else table)
         try:
-            wrapper.run(q=_readable(query), paged_kv_cache=pages, out=out, lse=lse, return_lse=lse is not None)
+            wrapper.run(
+                q=_readable(query),
+                paged_kv_cache=pages,
+                q_scale=scale,
+                out=out,
+                lse=lse,
+                return_lse=lse is not None,
+            )
         finally:
             self._point_at(self.table)  # a tensor that a graph made must not outlive its capture
 
@@ -512,7 +526,7 @@ def _make_wrapper(geometry: Geometry, decode: bool, float_buffer: Tensor) -> Any
         "num_kv_heads": geometry.kv_heads,
         "page_size": geometry.page_size,
         "pos_encoding_mode": "NONE",
-        "sm_scale": geometry.scale,
+        "sm_scale": 1.0,  # each launch has its own
         "window_left": geometry.window_left,
         "logits_soft_cap": geometry.logits_soft_cap,
         "q_data_type": geometry.dtype,

@@ -24,7 +24,6 @@ class Geometry(NamedTuple):
         kv_heads: K.
         head_dim: D as stored in the pages, after padding.
         page_size: S, in tokens.
-        scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of the query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)``; 0.0 for none.
         dtype: type of the queries.
@@ -35,7 +34,6 @@ class Geometry(NamedTuple):
     kv_heads: int
     head_dim: int
     page_size: int
-    scale: float
     window_left: int
     logits_soft_cap: float
     dtype: torch.dtype
@@ -62,10 +60,17 @@ class AttentionPlan(Protocol):
     """What a launcher needs of a plan."""
 
     def run(
-        self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor | None, table: PageTable | None = None
+        self,
+        query: Tensor,
+        pages: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale: float,
+        table: PageTable | None = None,
     ) -> None:
         """Attend; ``query`` and ``out`` are ``[T, H, D]`` with D padded, ``lse`` is ``[T, H]`` float32, base 2.
 
+        ``scale`` is the factor on the logits before the softmax; plans hold for any.
         ``table`` is the page table on the device where it is not the one that was planned for, with the same pages.
         """
 
