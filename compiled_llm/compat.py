@@ -14,8 +14,9 @@
 | ``convert_frame._bytecode_hooks`` | explaining under depyf's hook | depyf's code always runs |
 | Inductor's ``trace`` options, the logger of ``_inductor.debug`` | its code, kernels by node | an API gives them |
 | ``custom_graph_pass`` of Inductor | a pass of ours in its graphs | torch documents it |
+| ``torch._inductor.compile`` inside a backend | passes of ours, and pieces, before Inductor | torch documents it |
+| ``torch._dispatch.python`` | running a graph on symbolic sizes | torch propagates a graph's sizes in public |
 | ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is | a graph says it |
-| Inductor's ``pre_grad_pass_timing`` | what a pass made of a graph is in its cache's key | passes always run first |
 | ``torch._C._storage_Use_Count`` | whether a weight's memory is nobody else's | storages say it |
 | ``_subclasses.FakeTensorMode`` | running a model without computing | torch documents it |
 | ``cpp_builder``, ``cache_dir_utils`` of Inductor | what ``doctor`` shows | torch reports it |
@@ -29,7 +30,7 @@ import importlib
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -38,7 +39,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 from torch._inductor.custom_graph_pass import get_hash_for_files as get_hash_for_files
 from torch._subclasses.fake_tensor import FakeTensor
@@ -351,12 +351,27 @@ def inputs_by_tensor(graph: fx.Graph) -> Callable[[Tensor], fx.Node | None]:
     return lambda tensor: fakes.get(id(modes[0].from_tensor(tensor, static_shapes=True))) if modes else None
 
 
-def before_cache_lookup() -> dict[str, Any]:
-    """Return options with which passes over Dynamo's graph run before compiled code is looked up in a cache.
+def example_of(placeholder: fx.Node) -> Any:
+    """Return the fake tensor, or the symbolic size, that stands for an input of a graph as Dynamo has made it."""
+    return placeholder.meta["example_value"]
 
-    Then what they made of the graph is part of its key. Without the option torch knows no other way.
-    """
-    return {"pre_grad_pass_timing": "early"} if hasattr(inductor_config, "pre_grad_pass_timing") else {}
+
+@contextmanager
+def running_on(values: Iterable[Any]) -> Iterator[None]:
+    """Let the block run a graph on the fake tensors among ``values``; their sizes stay symbolic."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    mode = next(tensor.fake_mode for tensor in values if isinstance(tensor, FakeTensor))
+    with mode, enable_python_dispatcher():  # without the second, sizes became numbers before torch 2.13
+        yield
+
+
+def compile_with_inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return what Inductor makes of a graph, as ``torch.compile`` would call it from inside a backend."""
+    compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs), dict(options))
+    return compiled
 
 
 def storage_owners(storage: torch.UntypedStorage) -> int:

@@ -9,7 +9,7 @@ vocabulary, N entries of the page table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.attention import BATCH_ARGUMENT, PagedBatch
-from compiled_llm.compat import before_cache_lookup, forget_when_gone, graph_count, own_copy
+from compiled_llm.compat import forget_when_gone, graph_count, own_copy
 from compiled_llm.config import WrapConfig
 from compiled_llm.fused import FusedWeights
+from compiled_llm.inductor import Inductor, Pass
 from compiled_llm.kv_cache import DecodeInputs
 from compiled_llm.passes import FusedProducts, SkinnyProducts
 from compiled_llm.sampling import SamplingTables, choose
@@ -169,9 +170,8 @@ class Programs:
         self.decode_many_function = own_copy(_decode)
         self._embedded_function = own_copy(_prefill)
         forget_when_gone(self, [*self.functions.values(), self._embedded_function])
+        self._passes: list[Pass] = [FusedProducts(weights)] if weights is not None and weights.groups else []
         shared = _options(device)
-        if weights is not None and weights.groups:
-            shared |= {"pre_grad_custom_pass": FusedProducts(weights), **before_cache_lookup()}
         decode = {**shared, "triton.cudagraphs": self.recorded}
         # At batch 1 a product is a matrix-vector one, whose Triton reduction this search brings near the bandwidth.
         tuned = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
@@ -182,11 +182,12 @@ class Programs:
         }
         made = {name: self.compile(name, function, options[name]) for name, function in self.functions.items()}
         self._prefill, self._decode_one, self._decode_many = made.values()
-        self._embedded = compiled(self._embedded_function, config, options[PREFILL])  # not what ``explain`` watches
+        # Not what ``explain`` watches.
+        self._embedded = compiled(self._embedded_function, config, options[PREFILL], self._passes)
 
     def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         """Return one of ``functions`` compiled with Inductor ``options``."""
-        return compiled(function, self._config, options)
+        return compiled(function, self._config, options, self._passes)
 
     def prefill(
         self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
@@ -266,8 +267,11 @@ def _mark_symbolic(inputs: PrefillInputs) -> None:
             torch._dynamo.mark_dynamic(tensor, 1 if name in ("ids", "positions") else 0)
 
 
-def compiled(function: Callable[..., Any], config: WrapConfig, options: dict[str, Any]) -> Callable[..., Any]:
-    """Return the function compiled as ``config.mode`` says, with Inductor ``options`` of its own."""
+def compiled(
+    function: Callable[..., Any], config: WrapConfig, options: dict[str, Any], passes: Sequence[Pass]
+) -> Callable[..., Any]:
+    """Return the function compiled as ``config.mode`` says, with Inductor ``options`` of its own after ``passes``."""
     if config.mode == "eager":
         return function
-    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+    backend = Inductor(options, passes, in_pieces=config.mode == "cuda-graphs")
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)

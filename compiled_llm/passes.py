@@ -22,7 +22,7 @@ _permute = torch.ops.aten.permute.default
 _skinny_linear = torch.ops.compiled_llm.skinny_linear.default
 
 
-class FusedProducts(CustomGraphPass):
+class FusedProducts:
     """Turns the products of one input with a group's weights into one product, which each of them takes its part of.
 
     It runs over the graph as Dynamo made it, so that what reads the parts is traced with their strides: an op that
@@ -49,14 +49,6 @@ class FusedProducts(CustomGraphPass):
                 products = [node for node in calls if node.args[0] is rows and _parameters(node) in layers]
                 if list(map(_parameters, products)) == layers:
                     _fuse(graph, products, stacks)
-
-    def uuid(self) -> bytes:
-        """Return what the compile cache keys this pass by; what it made of a graph is seen in the graph itself."""
-        return get_hash_for_files((__file__,))
-
-    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
-        """Be in a pickle what the cache keys this pass by: before torch 2.13 the cache pickles all options."""
-        return bytes, (self.uuid(),)
 
 
 def _parameters(product: fx.Node) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm import compile as compile_module
 from compiled_llm import fused
-from compiled_llm.compat import before_cache_lookup
 from compiled_llm.fused import FusedWeights, Group, LinearWatch
+from compiled_llm.inductor import Inductor, Pass
 from compiled_llm.passes import FusedProducts
 from conftest import TINY, tiny_llama, tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
@@ -420,8 +420,8 @@ def test_two_models_may_share_parameters(seed):
 
 def run_fused(module: nn.Module, x: Tensor, weights: FusedWeights) -> Any:
     torch._dynamo.reset()
-    options = {"pre_grad_custom_pass": FusedProducts(weights), **before_cache_lookup()}
-    compiled = torch.compile(module, fullgraph=True, options=options)
+    backend = Inductor({}, [FusedProducts(weights)], in_pieces=False)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
     with torch.no_grad():
         return compiled(x)
 
@@ -515,9 +515,10 @@ def test_tokens_equal_huggingface(family, products, seed):
 def test_graphs_of_other_families_stay_right(family, products, monkeypatch, seed):
     """Run as they come out of the pass, without Inductor: parallel blocks, experts, biases."""
 
-    def rewritten(function: Any, config: Any, options: dict[str, Any]) -> Any:
+    def rewritten(function: Any, config: Any, options: dict[str, Any], passes: Sequence[Pass]) -> Any:
         def backend(module: fx.GraphModule, inputs: Any) -> Any:
-            options["pre_grad_custom_pass"](module.graph)
+            for rewrite in passes:
+                rewrite(module.graph)
             module.recompile()
             return module.forward
 

@@ -1,0 +1,128 @@
+"""A graph in pieces: what lies between two attentions is the same in all layers, but for the weights.
+
+Dynamo's graph of a model is the same operations over and over. Cut in front of each attention, which Inductor fuses
+with nothing, all pieces but the first and the last are alike, so that one compiled function serves them all. What they
+read beyond that (weights, pages, cosines) comes in as inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+import compiled_llm_ops  # defines the ops  # noqa: F401
+from compiled_llm.compat import example_of, running_on
+
+_ATTENTIONS = (torch.ops.compiled_llm.paged_attention.default, torch.ops.compiled_llm.paged_attention_lse.default)
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+
+
+class Piece(NamedTuple):
+    """A part of a graph.
+
+    Attributes:
+        module: computes ``gives`` from ``takes``.
+        takes: nodes of the whole graph that are read here, and given to it or computed by an earlier piece.
+        gives: nodes of the whole graph that are computed here, and read by a later piece or given back.
+    """
+
+    module: fx.GraphModule
+    takes: list[fx.Node]
+    gives: list[fx.Node]
+
+    def describe(self, examples: Sequence[Any]) -> str:
+        """Return all that the compiled piece depends on; names of nodes and of symbolic sizes make no difference.
+
+        Args:
+            examples: of what it takes, from ``examples_for``.
+        """
+        nodes = {node: _Name(f"%{number}") for number, node in enumerate(self.module.graph.nodes)}
+        lines = [_describe_value(value) for value in examples]
+        for node in nodes:
+            if node.op != "placeholder":
+                target = node.target if isinstance(node.target, str) else f"{node.target} {id(node.target)}"
+                lines.append(f"{node.op} {target} {fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)}")
+        symbols: dict[str, str] = {}
+        return _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"symbol{len(symbols)}"), "\n".join(lines))
+
+
+class _Name(str):
+    """Shown without quotes, unlike a string that is an argument."""
+
+    __repr__ = str.__str__
+
+
+def _describe_value(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{type(value).__name__} {value}"
+    layout = f"{tuple(value.shape)} {tuple(value.stride())} {value.storage_offset()}"
+    return f"{type(value).__name__} {value.dtype} {value.device} {layout} {value.requires_grad} {value.is_inference()}"
+
+
+def cut(module: fx.GraphModule) -> list[Piece]:
+    """Cut a graph in front of each attention; the pieces run one after the other."""
+    parts: list[list[fx.Node]] = [[]]
+    for node in module.graph.nodes:
+        if node.target in _ATTENTIONS:
+            parts.append([])
+        if node.op not in ("placeholder", "output"):
+            parts[-1].append(node)
+    numbers = {node: number for number, nodes in enumerate(parts) for node in nodes}
+    return [_piece(module, nodes, numbers) for nodes in parts]
+
+
+def _piece(module: fx.GraphModule, nodes: Sequence[fx.Node], numbers: Mapping[fx.Node, int]) -> Piece:
+    own = set(nodes)
+    takes = list(dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in own))
+    gives = [node for node in nodes if any(numbers.get(user) != numbers[node] for user in node.users)]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in takes:
+        copies[node] = graph.placeholder(node.name)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in gives))
+    return Piece(fx.GraphModule(module, graph), takes, gives)
+
+
+def examples_for(pieces: Sequence[Piece], graph: fx.Graph) -> list[list[Any]]:
+    """Return what each piece takes, as fake tensors and symbolic sizes.
+
+    Args:
+        pieces: of ``graph``.
+        graph: as Dynamo has made it; what it notes of nodes that are not inputs may have been true before a pass.
+    """
+    values = {node: example_of(node) for node in graph.find_nodes(op="placeholder")}
+    examples = []
+    with running_on(values.values()):
+        for piece in pieces:
+            examples.append([values[node] for node in piece.takes])
+            values.update(zip(piece.gives, fx.Interpreter(piece.module).run(*examples[-1]), strict=True))
+    return examples
+
+
+def join(pieces: Sequence[Piece], functions: Sequence[Callable[..., Any]], graph: fx.Graph) -> fx.GraphModule:
+    """Return ``graph`` with a call of a function in place of each piece; what none reads any more is freed at once."""
+    joined = fx.Graph()
+    copies = {node: joined.node_copy(node) for node in graph.find_nodes(op="placeholder")}
+    calls = {f"piece_{number}": _Call(function) for number, function in enumerate(functions)}
+    for name, piece in zip(calls, pieces, strict=True):
+        found = joined.call_module(name, tuple(copies[node] for node in piece.takes))
+        for number, node in enumerate(piece.gives):
+            copies[node] = joined.call_function(operator.getitem, (found, number))
+    (end,) = graph.find_nodes(op="output")
+    joined.node_copy(end, copies.__getitem__)
+    return fx.GraphModule(calls, joined)
+
+
+class _Call(nn.Module):
+    """A function where a graph wants a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function

@@ -1,0 +1,216 @@
+"""Graphs in pieces: layers that are alike are compiled once, and nothing that differs is taken for the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, fx
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm import inductor
+from compiled_llm.pieces import cut, examples_for, join
+from compiled_llm_ops import paged_attention
+from conftest import tiny_llama, tiny_qwen3
+from parity import assert_account_is_empty, greedy, mixed_prompts
+from test_families import FAMILIES, make
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
+PREFILL_AND_DECODE = 2
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """What Inductor is given."""
+    given: list[fx.GraphModule] = []
+
+    def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
+        given.append(module)
+        return module.forward
+
+    monkeypatch.setattr(inductor, "compile_with_inductor", noted)
+    return given
+
+
+def check(model: PreTrainedModel, seed: int, **options: Any) -> None:
+    inputs = mixed_prompts([5, 19, 11], 128, seed)
+    expected = greedy(model, inputs, 12)
+    compiled_llm.wrap(model, **OPTIONS, **options)
+    torch.testing.assert_close(greedy(model, inputs, 12), expected)
+    torch.testing.assert_close(greedy(model, inputs, 12), expected)
+    stats = model.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
+    assert_account_is_empty(model)
+
+
+# ---- whole models
+
+
+@pytest.mark.parametrize("layers", [2, 3, 6])
+def test_a_model_takes_three_pieces_however_many_layers_it_has(layers, compiles, seed):
+    check(tiny_qwen3(num_hidden_layers=layers, eos_token_id=None), seed)
+    assert len(compiles) == 3 * PREFILL_AND_DECODE
+
+
+def test_a_layer_that_computes_something_else_is_compiled_for_itself(compiles, seed):
+    model = tiny_qwen3(num_hidden_layers=6, eos_token_id=None)
+    model.model.layers[2].self_attn.scaling *= 3
+    model.model.layers[4].post_attention_layernorm.variance_epsilon = 0.5
+    check(model, seed)
+    assert len(compiles) == 5 * PREFILL_AND_DECODE
+
+
+def test_windows_are_told_apart(compiles, seed):
+    layers = ["sliding_attention", "full_attention"] * 3
+    model = tiny_qwen3(
+        num_hidden_layers=6, eos_token_id=None, layer_types=layers, use_sliding_window=True, sliding_window=6
+    )
+    check(model, seed)
+    assert len(compiles) == 4 * PREFILL_AND_DECODE, "two kinds of layers, the first and the last"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Gemma3", "OPT", "Phi", "Qwen3Moe"])
+@pytest.mark.parametrize("fuse", [False, True], ids=["apart", "fused"])
+def test_compiled_pieces_of_other_families_fit_together(family, fuse, seed):
+    """OPT hands a part of a fused product straight to attention: it crosses the cut with that product's strides."""
+    check(make(family, FAMILIES[family], seed), seed, fuse_projections=fuse)
+
+
+def test_compiled_pieces_of_qwen3_and_llama_fit_together(seed):
+    check(tiny_qwen3(num_hidden_layers=4, eos_token_id=None), seed)
+    check(tiny_llama(num_hidden_layers=4, eos_token_id=None), seed, fuse_projections=True)
+
+
+# ---- one graph
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    pages: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+def inputs_of(rows: int = 3) -> Inputs:
+    columns = [torch.arange(size, dtype=torch.int32) for size in (rows + 1, rows)]
+    return Inputs(
+        torch.randn(rows, 4, 16), torch.randn(rows + 5, 2, 2, 4, 16), *columns, torch.ones(rows, dtype=torch.int32)
+    )
+
+
+def attend(query: Tensor, to: Inputs, scale: float = 0.25, pages: Tensor | None = None) -> Tensor:
+    pages = to.pages if pages is None else pages
+    return paged_attention(query, pages, to.indptr, to.indptr, to.indices, to.last_page_len, scale)
+
+
+def traced(function: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphModule, list[Any]]:
+    """The graph, and what it is called with."""
+    graphs: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append((module, []))
+
+        def run(*args: Any) -> Any:
+            graphs[-1][1].extend(args)
+            return module.forward(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, fullgraph=True, dynamic=False, backend=backend)(*inputs)
+    (found,) = graphs
+    return found
+
+
+def descriptions(function: Callable[..., Any], *inputs: Any) -> list[str]:
+    module, _ = traced(function, *inputs)
+    pieces = cut(module)
+    return [
+        piece.describe(examples) for piece, examples in zip(pieces, examples_for(pieces, module.graph), strict=True)
+    ]
+
+
+def test_pieces_run_one_after_the_other_compute_what_the_whole_does(seed):
+    def function(to: Inputs, count: Tensor) -> tuple[Tensor, Tensor]:
+        count.add_(1)  # an input that is written in front of a cut and read behind it
+        first = attend(to.query * count, to)
+        return attend(first + to.query, to) * count, first
+
+    inputs, count = inputs_of(), torch.ones(1)
+    module, given = traced(function, inputs, count)
+    pieces = cut(module)
+    assert len(pieces) == 3
+    joined = join(pieces, [piece.module.forward for piece in pieces], module.graph)
+    assert count == 2
+    found = joined(*given)
+    assert count == 3
+    torch.testing.assert_close(tuple(found), function(inputs, torch.full((1,), 2.0)))
+
+
+def test_what_no_later_piece_reads_is_freed(seed):
+    def function(to: Inputs) -> Tensor:
+        return attend(attend(to.query * 2, to) * 2, to) * 2
+
+    module, given = traced(function, inputs_of())
+    pieces = cut(module)
+    alive: list[weakref.ref[Tensor]] = []
+    seen: list[int] = []
+
+    def watched(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            seen.append(sum(each() is not None for each in alive))
+            found = run(*args)
+            alive.extend(map(weakref.ref, found))
+            return found
+
+        return call
+
+    join(pieces, [watched(piece.module.forward) for piece in pieces], module.graph)(*given)
+    gc.collect()
+    assert [len(piece.gives) for piece in pieces] == [1, 1, 1]
+    assert seen == [0, 1, 1], "each reads what the one in front of it computed, and nothing older is left"
+
+
+def test_a_description_leaves_out_names_and_symbols_only(seed):
+    def layers(to: Inputs, others: Tensor) -> Tensor:
+        first = attend(to.query, to) + 1
+        return attend(attend(first, to, pages=others) + 1, to) + 1
+
+    inputs, others = inputs_of(), torch.randn(11, 2, 2, 4, 16)
+    for tensor in (inputs.pages, others):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    _, *layers_like_each_other = descriptions(layers, inputs, others)
+    assert len(layers_like_each_other) == 3
+    assert len(set(layers_like_each_other)) == 1, "pages have a symbol of their own in each layer"
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda x, to: attend(x, to, 0.5) + 1,
+        lambda x, to: attend(x, to) + 2,
+        lambda x, to: attend(x, to) - 1,
+        lambda x, to: attend(x, to).add(1),
+        lambda x, to: attend(x, to, pages=to.pages[:, :, :, :2]) + 1,
+        lambda x, to: attend(x.transpose(0, 1).contiguous().transpose(0, 1), to) + 1,
+        lambda x, to: attend(x.double(), to, pages=to.pages.double()) + 1,
+        lambda x, to: attend(x, to) + x,
+    ],
+    ids=["argument", "number", "operation", "method", "shape", "stride", "dtype", "input"],
+)
+def test_a_description_tells_apart_what_differs(second, seed):
+    def layers(to: Inputs) -> Tensor:
+        return attend(second(attend(to.query, to) + 1, to), to) + 1
+
+    _, first, other, _ = descriptions(layers, inputs_of())
+    assert first != other
