@@ -5,10 +5,10 @@
 #   checks    imports, versions, the ops' tests
 #   tests     all other GPU tests
 #   bench     `compiled-llm bench`; BENCH holds its arguments, with semicolons between several runs; COMMIT is
-#             recorded where there is no git. It needs typer:
-#             ../shared/gpu/wheels 0.6.13 typer shellingham annotated-doc rich markdown-it-py mdurl
+#             recorded where there is no git
 #   parity    logits of full-size models against float32; SIZES holds which (default: qwen3-0.6b)
 #
+# Tests run in PROCESSES processes (default 6): most of their time is compiling. A quiet machine is for bench alone.
 # Logs go to OUT (default: build/gpu). If a folder .whl exists, the wheels in it are installed into SITE (default:
 # build/site) first and used; the Python that runs is PYTHON (default: python3). The checkout itself is what is tested.
 # Failing checks end the script; failing tests do not keep it from measuring. vLLM takes part in bench if
@@ -50,6 +50,7 @@ run_tests() {
   local log=$1 options=()
   shift
   "$python" -c 'import pytest_timeout' 2>/dev/null || options=(-o 'addopts=-ra --strict-markers')
+  "$python" -c 'import xdist' 2>/dev/null && options+=(-n "${PROCESSES:-6}" --dist worksteal)
   "$python" -m pytest "${options[@]}" -p no:cacheprovider -p no:logging -m gpu -v --durations=12 "$@" 2>&1 | tee "$out/$log"
 }
 
