@@ -270,8 +270,8 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
             # The first step is the prefill, the second the first that decodes.
             unchanged = runner.steps > 1 and not watched
             chosen = runner.step(unchanged=unchanged) if runner.steps < sequences.most_new else runner.drain()
-            if not chosen and not runner.asynchronous:
-                chosen = runner.drain()
+            if not chosen and not (runner.asynchronous and runner.prepared):
+                chosen = runner.drain()  # the first tokens do not wait for decode to be compiled
             if not chosen:
                 continue
             with call.runtime.turn.yielded(), allowed():

@@ -77,6 +77,11 @@ class Runner:
         """Whether a step may still be running when ``step`` returns; else reading late gains nothing."""
         return self.paged.device.type != "cpu"
 
+    @property
+    def prepared(self) -> bool:
+        """Whether the next decode step can be launched at once: nothing has to be compiled or recorded for it."""
+        return self._bucket_for(len(self.rows)) in self.paged.ready_buckets
+
     # ---- the three verbs
 
     def admit(self, prompt: ArrayLike, max_new_tokens: int, sampling: Sampling | None = None) -> Row:

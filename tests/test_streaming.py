@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     AsyncTextIteratorStreamer,
     MaxTimeCriteria,
@@ -20,6 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
+from compiled_llm.paged_model import PagedModel
 from compiled_llm.runner import Runner
 from conftest import tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
@@ -50,6 +52,34 @@ def wrapped():
 def text_of(model, tokenizer, inputs, new_tokens):
     ids = greedy(model, inputs, new_tokens)[0, inputs["input_ids"].shape[1] :]
     return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class Events(BaseStreamer):
+    """Notes what comes, and between that when decode is launched."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def put(self, value: Tensor) -> None:
+        self.seen.append("prompt" if value.dim() > 1 else "token")
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+def test_the_first_token_does_not_wait_for_decode_to_be_prepared(monkeypatch, seed):
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4, progress=False)
+    inputs, events = mixed_prompts([6], 128, seed), [Events(), Events()]
+    launch = PagedModel._launch_decode
+    monkeypatch.setattr(Runner, "asynchronous", True)
+    for each in events:
+        monkeypatch.setattr(
+            PagedModel, "_launch_decode", lambda *args, each=each: (each.seen.append("decode"), launch(*args))[1]
+        )
+        greedy(model, inputs, 3, streamer=each)
+    cold, warm = [each.seen for each in events]
+    assert cold == ["prompt", "token", "decode", "decode", "decode", "token", "token", "end"]
+    assert warm == ["prompt", "decode", "token", "decode", "token", "token", "end"]
 
 
 def test_a_text_streamer_prints_huggingfaces_text(plain, wrapped, tokenizer, capsys, seed):
