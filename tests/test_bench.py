@@ -328,6 +328,9 @@ def test_session_is_warm_after_as_many_calls_as_it_needs() -> None:
         calls.clear()
         Counting(setup, setup.model(), warm_calls).prepare(asked)
         assert calls == [asked] * warm_calls
+    calls.clear()
+    Counting(setup, setup.model(), compiles=False).prepare(Workload(1, 8, 256))
+    assert calls == [Workload(1, 8, 16)], "a few tokens are enough where nothing is compiled"
 
 
 def test_model_is_given_back_as_it_was() -> None:

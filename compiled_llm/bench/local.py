@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from transformers import PreTrainedModel
 from compiled_llm.bench.contender import Setup
 from compiled_llm.bench.timing import Timing, TokenClock, timed
 from compiled_llm.bench.workload import SAMPLING, Workload
+
+_WARM_TOKENS = 16
 
 
 class LocalSession:
@@ -26,19 +29,23 @@ class LocalSession:
         versions: none; this process's own are known.
     """
 
-    def __init__(self, setup: Setup, model: PreTrainedModel, warm_calls: int = 1, **options: Any) -> None:
+    def __init__(
+        self, setup: Setup, model: PreTrainedModel, warm_calls: int = 1, compiles: bool = True, **options: Any
+    ) -> None:
         """Remember the model.
 
         Args:
             setup: the run's.
             model: the model.
             warm_calls: calls until nothing is compiled or recorded any more.
+            compiles: whether there is anything to compile; if not, a few tokens are enough to warm up.
             options: further arguments of ``generate``.
         """
         self.setup = setup
         self.model: Any = model
         self.versions: dict[str, str] = {}
         self._warm_calls = warm_calls
+        self._compiles = compiles
         self._options = options
         self._numbers = itertools.count()
         if setup.device.type == "cuda":
@@ -46,6 +53,8 @@ class LocalSession:
 
     def prepare(self, workload: Workload) -> None:
         """Run until nothing is compiled any more."""
+        if not self._compiles:
+            workload = replace(workload, new=min(_WARM_TOKENS, workload.new))
         for _ in range(self._warm_calls):
             self.run(workload)
 

@@ -22,7 +22,7 @@ class HFEager:
     @contextmanager
     def opened(self, setup: Setup) -> Iterator[LocalSession]:
         """Use the model as it is."""
-        yield LocalSession(setup, setup.model())
+        yield LocalSession(setup, setup.model(), compiles=False)
 
     def worker(self, setup: Setup) -> AbstractContextManager[list[str]]:
         """Run in a process of this environment."""

@@ -43,7 +43,7 @@ class Ours:
             progress=False,
         )
         try:
-            yield _WrappedSession(setup, model)
+            yield _WrappedSession(setup, model, compiles=self.mode != "eager")
         finally:
             compiled_llm.unwrap(model)
             free_memory(setup.device)
