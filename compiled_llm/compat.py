@@ -35,7 +35,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -370,8 +370,7 @@ def compile_with_inductor(
     module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """Return what Inductor makes of a graph, as ``torch.compile`` would call it from inside a backend."""
-    compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs), dict(options))
-    return compiled
+    return cast(Callable[..., Any], torch._inductor.compile(module, list(inputs), dict(options)))
 
 
 def storage_owners(storage: torch.UntypedStorage) -> int:

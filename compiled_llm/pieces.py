@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 
 import compiled_llm_ops  # defines the ops  # noqa: F401
 from compiled_llm.compat import example_of, running_on
@@ -46,7 +47,7 @@ class Piece(NamedTuple):
         for node in nodes:
             if node.op != "placeholder":
                 target = node.target if isinstance(node.target, str) else f"{node.target} {id(node.target)}"
-                lines.append(f"{node.op} {target} {fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)}")
+                lines.append(f"{node.op} {target} {map_arg((node.args, node.kwargs), nodes.__getitem__)}")
         symbols: dict[str, str] = {}
         return _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"symbol{len(symbols)}"), "\n".join(lines))
 
