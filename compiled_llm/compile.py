@@ -9,7 +9,7 @@ vocabulary, N entries of the page table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -164,6 +164,7 @@ class Programs:
         """
         self._forward = forward
         self._config = config
+        self._device = device
         self.recorded = config.uses_trees_on(device.type)
         self.prefill_function = own_copy(_prefill)
         self.decode_one_function = own_copy(_decode)
@@ -183,11 +184,15 @@ class Programs:
         made = {name: self.compile(name, function, options[name]) for name, function in self.functions.items()}
         self._prefill, self._decode_one, self._decode_many = made.values()
         # Not what ``explain`` watches.
-        self._embedded = compiled(self._embedded_function, config, options[PREFILL], self._passes)
+        self._embedded = self._compiled(self._embedded_function, options[PREFILL])
 
     def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         """Return one of ``functions`` compiled with Inductor ``options``."""
-        return compiled(function, self._config, options, self._passes)
+        return self._compiled(function, options)
+
+    def _compiled(self, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+        in_pieces = self._config.records_on(self._device.type)
+        return compiled(function, self._config, Inductor(options, self._passes, in_pieces=in_pieces))
 
     def prefill(
         self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
@@ -267,11 +272,8 @@ def _mark_symbolic(inputs: PrefillInputs) -> None:
             torch._dynamo.mark_dynamic(tensor, 1 if name in ("ids", "positions") else 0)
 
 
-def compiled(
-    function: Callable[..., Any], config: WrapConfig, options: dict[str, Any], passes: Sequence[Pass]
-) -> Callable[..., Any]:
-    """Return the function compiled as ``config.mode`` says, with Inductor ``options`` of its own after ``passes``."""
+def compiled(function: Callable[..., Any], config: WrapConfig, backend: Inductor) -> Callable[..., Any]:
+    """Return the function compiled as ``config.mode`` says."""
     if config.mode == "eager":
         return function
-    backend = Inductor(options, passes, in_pieces=config.mode == "cuda-graphs")
     return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)

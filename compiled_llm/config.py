@@ -83,6 +83,10 @@ class WrapConfig:
         wanted = device == "cuda" if self.fuse_projections is None else self.fuse_projections
         return wanted and self.mode != "eager"
 
+    def records_on(self, device: str) -> bool:
+        """Return whether we record whole steps as CUDA graphs on a kind of device."""
+        return device == "cuda" and self.mode == "cuda-graphs"
+
     def uses_trees_on(self, device: str) -> bool:
         """Return whether torch's cudagraph trees record and replay decode steps on a kind of device."""
         return device == "cuda" and self.mode == "reduce-overhead"

@@ -23,8 +23,8 @@ class Inductor:
         Args:
             options: Inductor's.
             passes: each rewrites the whole graph in place, before Inductor sees any of it.
-            in_pieces: compile pieces that are alike once. Each costs the host a call, so this is for graphs that are
-                recorded, and for long ones.
+            in_pieces: compile pieces that are alike once. Each costs the host close to 0.1 ms at every call, which a
+                recorded graph does not pay.
         """
         self._options = dict(options)
         self._passes = passes

@@ -47,7 +47,7 @@ class Recordings:
 
     def __init__(self, model: PreTrainedModel, config: WrapConfig, device: torch.device) -> None:
         """Record nothing yet; only a weak reference to the model is kept."""
-        self.own = config.mode == "cuda-graphs" and device.type == "cuda"
+        self.own = config.records_on(device.type)
         self.replay = self.own or config.uses_trees_on(device.type)
         self.skips = 0
         self.reasons: list[str] = []

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm import compile as compile_module
-from compiled_llm import fused
+from compiled_llm import fused, inductor
 from compiled_llm.fused import FusedWeights, Group, LinearWatch
-from compiled_llm.inductor import Inductor, Pass
+from compiled_llm.inductor import Inductor
 from compiled_llm.passes import FusedProducts
 from conftest import TINY, tiny_llama, tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
@@ -515,16 +514,7 @@ def test_tokens_equal_huggingface(family, products, seed):
 def test_graphs_of_other_families_stay_right(family, products, monkeypatch, seed):
     """Run as they come out of the pass, without Inductor: parallel blocks, experts, biases."""
 
-    def rewritten(function: Any, config: Any, options: dict[str, Any], passes: Sequence[Pass]) -> Any:
-        def backend(module: fx.GraphModule, inputs: Any) -> Any:
-            for rewrite in passes:
-                rewrite(module.graph)
-            module.recompile()
-            return module.forward
-
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
-
-    monkeypatch.setattr(compile_module, "compiled", rewritten)
+    monkeypatch.setattr(inductor, "compile_with_inductor", lambda module, inputs, options: module.forward)
     model, inputs = make(family, OTHER_FAMILIES[family], seed), mixed_prompts([5, 19, 11], 128, seed)
     expected = greedy(model, inputs, 12)
     compiled_llm.wrap(model, **OPTIONS)

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm import compile as programs
 from compiled_llm import inductor
 from compiled_llm.pieces import cut, examples_for, join
 from compiled_llm_ops import paged_attention
@@ -24,6 +25,12 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
 PREFILL_AND_DECODE = 2
+
+
+@pytest.fixture(autouse=True)
+def pieces_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are cut where they are recorded, which is on CUDA."""
+    monkeypatch.setattr(programs, "Inductor", lambda *args, in_pieces: inductor.Inductor(*args, in_pieces=True))
 
 
 @pytest.fixture
