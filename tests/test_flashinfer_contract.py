@@ -183,6 +183,7 @@ def test_wrapper_and_its_plan_take_what_is_passed(mocked: Mocked, decode: bool) 
     call = wrapper_of(mocked, decode=decode).plan.call_args
     assert call.args == ()
     assert set(call.kwargs) <= plan_parameters(DECODE if decode else PREFILL)
+    assert call.kwargs["sm_scale"] == 1, "the launch brings its own"
     wrapper_of(mocked, decode=decode).reset_workspace_buffer.assert_called_once()
 
 
@@ -196,6 +197,7 @@ def test_run_takes_what_is_passed(mocked: Mocked, decode: bool) -> None:
     assert call.args == ()
     named = set(inspect.signature(DECODE.run if decode else PREFILL.run).parameters)
     assert set(call.kwargs) <= named
+    assert call.kwargs["q_scale"] == 0.1
 
 
 @pytest.mark.parametrize("cls", [DECODE, PREFILL])

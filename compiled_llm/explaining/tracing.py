@@ -215,7 +215,7 @@ class Piece(NamedTuple):
 
 
 class InductorPrograms(Programs):
-    """The programs as ``wrap`` compiles them, with Inductor writing down what it makes of them."""
+    """The programs with Inductor writing down what it makes of them: whole, also where ``wrap`` has pieces compiled."""
 
     def __init__(
         self,
