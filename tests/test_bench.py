@@ -475,6 +475,7 @@ def test_curves_are_the_medians() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
+        ("_decode_paged_attention", "attention"),
         ("void flashinfer::BatchDecodeWithPagedKVCacheKernel<...>", "attention"),
         ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),
         ("void flashinfer::PersistentVariableLengthMergeStatesKernel<...>", "attention, merge of splits"),

@@ -286,7 +286,7 @@ def test_inputs_may_have_any_strides(seed):
 
 def attention_cases() -> list[tuple[Any, ...]]:
     cases: list[tuple[Any, ...]] = []
-    for mix, options in (("mixed", ()), ("decode", (3,)), ("extend", (-1, 1.5))):
+    for mix, options in (("mixed", ()), ("decode", (3,)), ("decode", (-1, 0.0, True)), ("extend", (-1, 1.5))):
         batch = Batch(*MIXES[mix], padded=16).filled()
         cases.append((*batch.arguments(), *options))
     batch = Batch(*MIXES["mixed"], dtype=torch.bfloat16).filled()
@@ -487,6 +487,24 @@ def test_attention_refuses_what_does_not_fit(attend, changes, message):
     with pytest.raises(ValueError, match=message):
         attend(*replaced(case, **changes))
     attend(*case)
+
+
+@pytest.mark.parametrize("attend", [paged_attention, paged_attention_lse])
+def test_decode_is_one_query_a_row(attend):
+    case = attention_cases()[0]
+    with pytest.raises(ValueError, match="decode is one query a row; got 14 queries of 5 rows"):
+        attend(*case, decode=True)
+
+
+@pytest.mark.parametrize("mix", [mix for mix in MIXES if set(MIXES[mix][1]) == {1}])
+@pytest.mark.parametrize("options", [(-1, 0.0), (3, 0.0), (-1, 1.5)], ids=str)
+def test_decode_may_be_promised(mix, options, seed):
+    arguments = (*Batch(*MIXES[mix]).filled().arguments(), *options)
+    torch.testing.assert_close(paged_attention(*arguments, decode=True), paged_attention(*arguments))
+    for promised, found in zip(
+        paged_attention_lse(*arguments, decode=True), paged_attention_lse(*arguments), strict=True
+    ):
+        torch.testing.assert_close(promised, found)
 
 
 @pytest.mark.parametrize(

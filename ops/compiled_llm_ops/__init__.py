@@ -1,4 +1,4 @@
-"""FlashInfer's paged attention as ``torch.library`` ops that trace, compile and replay.
+"""Paged attention, FlashInfer's and our own, as ``torch.library`` ops that trace, compile and replay.
 
 Usable on its own: needs torch only; on CUDA also flashinfer-python, and the triton that torch brings. Each op has a
 fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kernel in plain PyTorch for the CPU.

@@ -9,6 +9,7 @@ page table, L tokens of one row in the cache, Q queries of one row.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from itertools import pairwise
@@ -22,7 +23,7 @@ from compiled_llm_ops.plans import Geometry, PageTable, find_plan
 
 _SIGNATURE = (
     "(Tensor query, Tensor pages, Tensor qo_indptr, Tensor indptr, Tensor indices, Tensor last_page_len, "
-    "float scale, int window_left=-1, float logits_soft_cap=0.0)"
+    "float scale, int window_left=-1, float logits_soft_cap=0.0, bool decode=False)"
 )
 
 
@@ -36,6 +37,7 @@ def paged_attention(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    decode: bool = False,
 ) -> Tensor:
     """Causal attention of packed queries over the pages of their rows.
 
@@ -52,20 +54,21 @@ def paged_attention(
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
+        decode: a promise that each row has one query, with ``qo_indptr`` 0 to B; nothing has to be planned then.
 
     Returns:
         ``[T, H, D]``, contiguous, of the query's dtype.
 
     Raises:
         ValueError: shapes do not fit together.
-        RuntimeError: on CUDA, nothing was planned for this page table.
+        RuntimeError: on CUDA, nothing was planned for this page table, and it is not decode.
 
     Source:
-        FlashInfer ``BatchDecodeWithPagedKVCacheWrapper`` and ``BatchPrefillWithPagedKVCacheWrapper`` on CUDA
-        (https://arxiv.org/abs/2501.01005).
+        On CUDA FlashInfer ``BatchPrefillWithPagedKVCacheWrapper`` (https://arxiv.org/abs/2501.01005), and for decode
+        a Triton kernel of our own after Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
     """
     out: Tensor = _paged_attention(
-        query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap
+        query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap, decode
     )
     return out
 
@@ -80,6 +83,7 @@ def paged_attention_lse(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    decode: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``paged_attention`` that also returns the log-sum-exp of each query's logits.
 
@@ -93,6 +97,7 @@ def paged_attention_lse(
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
+        decode: a promise that each row has one query, with ``qo_indptr`` 0 to B; nothing has to be planned then.
 
     Returns:
         ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
@@ -100,19 +105,19 @@ def paged_attention_lse(
 
     Raises:
         ValueError: shapes do not fit together.
-        RuntimeError: on CUDA, nothing was planned for this page table.
+        RuntimeError: on CUDA, nothing was planned for this page table, and it is not decode.
 
     Source:
-        FlashInfer ``BatchDecodeWithPagedKVCacheWrapper`` and ``BatchPrefillWithPagedKVCacheWrapper`` with
-        ``return_lse`` on CUDA (https://arxiv.org/abs/2501.01005).
+        On CUDA FlashInfer ``BatchPrefillWithPagedKVCacheWrapper`` with ``return_lse``
+        (https://arxiv.org/abs/2501.01005), and for decode the Triton kernel of ``paged_attention``.
     """
     out, lse = _paged_attention_lse(
-        query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap
+        query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap, decode
     )
     return out, lse
 
 
-def _check(query: Tensor, pages: Tensor, table: PageTable) -> None:
+def _check(query: Tensor, pages: Tensor, table: PageTable, decode: bool) -> None:
     if query.dim() != 3 or pages.dim() != 5 or pages.shape[1] != 2:
         raise ValueError(
             "paged_attention: query must be [T, H, D] and pages [P, 2, K, S, D]; got "
@@ -129,6 +134,8 @@ def _check(query: Tensor, pages: Tensor, table: PageTable) -> None:
             f"paged_attention: qo_indptr and indptr must be [{rows + 1}] for {rows} rows; got "
             f"[{table.qo_indptr.shape[0]}] and [{table.indptr.shape[0]}]"
         )
+    if decode and query.shape[0] != rows:
+        raise ValueError(f"paged_attention: decode is one query a row; got {query.shape[0]} queries of {rows} rows")
     check_int32("paged_attention", **table._asdict())
 
 
@@ -253,13 +260,16 @@ def _cpu(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    decode: bool = False,
 ) -> Tensor:
     if logits_soft_cap > 0:
-        return _cpu_lse(query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap)[0]
-    _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len))
+        return _cpu_lse(
+            query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap, decode
+        )[0]
+    _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len), decode)
     starts = indptr.tolist()
     counts = [end - start for start, end in pairwise(starts)]
-    one_each = len(query) == len(counts) and qo_indptr.tolist() == list(range(len(counts) + 1))
+    one_each = decode or (len(query) == len(counts) and qo_indptr.tolist() == list(range(len(counts) + 1)))
     if one_each and len(counts) * max(counts) <= 2 * sum(counts):
         return _decode(query, pages, starts, indices, last_page_len.tolist(), scale, window_left)
     out = torch.empty(query.shape, dtype=query.dtype)
@@ -278,8 +288,9 @@ def _cpu_lse(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    decode: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len))
+    _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len), decode)
     out = torch.empty(query.shape, dtype=query.dtype)
     lse = torch.empty(query.shape[:2], dtype=torch.float32)
     for tokens, key, value in _rows(query, pages, qo_indptr, indptr, indices, last_page_len):
@@ -288,10 +299,17 @@ def _cpu_lse(
     return out, lse
 
 
-# ---- CUDA: FlashInfer's kernels, with the plan that was made for this page table
+# ---- CUDA: FlashInfer's kernels with the plan that was made for this page table; for decode one of our own
 
 
-def _launch(
+@functools.cache
+def _processors(device: torch.device) -> tuple[int, bool]:
+    """Return how many multiprocessors there are, and whether kernels may begin before those in front have ended."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors, torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _launch_decode(
     query: Tensor,
     pages: Tensor,
     table: PageTable,
@@ -300,7 +318,29 @@ def _launch(
     logits_soft_cap: float,
     lse: Tensor | None,
 ) -> Tensor:
-    _check(query, pages, table)
+    from compiled_llm_ops import triton_attention
+
+    _, _, kv_heads, page_size, padded = pages.shape
+    processors, pdl = _processors(query.device)
+    # Nothing that changes from step to step: a recorded launch is replayed with rows of other lengths.
+    most_keys = table.indices.shape[0] * page_size
+    most_keys = most_keys if window_left < 0 else min(most_keys, window_left + 1)
+    splits = triton_attention.splits_for(query.shape[0], kv_heads, most_keys, padded, processors)
+    with torch.cuda.device(query.device):  # Triton launches on the current one
+        return triton_attention.decode(
+            query, pages, table, scale, window_left, logits_soft_cap, lse, splits=splits, pdl=pdl
+        )
+
+
+def _launch_planned(
+    query: Tensor,
+    pages: Tensor,
+    table: PageTable,
+    scale: float,
+    window_left: int,
+    logits_soft_cap: float,
+    lse: Tensor | None,
+) -> Tensor:
     tokens, heads, head_dim = query.shape
     _, _, kv_heads, page_size, padded = pages.shape
     geometry = Geometry(heads, kv_heads, padded, page_size, window_left, logits_soft_cap, query.dtype, pages.dtype)
@@ -322,9 +362,12 @@ def _cuda(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    decode: bool = False,
 ) -> Tensor:
     table = PageTable(qo_indptr, indptr, indices, last_page_len)
-    return _launch(query, pages, table, scale, window_left, logits_soft_cap, lse=None)
+    _check(query, pages, table, decode)
+    launch = _launch_decode if decode else _launch_planned
+    return launch(query, pages, table, scale, window_left, logits_soft_cap, None)
 
 
 def _cuda_lse(
@@ -337,10 +380,13 @@ def _cuda_lse(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    decode: bool = False,
 ) -> tuple[Tensor, Tensor]:
     table = PageTable(qo_indptr, indptr, indices, last_page_len)
+    _check(query, pages, table, decode)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    return _launch(query, pages, table, scale, window_left, logits_soft_cap, lse), lse
+    launch = _launch_decode if decode else _launch_planned
+    return launch(query, pages, table, scale, window_left, logits_soft_cap, lse), lse
 
 
 # ---- fakes
@@ -356,6 +402,7 @@ def _fake(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    decode: bool = False,
 ) -> Tensor:
     return query.new_empty(query.shape)
 
@@ -370,6 +417,7 @@ def _fake_lse(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    decode: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
 

@@ -1,0 +1,265 @@
+"""A Triton kernel for decode: one query a row over the pages of its row, in one launch and without a plan.
+
+A plan would have to follow the rows' lengths. Here the grid depends on nothing that changes from step to step, so a
+recorded launch holds for ever: each row has as many programs as the longest table could use, and each program finds
+its keys on the device, from the page table of the moment. Those that find none end at once.
+
+Like the kernels of ``triton_linear``, it may begin while the kernel in front of it ends (programmatic dependent
+launch): it touches no memory before ``gdc_wait``, and reads none after ``gdc_launch_dependents``.
+
+Shapes: B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same as stored,
+P pages, S page size, N entries of the page table.
+"""
+
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# pyright: reportIndexIssue=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_llm_ops.arrivals import zeros
+from compiled_llm_ops.plans import PageTable
+
+BLOCK_NUMBERS = 2**13
+"""Numbers in a block of keys, and of values: 16 KB each."""
+
+STAGES = 5
+"""Depth of the pipeline: two blocks and the page numbers of two more are on their way at a time.
+
+Large groups need the memory themselves: they get 3, for one block.
+"""
+
+ALONE = 4
+"""Blocks that one program reads as fast as several that have to merge what they found."""
+
+LEAST = 2
+"""Blocks that each of several programs reads at least."""
+
+PROGRAMS = 2
+"""Programs on each multiprocessor, of those that split rows among them."""
+
+MERGED_NUMBERS = 2**12
+"""Numbers of partial results that are summed at a time."""
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+@triton.jit
+def _capped(logits, cap):
+    """``cap * tanh(logits)``."""
+    return cap - 2.0 * cap / (tl.exp2(logits * 2.8853900817779268) + 1.0)  # 2 / ln 2
+
+
+@triton.jit
+def _attend(
+    q, keys_at, numbers_at, values_offset, first, length, begin, end, scale, cap,
+    PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return ``[M, D']`` and its log-sum-exp ``[M]`` in base 2, over blocks ``begin`` to ``end`` from key ``first`` on.
+
+    Keys past ``length`` are not read: whatever their slots hold, zero times it need not be zero.
+    """
+    offs_n, offs_d = tl.arange(0, BLOCK), tl.arange(0, DIM)
+    largest = tl.full([q.shape[0]], -float("inf"), tl.float32)
+    weight_sums = tl.zeros([q.shape[0], BLOCK], tl.float32)  # of each key in a block: threads meet once, at the end
+    acc = tl.zeros([q.shape[0], DIM], tl.float32)
+    for block in tl.range(begin, end, num_stages=STAGES):
+        position = first + block * BLOCK + offs_n
+        there = position < length
+        number = tl.load(numbers_at + position // PAGE, mask=there, other=0)
+        slot = number.to(tl.int64) * (2 * values_offset) + (position % PAGE) * DIM
+        k = tl.load(keys_at + slot[None, :] + offs_d[:, None], mask=there[None, :], other=0.0)
+        logits = tl.dot(q, k.to(q.dtype)) * scale
+        if CAPPED:
+            logits = _capped(logits, cap)
+        logits = tl.where(there[None, :], logits, -float("inf"))
+        larger = tl.maximum(largest, tl.max(logits, 1))  # finite: each block has a key
+        weights = tl.exp2(logits - larger[:, None])
+        fade = tl.exp2(largest - larger)
+        v = tl.load(keys_at + values_offset + slot[:, None] + offs_d[None, :], mask=there[:, None], other=0.0)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
+        weight_sums = weight_sums * fade[:, None] + weights
+        largest = larger
+    total = tl.sum(weight_sums, 1)
+    return acc / total[:, None], largest + tl.log2(total)
+
+
+@triton.jit
+def _merge(partials, partial_lses, first, count, GROUP: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr):
+    """Return ``[GROUP, D']`` and ``[GROUP]`` from ``count`` partial results, always in the same order."""
+    offs_g, offs_d = tl.arange(0, GROUP), tl.arange(0, DIM)
+    largest = tl.full([GROUP], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, DIM], tl.float32)
+    for start in tl.range(0, count, CHUNK):
+        splits = start + tl.arange(0, CHUNK)
+        there = splits < count
+        at = (first + splits)[:, None] * GROUP + offs_g[None, :]
+        lses = tl.load(partial_lses + at, mask=there[:, None], other=-float("inf"), cache_modifier=".cg")
+        parts_at = partials + at[:, :, None] * DIM + offs_d[None, None, :]
+        parts = tl.load(parts_at, mask=there[:, None, None], other=0.0, cache_modifier=".cg")
+        larger = tl.maximum(largest, tl.max(lses, 0))
+        weights = tl.exp2(lses - larger[None, :])
+        fade = tl.exp2(largest - larger)
+        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * parts, 0)
+        total = total * fade + tl.sum(weights, 0)
+        largest = larger
+    return acc / total[:, None], largest + tl.log2(total)
+
+
+@triton.jit
+def _store(out, lse, values, lses, first_head, ROWS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
+           DIM: tl.constexpr):  # fmt: skip
+    """Write the results of one group's heads, of which the first has the number ``first_head`` in the batch."""
+    offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, DIM)
+    keep = (offs_g[:, None] < GROUP) & (offs_d[None, :] < HEAD)
+    tl.store(out + (first_head + offs_g)[:, None] * HEAD + offs_d[None, :], values.to(out.dtype.element_ty), mask=keep)
+    if lse is not None:
+        tl.store(lse + first_head + offs_g, lses, mask=offs_g < GROUP)
+
+
+@triton.jit(do_not_specialize=["window_left"])
+def _decode_paged_attention(
+    query, pages, indptr, indices, last_page_len, out, lse, partials, partial_lses, arrivals,
+    row_stride, head_stride, window_left, scale, cap,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALONE: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr,
+    CAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some keys of one row and kv head; where several programs share them, the last to end merges all results.
+
+    ``partials`` holds a [PADDED, D'] for each program and ``partial_lses`` a [PADDED]; ``arrivals`` holds a zero for
+    each row and kv head, which it is again afterwards.
+    """
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads, splits = tl.num_programs(1), tl.num_programs(2)
+    ROWS: tl.constexpr = max(PADDED, 16)  # tensor cores take no fewer
+    offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, DIM)
+    if PDL:
+        gdc_wait()
+    wanted = (offs_g[:, None] < GROUP) & (offs_d[None, :] < HEAD)
+    q_at = query + row * row_stride + (head * GROUP + offs_g)[:, None] * head_stride + offs_d[None, :]
+    q = tl.load(q_at, mask=wanted, other=0.0)
+    first_page, end_page = tl.load(indptr + row), tl.load(indptr + row + 1)
+    length = (end_page - first_page - 1) * PAGE + tl.load(last_page_len + row)
+    first = tl.maximum(length - 1 - window_left, 0)
+    blocks = tl.cdiv(length - first, BLOCK)
+    each = tl.maximum(tl.cdiv(blocks, splits), LEAST)
+    if blocks <= ALONE:
+        each = blocks
+    active = tl.cdiv(blocks, each)
+    if split < active:
+        values, lses = _attend(
+            q, pages + head * (PAGE * DIM), indices + first_page, heads * (PAGE * DIM), first, length,
+            split * each, tl.minimum((split + 1) * each, blocks), scale, cap,
+            PAGE, DIM, BLOCK, CAPPED, STAGES,
+        )  # fmt: skip
+        item = row * heads + head
+        if active == 1:
+            if PDL:
+                gdc_launch_dependents()
+            _store(out, lse, values, lses, item * GROUP, ROWS, GROUP, HEAD, DIM)
+        else:
+            own, used = (item * splits + split) * PADDED + offs_g, offs_g < PADDED
+            own_values = partials + own[:, None] * DIM + offs_d[None, :]
+            tl.store(own_values, values, mask=used[:, None], cache_modifier=".cg")
+            tl.store(partial_lses + own, lses, mask=used, cache_modifier=".cg")
+            tl.debug_barrier()  # every thread's part is written before one of them says so
+            if tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu") == active - 1:
+                merged, merged_lses = _merge(partials, partial_lses, item * splits, active, PADDED, DIM, CHUNK)
+                _store(out, lse, merged, merged_lses, item * GROUP, PADDED, GROUP, HEAD, DIM)
+                tl.store(arrivals + item, 0)
+
+
+def splits_for(rows: int, kv_heads: int, most_keys: int, head_dim: int, processors: int) -> int:
+    """Return how many programs each row and kv head gets; more than that could not be busy at once, or ever.
+
+    Args:
+        rows: B.
+        kv_heads: K.
+        most_keys: a bound on the keys that a query can see.
+        head_dim: D'.
+        processors: multiprocessors of the device.
+    """
+    useful = -(-most_keys // (LEAST * _block(head_dim)))
+    return max(1, min(useful, PROGRAMS * processors // (rows * kv_heads)))
+
+
+def decode(
+    query: Tensor,
+    pages: Tensor,
+    table: PageTable,
+    scale: float,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    lse: Tensor | None = None,
+    *,
+    splits: int,
+    pdl: bool,
+) -> Tensor:
+    """Launch attention of one query a row. All is on one device, the current one.
+
+    Args:
+        query: ``[B, H, D]`` float16 or bfloat16, any strides.
+        pages: ``[P, 2, K, S, D']``, contiguous, D' a power of two from 64 on, and at least D.
+        table: ``qo_indptr`` is not read. Each row has at least one key.
+        scale: factor on the logits.
+        window_left: tokens visible to the left of each query; -1 for all.
+        logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
+        lse: ``[B, H]`` float32, contiguous, written: the log-sum-exp in base 2. None where it is not wanted.
+        splits: most programs that may share the keys of a row and kv head.
+        pdl: begin before the kernel in front has ended; needs compute capability 9.0.
+
+    Returns:
+        ``[B, H, D]``, contiguous.
+
+    Raises:
+        ValueError: the query's dtype has no kernel, or the pages are not contiguous.
+
+    Source:
+        Flash-Decoding (https://pytorch.org/blog/flash-decoding/), with its second launch folded into the first;
+        results and log-sum-exp as of FlashInfer's decode kernels (https://arxiv.org/abs/2501.01005).
+    """
+    if query.dtype not in DTYPES:
+        raise ValueError(f"paged_attention: no kernel for {query.dtype} queries; use torch.bfloat16 or torch.float16")
+    if not pages.is_contiguous():
+        raise ValueError("paged_attention: pages must be contiguous")
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    (rows, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, pages.shape
+    group = heads // kv_heads
+    padded = triton.next_power_of_2(group)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    # The only program of a row and kv head touches none of these; their types would make it another kernel.
+    sharing = rows * kv_heads * splits if splits > 1 else 0
+    partials = torch.empty((sharing, padded, stored), dtype=torch.float32, device=query.device)
+    partial_lses = torch.empty((sharing, padded), dtype=torch.float32, device=query.device)
+    arrivals = zeros.take(rows * kv_heads, query.device) if sharing else table.indptr
+    factor, cap = scale * math.log2(math.e), 0.0
+    if logits_soft_cap > 0:
+        factor, cap = scale / logits_soft_cap, logits_soft_cap * math.log2(math.e)
+    constants: dict[str, Any] = {
+        "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
+        "BLOCK": _block(stored), "CHUNK": max(1, MERGED_NUMBERS // (padded * stored)), "ALONE": ALONE, "LEAST": LEAST,
+        "STAGES": STAGES if padded <= 16 else 3, "CAPPED": cap > 0, "PDL": pdl, "num_warps": 4,
+        **({"launch_pdl": True} if pdl else {}),
+    }  # fmt: skip
+    _decode_paged_attention[(rows, kv_heads, splits)](
+        query, pages, table.indptr, table.indices, table.last_page_len, out, lse, partials, partial_lses, arrivals,
+        query.stride(0), query.stride(1), window_left if window_left >= 0 else 2**31 - 1, factor, cap, **constants,
+    )  # fmt: skip
+    return out
+
+
+def _block(head_dim: int) -> int:
+    """Return how many keys a program reads at a time."""
+    return BLOCK_NUMBERS // head_dim

@@ -1,0 +1,322 @@
+"""The decode kernel on CUDA: here under Triton's interpreter on the CPU; on a GPU see `test_ops_gpu.py`.
+
+Triton decides at import whether it interprets, so the tests run in a process of their own.
+
+Shapes: B rows, L tokens of one row, H query heads, K kv heads, D head dimension, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm_ops import PageTable, paged_attention_lse
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that has TRITON_INTERPRET=1")
+
+KV_HEADS = 2
+SCALE = 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_kernel_under_the_interpreter(seed: int) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), f"--seed={seed}", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+@pytest.fixture(autouse=True)
+def scalars_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter makes an int of an array of one number, which NumPy 2.4 refuses."""
+    if not INTERPRETED:
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+# ---- rows in pages
+
+
+class Batch(NamedTuple):
+    """Rows that decode: what the op takes, in float16, which the interpreter multiplies as it should."""
+
+    query: Tensor
+    pages: Tensor
+    table: PageTable
+
+
+def int32(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def batch_of(lengths: Sequence[int], group: int, page_size: int, head_dim: int, stored: int = 0) -> Batch:
+    """Rows in pages of random order; free pages and free slots hold NaN, and so do entries past the table's end."""
+    counts = [-(-length // page_size) for length in lengths]
+    total = sum(counts)
+    numbers = torch.randperm(total) + 1
+    pages = torch.full((total + 2, 2, KV_HEADS, page_size, stored or head_dim), torch.nan, dtype=torch.float16)
+    pages[..., head_dim:] = 0
+    starts = [0]
+    for length, count in zip(lengths, counts, strict=True):
+        own = numbers[starts[-1] : starts[-1] + count]
+        states = torch.randn(2, KV_HEADS, count * page_size, head_dim).half()
+        states[:, :, length:] = torch.nan
+        pages[own, :, :, :, :head_dim] = states.unflatten(2, (count, page_size)).permute(2, 0, 1, 3, 4)
+        starts.append(starts[-1] + count)
+    last = [length - (count - 1) * page_size for length, count in zip(lengths, counts, strict=True)]
+    indices = int32([*numbers.tolist(), *[total + 1] * 40])
+    query = torch.randn(len(lengths), KV_HEADS * group, head_dim).half()
+    table = PageTable(torch.arange(len(lengths) + 1).int(), int32(starts), indices, int32(last))
+    return Batch(query, pages, table)
+
+
+def launch(batch: Batch, splits: int, window_left: int = -1, soft_cap: float = 0.0) -> tuple[Tensor, Tensor]:
+    from compiled_llm_ops import triton_attention
+
+    lse = torch.empty(batch.query.shape[:2])
+    given = (batch.query, batch.pages, batch.table, SCALE, window_left, soft_cap)
+    return triton_attention.decode(*given, lse, splits=splits, pdl=False), lse
+
+
+def check(batch: Batch, splits: int, window_left: int = -1, soft_cap: float = 0.0) -> None:
+    out, lse = launch(batch, splits, window_left, soft_cap)
+    expected, expected_lse = paged_attention_lse(
+        batch.query.float(), batch.pages, *batch.table, SCALE, window_left, soft_cap, decode=True
+    )
+    assert expected.isfinite().all()
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
+SPLITS = pytest.mark.parametrize("splits", [1, 3, 9], ids="splits={}".format)
+LENGTHS = [1, 15, 16, 17, 64, 65, 300, 513]
+
+
+@interpreted
+@SPLITS
+@pytest.mark.parametrize("head_dim", [64, 128], ids="D={}".format)
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 8], ids="group={}".format)
+def test_rows_of_any_length(group: int, head_dim: int, splits: int, seed: int) -> None:
+    check(batch_of(LENGTHS, group, 16, head_dim), splits)
+
+
+@interpreted
+@SPLITS
+@pytest.mark.parametrize("page_size", [1, 5, 64, 1024], ids="S={}".format)
+def test_pages_of_any_size(page_size: int, splits: int, seed: int) -> None:
+    check(batch_of([1, page_size, page_size + 1, 700], 2, page_size, 64), splits)
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [1, 4, 7], ids="splits={}".format)
+def test_long_rows_are_shared_by_all_programs(splits: int, seed: int) -> None:
+    check(batch_of([5000, 3, 2049], 2, 16, 128), splits)
+
+
+@interpreted
+@SPLITS
+@pytest.mark.parametrize("window_left", [0, 1, 20, 300, 10_000], ids="window={}".format)
+def test_nothing_outside_of_the_window_is_read(window_left: int, splits: int, seed: int) -> None:
+    batch = batch_of(LENGTHS, 2, 16, 128)
+    check(batch, splits, window_left)
+    expected = launch(batch, splits, window_left)
+    for row, length in enumerate(LENGTHS):
+        own = batch.table.indices[batch.table.indptr[row] : batch.table.indptr[row + 1]]
+        for position in range(length - 1 - window_left):
+            batch.pages[own[position // 16], :, :, position % 16] = torch.nan
+    for actual, other in zip(launch(batch, splits, window_left), expected, strict=True):
+        assert torch.equal(actual, other)
+
+
+@interpreted
+@SPLITS
+@pytest.mark.parametrize("window_left", [-1, 100], ids="window={}".format)
+def test_capped_logits(window_left: int, splits: int, seed: int) -> None:
+    batch = batch_of(LENGTHS, 4, 16, 64)
+    check(batch, splits, window_left, soft_cap=2.0)
+    check(batch._replace(query=batch.query * 1000), splits, window_left, soft_cap=30.0)
+
+
+@interpreted
+@SPLITS
+@pytest.mark.parametrize(("head_dim", "stored"), [(16, 64), (80, 128), (96, 128)])
+def test_stored_heads_may_be_wider(head_dim: int, stored: int, splits: int, seed: int) -> None:
+    check(batch_of(LENGTHS, 4, 16, head_dim, stored), splits)
+
+
+@interpreted
+def test_log_sum_exp_may_be_left_out(seed: int) -> None:
+    from compiled_llm_ops import triton_attention
+
+    batch = batch_of([40, 700], 17, 16, 64)
+    out, _ = launch(batch, 3)
+    given = (batch.query, batch.pages, batch.table, SCALE)
+    assert torch.equal(out, triton_attention.decode(*given, splits=3, pdl=False))
+
+
+@interpreted
+def test_queries_may_have_any_strides(seed: int) -> None:
+    batch = batch_of([40, 700], 2, 16, 64)
+    fused = torch.randn(2, 8, 65).half()
+    check(batch._replace(query=fused[:, 2:6, 1:]), 3)
+    check(batch._replace(query=torch.randn(64, 4, 2).half().permute(2, 1, 0)), 3)
+
+
+@interpreted
+@SPLITS
+def test_rows_of_padding_are_harmless(splits: int, seed: int) -> None:
+    """They read the null page, and may all be the same row of it."""
+    batch = batch_of([30, 1, 600], 2, 16, 64)
+    alone = launch(batch, splits)
+    batch.pages[0, :, :, 0] = 1.0
+    starts, indices, last = batch.table.indptr.tolist(), batch.table.indices, batch.table.last_page_len
+    used = starts[-1]
+    padded = PageTable(
+        torch.arange(9).int(),
+        int32([*starts, *range(used + 1, used + 6)]),
+        torch.cat([indices[:used], torch.zeros(5, dtype=torch.int32)]),
+        torch.cat([last, torch.ones(5, dtype=torch.int32)]),
+    )
+    query = torch.cat([batch.query, torch.zeros(5, *batch.query.shape[1:]).half()])
+    together = launch(batch._replace(query=query, table=padded), splits)
+    for actual, expected in zip(together, alone, strict=True):
+        assert torch.equal(actual[:3], expected)
+    assert bool((together[0][3:] == 1).all())
+
+
+@interpreted
+def test_counters_are_zero_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ones serve launch after launch, over rows that grow and shrink."""
+    from compiled_llm_ops import triton_attention
+
+    counters = torch.zeros(4 * KV_HEADS, dtype=torch.int32)
+    monkeypatch.setattr(triton_attention.zeros, "take", lambda count, device: counters[:count])
+    for lengths in ([1, 2, 3, 4], [900, 1, 300, 257], [2000, 2000, 16, 16], [5, 1000]):
+        check(batch_of(lengths, 2, 16, 128), 6)
+        assert not counters.any()
+
+
+@interpreted
+def test_any_number_of_splits_is_the_same_kernel(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would be compiled anew when batches grow, and for types that no test has compiled."""
+    from compiled_llm_ops import triton_attention
+
+    variants = []
+
+    def noted(*given: Any, **constants: Any) -> None:
+        variants.append(([getattr(value, "dtype", type(value)) for value in given], constants))
+
+    monkeypatch.setattr(triton_attention, "_decode_paged_attention", {(2, KV_HEADS, n): noted for n in (1, 7)})
+    for splits in (1, 7):
+        launch(batch_of([40, 700], 2, 16, 64), splits)
+    assert variants[0] == variants[1]
+    assert variants[0][0][7:10] == [torch.float32, torch.float32, torch.int32]
+
+
+@interpreted
+def test_splits_depend_on_what_never_changes() -> None:
+    from compiled_llm_ops.triton_attention import splits_for
+
+    assert splits_for(1, 8, 40_960, 128, 132) == 33, "one wave of two programs on each multiprocessor"
+    assert splits_for(64, 8, 40_960, 128, 132) == 1
+    assert splits_for(1, 8, 300, 128, 132) == 3, "no more than there can be blocks for"
+    assert splits_for(1, 8, 0, 128, 132) == 1
+
+
+@interpreted
+@pytest.mark.parametrize("change", ["dtype", "pages"])
+def test_what_the_kernel_cannot_read_raises(change: str, seed: int) -> None:
+    batch = batch_of([40], 2, 16, 64)
+    if change == "dtype":
+        batch = batch._replace(query=batch.query.float())
+    else:
+        batch = batch._replace(pages=batch.pages.transpose(1, 2))
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 or torch\.float16|must be contiguous"):
+        launch(batch, 1)
+
+
+# ---- compiled, without a GPU
+
+
+COMPILED = [
+    ("bf16", 2, 128, {}),
+    ("fp16", 8, 64, {"CAPPED": True}),
+    ("bf16", 71, 64, {"STAGES": 3}),
+    ("bf16", 4, 256, {"HEAD": 160, "PAGE": 1}),
+    ("bf16", 8, 512, {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="there is nothing to compile")
+@pytest.mark.parametrize(("dtype", "group", "head_dim", "changes"), COMPILED)
+@pytest.mark.parametrize("with_lse", [False, True], ids=["out", "out and lse"])
+def test_memory_is_touched_between_waiting_and_letting_go(
+    dtype: str,
+    group: int,
+    head_dim: int,
+    changes: dict[str, Any],
+    with_lse: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels in front may still write before `gdc_wait`, those behind may write after `gdc_launch_dependents`."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from compiled_llm_ops import triton_attention as module
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    padded, kernel = 1 << (group - 1).bit_length(), module._decode_paged_attention
+    constants = {
+        "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
+        "BLOCK": module._block(head_dim), "CHUNK": max(1, module.MERGED_NUMBERS // (padded * head_dim)),
+        "ALONE": module.ALONE, "LEAST": module.LEAST, "STAGES": module.STAGES, "CAPPED": False, "PDL": True, **changes,
+        **({} if with_lse else {"lse": None}),
+    }  # fmt: skip
+    types = {
+        **dict.fromkeys(("query", "pages", "out"), f"*{dtype}"),
+        **dict.fromkeys(("lse", "partials", "partial_lses"), "*fp32"),
+        **dict.fromkeys(("indptr", "indices", "last_page_len", "arrivals"), "*i32"),
+        **dict.fromkeys(("row_stride", "head_stride", "window_left"), "i32"),
+        **dict.fromkeys(("scale", "cap"), "fp32"),
+    }
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("query", "pages", "row_stride")}
+    source = ASTSource(kernel, signature, places, aligned)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    assert made.metadata.shared <= 99 * 1024, "more than multiprocessors of compute capability 8.9 have"
+    touching = r"cp\.async\.\w+\.shared|(?:ld|st|atom)\.global"
+    code = made.asm["ptx"]
+    before, _ = code.split("griddepcontrol.wait")
+    assert not re.findall(touching, before)
+    _, after = code.split("griddepcontrol.launch_dependents")
+    alone, end = re.split(r"bra\.uni\s+", after, maxsplit=1)
+    assert set(re.findall(touching, alone)) == {"st.global"}
+    label = end.split(";")[0]
+    assert not re.findall(touching, code.split(f"{label}:")[1])
