@@ -37,6 +37,7 @@ class PagedBatch(NamedTuple):
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
+        decode: whether each row has one token, which is known when the program is compiled.
     """
 
     pages: list[Tensor]
@@ -46,6 +47,7 @@ class PagedBatch(NamedTuple):
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
+    decode: bool
 
 
 def attention_forward(
@@ -112,6 +114,7 @@ def attention_forward(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         -1 if sliding_window is None else sliding_window - 1,
         softcap or 0.0,
+        batch.decode,
     )
     if s_aux is None:
         out = paged_attention(*arguments)

@@ -89,6 +89,7 @@ def _prefill(
         indptr=inputs.indptr,
         indices=inputs.indices,
         last_page_len=inputs.last_page_len,
+        decode=False,
     )
     out = forward(
         model,
@@ -129,6 +130,7 @@ def _decode(
         indptr=inputs.indptr,
         indices=inputs.indices,
         last_page_len=inputs.last_page_len,
+        decode=True,
     )
     out = forward(
         model,

@@ -15,7 +15,7 @@ class Env:
     Attributes:
         cache: ``COMPILED_LLM_CACHE``, where downloaded files are kept. Default: ``compiled_llm`` in
             ``XDG_CACHE_HOME``, or in ``~/.cache``.
-        logs: ``COMPILED_LLM_LOGS``, what to log to stderr: any of ``plan``, ``graphs`` and ``pages``, with commas
+        logs: ``COMPILED_LLM_LOGS``, what to log to stderr: any of ``uploads``, ``graphs`` and ``pages``, with commas
             between them. Default: nothing.
     """
 

@@ -9,14 +9,14 @@ from typing import Literal
 
 logger = logging.getLogger("compiled_llm.graphs")
 
-Replan = Literal[
+Upload = Literal[
     "a row entered a new page",
     "a call moved its rows in",
     "rows joined, left or went back",
     "a row stopped sharing a page",
     "a bucket was prepared",
 ]
-"""Why a page table was planned for decode."""
+"""Why rows and their pages were written into the decode buffers."""
 
 _NEVER = "warmup does not prepare it"
 _LOST = (
@@ -54,11 +54,11 @@ class Journal:
     """What is kept of a wrapped model's life, over moves and conversions.
 
     Attributes:
-        replans: page tables planned for decode, by cause.
+        uploads: page tables written into the decode buffers, by cause.
         misses: what calls had to wait for.
     """
 
-    replans: Counter[Replan] = field(default_factory=Counter)
+    uploads: Counter[Upload] = field(default_factory=Counter)
     misses: list[Miss] = field(default_factory=list)
     _warmed: bool = False
     _lost: bool = False

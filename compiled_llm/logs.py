@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-NAMES = ("plan", "graphs", "pages")
-"""What ``COMPILED_LLM_LOGS`` can name: the loggers ``compiled_llm.plan``, ``.graphs`` and ``.pages``."""
+NAMES = ("uploads", "graphs", "pages")
+"""What ``COMPILED_LLM_LOGS`` can name: the loggers ``compiled_llm.uploads``, ``.graphs`` and ``.pages``."""
 
 
 def enable(names: Iterable[str]) -> None:

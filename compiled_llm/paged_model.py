@@ -8,6 +8,7 @@ vocabulary, S page size.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from compiled_llm.compile import PREFILL, PREFILL_EMBEDDED, Forward, PrefillInpu
 from compiled_llm.config import WrapConfig
 from compiled_llm.executor import Executor
 from compiled_llm.fused import FusedWeights, Group
-from compiled_llm.journal import Journal, Replan
+from compiled_llm.journal import Journal, Upload
 from compiled_llm.kv_cache import (
     DecodeBuffers,
     allocate_pages,
@@ -46,6 +47,8 @@ from compiled_llm_ops import PageTable
 
 if TYPE_CHECKING:
     from compiled_llm.runner import Runner
+
+logger = logging.getLogger("compiled_llm.uploads")
 
 # Cudagraph trees run a new shape once as it is, record it on the second call and replay it from the third.
 _CALLS_TO_RECORD = 3
@@ -210,8 +213,6 @@ class PagedModel:
                 self._launch_decode(bucket)
             if self.recordings.own:
                 self._record(bucket, lambda: self._launch_decode(bucket), self.buffers.bucket(bucket))
-        if self.recordings.replay:
-            self.planner.freeze(bucket)
         self._ready.add(bucket)
 
     @property
@@ -450,8 +451,8 @@ class PagedModel:
         """Whether the decode buffers hold this runner's rows."""
         return self._owner is not None and self._owner() is runner
 
-    def upload(self, rows: Sequence[Row], bucket: int, tokens: Tensor | None, cause: Replan) -> None:
-        """Put rows, already grown by the token they are about to feed, into the decode buffers, and plan.
+    def upload(self, rows: Sequence[Row], bucket: int, tokens: Tensor | None, cause: Upload) -> None:
+        """Put rows, already grown by the token they are about to feed, into the decode buffers.
 
         Args:
             rows: the rows; the rest of the bucket becomes null rows.
@@ -474,8 +475,8 @@ class PagedModel:
         )
         if tokens is not None:
             inputs.tokens[: len(rows)].copy_(tokens)
-        self.planner.plan_decode(inputs, table)
-        self.journal.replans[cause] += 1
+        self.journal.uploads[cause] += 1
+        logger.debug("decode bucket %d: a table of %d pages uploaded, since %s", bucket, len(table.indices), cause)
 
     def run_decode(self, bucket: int) -> Step:
         """Run one decode step over what lies in the buffers.

@@ -1,11 +1,10 @@
-"""FlashInfer's plans for one model: made on the host, before the graph, for every attention group.
+"""FlashInfer's plans for the prefills of one model: made on the host, before the graph, for every attention group.
 
-On a CPU the ops read the page table themselves and there is nothing to plan.
+On a CPU, and for decode, the ops read the page table themselves and there is nothing to plan.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.config import WrapConfig
-from compiled_llm.kv_cache import DecodeInputs, stored_head_dim
+from compiled_llm.kv_cache import stored_head_dim
 from compiled_llm.layers import Layer
 from compiled_llm.page_table import HostTable
 from compiled_llm.prefill import Shape
@@ -21,8 +20,6 @@ from compiled_llm_ops import Geometry, PageTable
 
 if TYPE_CHECKING:
     from compiled_llm_ops.flashinfer_backend import FlashInferPlan, Workspace
-
-logger = logging.getLogger("compiled_llm.plan")
 
 
 def attention_groups(
@@ -46,15 +43,13 @@ def attention_groups(
 
 
 class Planner:
-    """Plans for the decode buckets, which graphs capture, and for prefill, which they do not."""
+    """Plans for prefills: for those that graphs capture by shape, for all others anew."""
 
     def __init__(self, groups: Sequence[Geometry], config: WrapConfig, device: torch.device) -> None:
         """Allocate FlashInfer's workspace on CUDA; nothing on a CPU."""
         self._groups = list(groups) if device.type == "cuda" else []
-        self._decode: dict[int, list[FlashInferPlan]] = {}
         self._prefill: list[FlashInferPlan] = []
         self._recorded_prefills: dict[Shape, tuple[Tensor, list[FlashInferPlan]]] = {}
-        self.replans = 0
         self._workspace: Workspace | None = None
         if self._groups:
             from compiled_llm_ops.flashinfer_backend import Workspace
@@ -66,17 +61,6 @@ class Planner:
         """Size of FlashInfer's float workspace, in bytes; 0 on a CPU."""
         return 0 if self._workspace is None else self._workspace.float_buffer.nbytes
 
-    def plan_decode(self, inputs: DecodeInputs, table: HostTable) -> None:
-        """Plan a decode step over ``inputs``, whose buffers hold, or are about to hold, ``table``."""
-        self.replans += 1
-        rows = inputs.tokens.shape[0]
-        logger.debug("decode bucket %d planned, %d pages in its table", rows, len(table.indices))
-        if rows not in self._decode:
-            columns = PageTable(inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
-            self._decode[rows] = [self._make(group, columns, decode=True, static=True) for group in self._groups]
-        for plan in self._decode[rows]:
-            plan.plan(_host(table))
-
     def plan_prefill(self, columns: PageTable, table: HostTable, shape: Shape | None = None) -> None:
         """Plan a prefill or extend whose page table lies in ``columns``.
 
@@ -86,11 +70,11 @@ class Planner:
             shape: of a prefill that is recorded, over the same columns each time; None for any other.
         """
         if shape is None:
-            plans = self._prefill = [self._make(group, columns, decode=False) for group in self._groups]
+            plans = self._prefill = [self._make(group, columns) for group in self._groups]
         else:
             known = self._recorded_prefills.get(shape)
             if known is None or known[0] is not columns.indptr:
-                made = [self._make(group, columns, decode=False, static=True) for group in self._groups]
+                made = [self._make(group, columns, static=True) for group in self._groups]
                 known = self._recorded_prefills[shape] = columns.indptr, made
             plans = known[1]
         for plan in plans:
@@ -101,17 +85,12 @@ class Planner:
         for plan in self._recorded_prefills[shape][1]:
             plan.freeze()
 
-    def freeze(self, rows: int) -> None:
-        """Note that a graph has captured the plans of a bucket: what it baked in must not change any more."""
-        for plan in self._decode.get(rows, ()):
-            plan.freeze()
-
-    def _make(self, group: Geometry, columns: PageTable, *, decode: bool, static: bool = False) -> FlashInferPlan:
+    def _make(self, group: Geometry, columns: PageTable, *, static: bool = False) -> FlashInferPlan:
         from compiled_llm_ops.flashinfer_backend import FlashInferPlan
 
         assert self._workspace is not None
         rows = columns.last_page_len.shape[0]
-        return FlashInferPlan(group, columns, rows=rows, decode=decode, workspace=self._workspace, static=static)
+        return FlashInferPlan(group, columns, rows=rows, workspace=self._workspace, static=static)
 
 
 def _host(table: HostTable) -> PageTable:

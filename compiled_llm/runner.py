@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.interrupts import held
-from compiled_llm.journal import Replan
+from compiled_llm.journal import Upload
 from compiled_llm.page_table import Promise, Row
 from compiled_llm.paged_model import PagedModel
 from compiled_llm.prefill import Extension
@@ -354,7 +354,7 @@ class Runner:
     def _decode(self, forced: Tensor | None, unchanged: bool = False) -> tuple[list[Row], Tensor]:
         rows, paged = self.rows, self.paged
         bucket = self._bucket = self._bucket_for(len(rows))
-        cause: Replan = "rows joined, left or went back" if paged.owned_by(self) else "a call moved its rows in"
+        cause: Upload = "rows joined, left or went back" if paged.owned_by(self) else "a call moved its rows in"
         paged.make_decode_ready(bucket, waiting=len(rows), unchanged=unchanged)
         seated = paged.owned_by(self) and self._left == [(row, row.length, row.position) for row in rows]
         if not seated and forced is None:
@@ -410,7 +410,7 @@ class Runner:
                     row.restore(mark)
             raise
 
-    def _seat(self, bucket: int, tokens: Tensor | None, cause: Replan) -> None:
+    def _seat(self, bucket: int, tokens: Tensor | None, cause: Upload) -> None:
         """Move this runner's rows, in their present order, into the decode buffers."""
         self.paged.claim(self)
         self.paged.upload(self.rows, bucket, tokens, cause)

@@ -108,7 +108,7 @@ class CompiledModel:
             forward_calls=dict(counters.forward_calls),
             slow_paths=dict(counters.slow_paths),
             steps=counters.steps,
-            replans=paged.planner.replans,
+            uploads=self.journal.uploads.total(),
             graphs=sum(graphs.values()),
             recompiles=sum(max(0, count - 1) for count in graphs.values()),
             cudagraph_skips=paged.recordings.skips,
@@ -126,7 +126,7 @@ class CompiledModel:
         return {} if self._paged is None else self._paged.graph_counts()
 
     def explain(self, timings: bool | Sequence[int] = False) -> Report:
-        """Return what has happened so far and why: paths taken, recompiles, buckets missed, plans, recordings.
+        """Return what has happened so far and why: paths taken, recompiles, buckets missed, uploads, recordings.
 
         Args:
             timings: also run prefill and decode on rows of no meaning and say where their time goes: at these batch

@@ -33,7 +33,7 @@ class Stats:
             not among them.
         slow_paths: why calls did not take the fast loop or the compiled forward, and how often.
         steps: prefills and decode steps launched by the fast loop.
-        replans: page tables planned for decode; between them steps only replay.
+        uploads: page tables written into the decode buffers; between them steps only replay.
         graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), and 1 more once
             ``inputs_embeds`` were given.
         graph_breaks: always 0: programs compile whole or raise.
@@ -53,7 +53,7 @@ class Stats:
     forward_calls: dict[str, int] = field(default_factory=dict)
     slow_paths: dict[str, int] = field(default_factory=dict)
     steps: int = 0
-    replans: int = 0
+    uploads: int = 0
     graphs: int = 0
     graph_breaks: int = 0
     recompiles: int = 0
@@ -81,7 +81,7 @@ class Stats:
             yield "forward", ", ".join(f"{count} {path}" for path, count in self.forward_calls.items())
         for reason, count in self.slow_paths.items():
             yield "", f"{count} on a slower path: {reason}"
-        yield "steps", f"{self.steps}, page tables planned {self.replans} times"
+        yield "steps", f"{self.steps}, page tables uploaded {self.uploads} times"
         yield (
             "graphs",
             f"{self.graphs}, {self.graph_breaks} graph breaks, {self.recompiles} recompiles; recorded "

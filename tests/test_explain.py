@@ -244,19 +244,19 @@ def in_eager_mode(**options: Any) -> Any:
     return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", progress=False, **options)
 
 
-def test_history_says_why_page_tables_were_planned():
+def test_history_says_why_page_tables_were_uploaded():
     model = in_eager_mode(page_size=4)
     greedy(model, mixed_prompts([3], 128, seed=0), 10)
-    causes = model.compiled.explain().data["history"]["replan_causes"]
+    causes = model.compiled.explain().data["history"]["upload_causes"]
     # Tokens 3 to 11 are stored by decode steps, of which 4 and 8 begin pages.
     assert causes == {"a bucket was prepared": 1, "a call moved its rows in": 1, "a row entered a new page": 2}
     greedy(model, mixed_prompts([3, 2], 128, seed=0), 2)
     history = model.compiled.explain().data["history"]
-    assert history["replan_causes"]["a call moved its rows in"] == 2
-    assert sum(history["replan_causes"].values()) == history["replans"] == model.compiled.stats().replans
+    assert history["upload_causes"]["a call moved its rows in"] == 2
+    assert sum(history["upload_causes"].values()) == history["uploads"] == model.compiled.stats().uploads
 
 
-def test_rows_that_leave_are_a_cause_of_planning():
+def test_rows_that_leave_are_a_cause_of_an_upload():
     model = in_eager_mode()
     runner = model.compiled.runner()
     rows = [runner.admit([1, 2, 3], 8) for _ in range(3)]
@@ -264,11 +264,11 @@ def test_rows_that_leave_are_a_cause_of_planning():
         runner.step()
     runner.release(rows[0])
     runner.step()
-    assert model.compiled.explain().data["history"]["replan_causes"]["rows joined, left or went back"] == 1
+    assert model.compiled.explain().data["history"]["upload_causes"]["rows joined, left or went back"] == 1
 
 
 @torch.no_grad()
-def test_a_page_that_is_no_longer_shared_is_a_cause_of_planning():
+def test_a_page_that_is_no_longer_shared_is_a_cause_of_an_upload():
     model = in_eager_mode(page_size=4)
     tokens = torch.tensor([[5]])
     cache = model(torch.tensor([[1, 2, 3, 4]]), use_cache=True).past_key_values
@@ -276,7 +276,7 @@ def test_a_page_that_is_no_longer_shared_is_a_cause_of_planning():
     other = copy.deepcopy(cache)
     for _ in range(2):
         model(tokens, past_key_values=cache)
-    assert model.compiled.explain().data["history"]["replan_causes"]["a row stopped sharing a page"] == 1
+    assert model.compiled.explain().data["history"]["upload_causes"]["a row stopped sharing a page"] == 1
     other.close()
 
 
@@ -468,11 +468,11 @@ def test_the_command_prints_the_report_and_writes_the_page(tmp_path):
     assert "Nothing stands in the way" in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.parametrize("name", ["plan", "graphs", "pages"])
+@pytest.mark.parametrize("name", ["uploads", "graphs", "pages"])
 def test_logs_named_in_the_environment_go_to_stderr_and_no_others(name):
     script = """
 import logging, compiled_llm
-for name in ("plan", "graphs", "pages"):
+for name in ("uploads", "graphs", "pages"):
     logging.getLogger(f"compiled_llm.{name}").debug("said by %s", name)
 """
     environ = {**os.environ, "COMPILED_LLM_LOGS": name}
@@ -480,9 +480,13 @@ for name in ("plan", "graphs", "pages"):
     assert done.stderr == f"compiled_llm.{name}: said by {name}\n"
 
 
-def test_steps_say_what_they_plan_record_and_take(caplog):
+def test_steps_say_what_they_upload_record_and_take(caplog):
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4, progress=False)
     with caplog.at_level("DEBUG", "compiled_llm"):
         greedy(model, mixed_prompts([3], 128, seed=0), 4)
     said = {(record.name, record.getMessage().split()[0]) for record in caplog.records}
-    assert said >= {("compiled_llm.plan", "decode"), ("compiled_llm.graphs", "decode"), ("compiled_llm.pages", "page")}
+    assert said >= {
+        ("compiled_llm.uploads", "decode"),
+        ("compiled_llm.graphs", "decode"),
+        ("compiled_llm.pages", "page"),
+    }

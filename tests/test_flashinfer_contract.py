@@ -35,31 +35,12 @@ except ModuleNotFoundError as error:
     pytest.skip(f"flashinfer does not import ({error})", allow_module_level=True)
 
 DATA = Path(flashinfer.__file__).parent / "data"
-DECODE = flashinfer.BatchDecodeWithPagedKVCacheWrapper
 PREFILL = flashinfer.BatchPrefillWithPagedKVCacheWrapper
 
-CUDA_CORES = Geometry(4, 2, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
-TENSOR_CORES = CUDA_CORES._replace(query_heads=8)
+GEOMETRY = Geometry(4, 2, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
 HOST = PageTable(*(torch.tensor(column, dtype=torch.int32) for column in ([0, 1, 2], [0, 3, 4], [5, 6, 7, 8], [9, 2])))
 
-DECODE_PLANNER = (
-    "float_workspace_buffer",
-    "int_workspace_buffer",
-    "page_locked_int_workspace_buffer",
-    "indptr",
-    "batch_size",
-    "num_qo_heads",
-    "num_kv_heads",
-    "page_size",
-    "enable_cuda_graph",
-    "window_left",
-    "logits_soft_cap",
-    "head_dim_qk",
-    "head_dim_vo",
-    "empty_q_data",
-    "empty_kv_data",
-)
-PREFILL_PLANNER = (
+PLANNER = (
     "float_workspace_buffer",
     "int_workspace_buffer",
     "page_locked_int_workspace_buffer",
@@ -83,11 +64,18 @@ PREFILL_PLANNER = (
 
 
 class Mocked(NamedTuple):
-    """A workspace on the CPU, and FlashInfer's wrapper classes as mocks with the real signatures."""
+    """A workspace on the CPU, and FlashInfer's wrapper class as a mock with the real signatures."""
 
     workspace: backend.Workspace
-    decode: mock.Mock
     prefill: mock.Mock
+
+    @property
+    def wrapper(self) -> Any:
+        return self.prefill.return_value
+
+    @property
+    def planner(self) -> mock.Mock:
+        return self.wrapper._cached_module.plan
 
 
 class UnusedEvent:
@@ -104,39 +92,22 @@ def mocked(monkeypatch: pytest.MonkeyPatch) -> Mocked:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(backend, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    classes = []
-    for cls, numbers in ((DECODE, 10), (PREFILL, 15)):
-        classes.append(mock.create_autospec(cls))
-        classes[-1].return_value._cached_module = mock.Mock()
-        classes[-1].return_value._cached_module.plan.return_value = list(range(numbers))
-        monkeypatch.setattr(flashinfer, cls.__name__, classes[-1])
+    prefill = mock.create_autospec(PREFILL)
+    prefill.return_value._cached_module = mock.Mock()
+    prefill.return_value._cached_module.plan.return_value = list(range(15))
+    monkeypatch.setattr(flashinfer, PREFILL.__name__, prefill)
     backend.uniform_q_len_argument.cache_clear()
-    # The mocks stand for the classes; whether the planner takes one argument more is read off the real one.
-    monkeypatch.setattr(classes[1], "plan", PREFILL.plan)
-    return Mocked(backend.Workspace("cpu", 1024), *classes)
+    # The mock stands for the class; whether the planner takes one argument more is read off the real one.
+    monkeypatch.setattr(prefill, "plan", PREFILL.plan)
+    return Mocked(backend.Workspace("cpu", 1024), prefill)
 
 
-def make_plan(mocked: Mocked, geometry: Geometry, *, decode: bool, static: bool = False) -> backend.FlashInferPlan:
-    return backend.FlashInferPlan(geometry, HOST, rows=2, decode=decode, workspace=mocked.workspace, static=static)
+def make_plan(mocked: Mocked, geometry: Geometry = GEOMETRY, *, static: bool = False) -> backend.FlashInferPlan:
+    return backend.FlashInferPlan(geometry, HOST, rows=2, workspace=mocked.workspace, static=static)
 
 
-def wrapper_of(mocked: Mocked, *, decode: bool) -> Any:
-    return (mocked.decode if decode else mocked.prefill).return_value
-
-
-def planner_call(mocked: Mocked, geometry: Geometry, *, decode: bool) -> tuple[Any, ...]:
-    make_plan(mocked, geometry, decode=decode, static=True).plan(HOST)
-    return tuple(wrapper_of(mocked, decode=decode)._cached_module.plan.call_args.args)
-
-
-def planning_method(cls: Any) -> Callable[..., Any]:
-    """`plan`, or what 0.7's decode hands its keywords on to."""
-    method: Callable[..., Any] = getattr(cls, "_plan_impl", cls.plan)
-    return method
-
-
-def plan_parameters(cls: Any) -> set[str]:
-    parameters = inspect.signature(planning_method(cls)).parameters.values()
+def plan_parameters() -> set[str]:
+    parameters = inspect.signature(PREFILL.plan).parameters.values()
     return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
@@ -177,33 +148,29 @@ ALLOCATOR = cpp("include/flashinfer/allocator.h")
 # ---- the public surface
 
 
-@pytest.mark.parametrize("decode", [True, False])
-def test_wrapper_and_its_plan_take_what_is_passed(mocked: Mocked, decode: bool) -> None:
-    make_plan(mocked, CUDA_CORES, decode=decode)
-    call = wrapper_of(mocked, decode=decode).plan.call_args
+def test_wrapper_and_its_plan_take_what_is_passed(mocked: Mocked) -> None:
+    make_plan(mocked)
+    call = mocked.wrapper.plan.call_args
     assert call.args == ()
-    assert set(call.kwargs) <= plan_parameters(DECODE if decode else PREFILL)
+    assert set(call.kwargs) <= plan_parameters()
     assert call.kwargs["sm_scale"] == 1, "the launch brings its own"
-    wrapper_of(mocked, decode=decode).reset_workspace_buffer.assert_called_once()
+    mocked.wrapper.reset_workspace_buffer.assert_called_once()
 
 
-@pytest.mark.parametrize("decode", [True, False])
-def test_run_takes_what_is_passed(mocked: Mocked, decode: bool) -> None:
-    plan = make_plan(mocked, CUDA_CORES, decode=decode)
+def test_run_takes_what_is_passed(mocked: Mocked) -> None:
+    plan = make_plan(mocked)
     plan.plan(HOST)
     query, pages, out, lse = tensors()
     plan.run(query, pages, out, lse, 0.1)
-    call = wrapper_of(mocked, decode=decode).run.call_args
+    call = mocked.wrapper.run.call_args
     assert call.args == ()
-    named = set(inspect.signature(DECODE.run if decode else PREFILL.run).parameters)
-    assert set(call.kwargs) <= named
+    assert set(call.kwargs) <= set(inspect.signature(PREFILL.run).parameters)
     assert call.kwargs["q_scale"] == 0.1
 
 
-@pytest.mark.parametrize("cls", [DECODE, PREFILL])
-def test_run_scales_logits_by_what_it_is_given(cls: Any) -> None:
+def test_run_scales_logits_by_what_it_is_given() -> None:
     """Plans are made with a scale of 1, so that they hold for layers of any."""
-    assert "sm_scale *= q_scale" in inspect.getsource(inspect.unwrap(cls.run))
+    assert "sm_scale *= q_scale" in inspect.getsource(inspect.unwrap(PREFILL.run))
 
 
 def test_run_returns_the_log_sum_exp_in_base_2_unless_told_otherwise() -> None:
@@ -254,7 +221,6 @@ def called_by_name() -> dict[str, ast.Call]:
 def test_every_function_and_class_takes_what_is_passed() -> None:
     calls = called_by_name()
     assert set(calls) == {
-        "flashinfer.BatchDecodeWithPagedKVCacheWrapper",
         "flashinfer.BatchPrefillWithPagedKVCacheWrapper",
         "flashinfer.append_paged_kv_cache",
         "flashinfer.utils._get_cache_alibi_slopes_buf",
@@ -275,29 +241,23 @@ def test_every_method_that_is_called_has_a_test_above() -> None:
 # ---- private attributes
 
 
-@pytest.mark.parametrize("cls", [DECODE, PREFILL])
-def test_plan_leaves_the_module_and_its_numbers_where_they_are_looked_for(cls: Any) -> None:
-    stored = attributes(planning_method(cls), ast.Store)
-    assert {"_cached_module", "_plan_info"} <= stored
+def test_plan_leaves_the_module_and_its_numbers_where_they_are_looked_for() -> None:
+    assert {"_cached_module", "_plan_info"} <= attributes(PREFILL.plan, ast.Store)
 
 
-@pytest.mark.parametrize("cls", [DECODE, PREFILL])
-def test_run_reads_what_is_set_before_it(cls: Any) -> None:
+def test_run_reads_what_is_set_before_it() -> None:
     table = {"_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf", "_qo_indptr_buf"}
-    loaded = attributes(cls.run, ast.Load)
-    assert table | {"_plan_info", "_int_workspace_buffer", "_cached_module"} <= loaded
-    if cls is PREFILL:
-        assert "_qo_indptr_last" in loaded
+    private = {"_plan_info", "_int_workspace_buffer", "_cached_module", "_qo_indptr_last"}
+    assert table | private <= attributes(PREFILL.run, ast.Load)
 
 
-@pytest.mark.parametrize("cls", [DECODE, PREFILL])
-def test_run_does_not_ask_whether_it_is_captured(cls: Any) -> None:
+def test_run_does_not_ask_whether_it_is_captured() -> None:
     """One wrapper serves captured and eager launches: only cuDNN's branch may look."""
-    source = inspect.getsource(inspect.unwrap(cls.run))
+    source = inspect.getsource(inspect.unwrap(PREFILL.run))
     for line in source.splitlines():
         if "cuda_graph" in line:
             assert "is_cuda_graph_compatible=" in line, line
-    assert not attributes(cls.run, ast.Load) & {"_fixed_batch_size", "_max_total_num_rows"}
+    assert not attributes(PREFILL.run, ast.Load) & {"_fixed_batch_size", "_max_total_num_rows"}
 
 
 def test_alibi_slopes_are_made_once_a_device() -> None:
@@ -309,58 +269,46 @@ def test_alibi_slopes_are_made_once_a_device() -> None:
 # ---- the planners
 
 
-def test_cuda_core_planner_gets_its_arguments(mocked: Mocked) -> None:
-    declared = cpp_parameters("csrc/batch_decode_jit_binding.cu", "BatchDecodeWithPagedKVCachePlan")
-    assert tuple(declared) == DECODE_PLANNER
-    passed = dict(zip(declared, planner_call(mocked, CUDA_CORES, decode=True), strict=True))
-    assert passed["indptr"] is HOST.indptr
-    assert (passed["batch_size"], passed["enable_cuda_graph"], passed["page_size"]) == (2, True, 16)
-    assert passed["empty_q_data"].numel() == 0
-
-
-@pytest.mark.parametrize("decode", [True, False])
-def test_tensor_core_planner_gets_its_arguments(mocked: Mocked, decode: bool) -> None:
+def test_planner_gets_its_arguments(mocked: Mocked) -> None:
     declared = cpp_parameters("csrc/batch_prefill_jit_binding.cu", "BatchPrefillWithKVCachePlan")
-    assert tuple(declared) in (PREFILL_PLANNER, (*PREFILL_PLANNER, "uniform_q_len"))
-    passed = dict(zip(declared, planner_call(mocked, TENSOR_CORES, decode=decode), strict=True))
+    assert tuple(declared) in (PLANNER, (*PLANNER, "uniform_q_len"))
+    make_plan(mocked, static=True).plan(HOST)
+    passed = dict(zip(declared, mocked.planner.call_args.args, strict=True))
     assert passed["kv_len_arr"].tolist() == [41, 2]
-    assert (passed["total_num_rows"], passed["batch_size"], passed["causal"]) == (2, 2, not decode)
-    assert passed["enable_cuda_graph"] is True
+    assert (passed["total_num_rows"], passed["batch_size"], passed["causal"]) == (2, 2, True)
+    assert (passed["enable_cuda_graph"], passed["page_size"]) == (True, 16)
     assert passed.get("uniform_q_len", 0) == 0
 
 
 def test_plan_info_has_the_numbers_whose_names_are_known() -> None:
-    assert cpp_vector("DecodePlanInfo") == backend.DECODE_PLAN_FIELDS
-    assert cpp_vector("PrefillPlanInfo") == backend.PREFILL_PLAN_FIELDS
+    assert cpp_vector("PrefillPlanInfo") == backend.PLAN_FIELDS
 
 
-@pytest.mark.parametrize("planner", ["csrc/batch_decode.cu", "csrc/batch_prefill.cu"])
-def test_planners_copy_asynchronously_on_the_current_stream(planner: str) -> None:
-    assert "get_stream(float_workspace_buffer.device())" in cpp(planner)
+def test_planner_copies_asynchronously_on_the_current_stream() -> None:
+    assert "get_stream(float_workspace_buffer.device())" in cpp("csrc/batch_prefill.cu")
     assert "cudaMemcpyAsync(int_buffer, page_locked_int_buffer," in SCHEDULER
     assert "cudaStreamSynchronize" not in SCHEDULER
 
 
 def test_launches_add_the_offsets_to_the_workspaces() -> None:
     """That is why every number of a plan is baked into a captured launch."""
-    decode, prefill = cpp("csrc/batch_decode.cu"), cpp("csrc/batch_prefill.cu")
+    source = cpp("csrc/batch_prefill.cu")
     paged = DATA / "csrc/batch_prefill_paged.cuh"
-    prefill += paged.read_text() if paged.exists() else ""
+    source += paged.read_text() if paged.exists() else ""
     unused = {"enable_cuda_graph", "split_kv"}
-    for source, names in ((decode, backend.DECODE_PLAN_FIELDS), (prefill, backend.PREFILL_PLAN_FIELDS)):
-        missing = [name for name in names if f"plan_info.{name}" not in source and name not in unused]
-        assert missing == []
+    missing = [name for name in backend.PLAN_FIELDS if f"plan_info.{name}" not in source and name not in unused]
+    assert missing == []
 
 
 def test_full_workspace_is_recognised(mocked: Mocked) -> None:
     text = re.search(r'"Buffer overflow when allocating memory for " << name << " with size "', ALLOCATOR)
     assert text is not None
-    names = re.findall(r'"(batch_(?:decode|prefill)_tmp_[vs])"', SCHEDULER)
-    assert {"batch_decode_tmp_v", "batch_decode_tmp_s", "batch_prefill_tmp_v", "batch_prefill_tmp_s"} <= set(names)
-    plan = make_plan(mocked, CUDA_CORES, decode=True)
-    wrapper_of(mocked, decode=True)._cached_module.plan.side_effect = RuntimeError(
+    names = re.findall(r'"(batch_prefill_tmp_[vs])"', SCHEDULER)
+    assert {"batch_prefill_tmp_v", "batch_prefill_tmp_s"} <= set(names)
+    plan = make_plan(mocked)
+    mocked.planner.side_effect = RuntimeError(
         "Error in function 'aligned_alloc' at allocator.h:49: Buffer overflow when allocating memory for "
-        "batch_decode_tmp_v with size 4096 and alignment 16, but only 1024 bytes available in AlignedAllocator."
+        "batch_prefill_tmp_v with size 4096 and alignment 16, but only 1024 bytes available in AlignedAllocator."
     )
     with pytest.raises(RuntimeError, match=r"float workspace of 1024 bytes .* 4096 bytes; raise workspace_bytes"):
         plan.plan(HOST)
@@ -369,9 +317,8 @@ def test_full_workspace_is_recognised(mocked: Mocked) -> None:
 # ---- what kernels there are
 
 
-def test_head_sizes_and_groups_with_kernels() -> None:
+def test_head_sizes_with_kernels() -> None:
     assert macro_cases("DISPATCH_HEAD_DIM", r"case (\d+):") == set(backend.HEAD_DIMS)
-    assert set(backend.CUDA_CORE_GROUPS) <= macro_cases("DISPATCH_GQA_GROUP_SIZE", r"group_size == (\d+)")
 
 
 def test_query_tiles_are_of_16_and_more() -> None:
@@ -407,16 +354,16 @@ def tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def test_plan_is_found_by_its_page_table(mocked: Mocked) -> None:
-    plan = make_plan(mocked, CUDA_CORES, decode=True)
-    assert find_plan(HOST.indptr, 2, CUDA_CORES) is plan
+    plan = make_plan(mocked)
+    assert find_plan(HOST.indptr, 2, GEOMETRY) is plan
 
 
 def test_run_reads_the_table_it_is_given(mocked: Mocked) -> None:
-    plan = make_plan(mocked, CUDA_CORES, decode=True)
+    plan = make_plan(mocked)
     with pytest.raises(RuntimeError, match="nothing was planned"):
         plan.run(*tensors(), 0.1)
     plan.plan(HOST)
-    wrapper = wrapper_of(mocked, decode=True)
+    wrapper = mocked.wrapper
     read = []
     wrapper.run.side_effect = lambda **_: read.append(wrapper._paged_kv_last_page_len_buf)
     advanced = HOST._replace(last_page_len=HOST.last_page_len + 1)
@@ -427,10 +374,10 @@ def test_run_reads_the_table_it_is_given(mocked: Mocked) -> None:
 
 
 def test_plans_of_one_geometry_share_the_wrapper_and_nothing_else(mocked: Mocked) -> None:
-    first, second = (make_plan(mocked, CUDA_CORES, decode=True) for _ in range(2))
-    mocked.decode.assert_called_once()
-    planner = wrapper_of(mocked, decode=True)._cached_module.plan
-    planner.side_effect = lambda *arguments: list(range(10))
+    first, second = (make_plan(mocked) for _ in range(2))
+    mocked.prefill.assert_called_once()
+    planner = mocked.planner
+    planner.side_effect = lambda *arguments: list(range(15))
     first.plan(HOST)
     second.plan(HOST)
     workspaces = [call.args[1].data_ptr() for call in planner.call_args_list]
@@ -439,13 +386,13 @@ def test_plans_of_one_geometry_share_the_wrapper_and_nothing_else(mocked: Mocked
     infos = []
     for plan in (first, second, first):
         plan.run(*tensors(), 0.1)
-        infos.append(wrapper_of(mocked, decode=True)._int_workspace_buffer.data_ptr())
+        infos.append(mocked.wrapper._int_workspace_buffer.data_ptr())
     assert infos == [workspaces[0], workspaces[1], workspaces[0]]
 
 
 def test_staging_buffers_take_turns(mocked: Mocked) -> None:
-    plan = make_plan(mocked, CUDA_CORES, decode=True)
-    planner = wrapper_of(mocked, decode=True)._cached_module.plan
+    plan = make_plan(mocked)
+    planner = mocked.planner
     for _ in range(backend.STAGING_BUFFERS + 1):
         plan.plan(HOST)
     addresses = [call.args[2].data_ptr() for call in planner.call_args_list]
@@ -454,30 +401,30 @@ def test_staging_buffers_take_turns(mocked: Mocked) -> None:
 
 
 def test_frozen_plan_names_what_changed(mocked: Mocked) -> None:
-    plan = make_plan(mocked, TENSOR_CORES, decode=False, static=True)
+    plan = make_plan(mocked, static=True)
     with pytest.raises(RuntimeError, match="freeze"):
         plan.freeze()
     plan.plan(HOST)
     plan.freeze()
     plan.plan(HOST)
-    planner = wrapper_of(mocked, decode=False)._cached_module.plan
+    planner = mocked.planner
     planner.return_value = [*range(3), 64, *range(4, 15)]
     with pytest.raises(RuntimeError, match="cta_tile_q was 3 and is now 64"):
         plan.plan(HOST)
 
 
 def test_static_prefill_keeps_to_the_tokens_of_its_first_plan(mocked: Mocked) -> None:
-    plan = make_plan(mocked, TENSOR_CORES, decode=False, static=True)
+    plan = make_plan(mocked, static=True)
     plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 3, 5], dtype=torch.int32)))
     plan.plan(HOST)
-    assert wrapper_of(mocked, decode=False)._cached_module.plan.call_args.args[6] == 5
+    assert mocked.planner.call_args.args[6] == 5
     with pytest.raises(ValueError, match="6 tokens"):
         plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 3, 6], dtype=torch.int32)))
 
 
 def test_int_workspace_grows_with_the_tokens_and_pinned_memory_with_it(mocked: Mocked) -> None:
-    plan = make_plan(mocked, TENSOR_CORES, decode=False)
-    planner = wrapper_of(mocked, decode=False)._cached_module.plan
+    plan = make_plan(mocked)
+    planner = mocked.planner
     for tokens in (2, 200_000):
         plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 1, tokens], dtype=torch.int32)))
         _, int_buffer, pinned = planner.call_args.args[:3]
@@ -495,10 +442,10 @@ def test_int_workspace_grows_with_the_tokens_and_pinned_memory_with_it(mocked: M
     ids=["type", "size", "place"],
 )
 def test_planner_never_gets_columns_it_would_misread(mocked: Mocked, host: PageTable) -> None:
-    plan = make_plan(mocked, CUDA_CORES, decode=True)
+    plan = make_plan(mocked)
     with pytest.raises(ValueError, match="on the host"):
         plan.plan(host)
-    wrapper_of(mocked, decode=True)._cached_module.plan.assert_not_called()
+    mocked.planner.assert_not_called()
 
 
 def test_strides_that_kernels_cannot_read_are_copied() -> None:
@@ -523,13 +470,6 @@ def test_head_size_beyond_all_kernels_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "tensor_cores"), [(1, False), (2, False), (3, False), (4, True), (7, True), (8, True)]
-)
-def test_tensor_cores_are_chosen_by_the_group(group: int, tensor_cores: bool) -> None:
-    assert backend.uses_tensor_cores(CUDA_CORES._replace(query_heads=2 * group)) is tensor_cores
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"head_dim": 96}, "pad it"),
@@ -539,7 +479,7 @@ def test_tensor_cores_are_chosen_by_the_group(group: int, tensor_cores: bool) ->
 )
 def test_geometry_without_kernels_raises(mocked: Mocked, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_plan(mocked, CUDA_CORES._replace(**change), decode=True)
+        make_plan(mocked, GEOMETRY._replace(**change))
 
 
 def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
@@ -547,7 +487,7 @@ def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
     has_kernels = "USE_VO_SPLIT" in cpp("include/flashinfer/attention/prefill.cuh")
     expectation = nullcontext() if has_kernels else pytest.raises(ValueError, match=r"flashinfer-python>=0\.7")
     with expectation:
-        make_plan(mocked, CUDA_CORES._replace(head_dim=512), decode=False)
+        make_plan(mocked, GEOMETRY._replace(head_dim=512))
 
 
 # ---- what is missing

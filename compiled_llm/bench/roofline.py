@@ -16,7 +16,7 @@ from compiled_llm.profiling.kernels import busy_us
 from compiled_llm.profiling.step_bytes import step_bytes
 
 PROFILED = 16
-"""Decode steps under the profiler; with pages of 16 tokens, one of them plans anew."""
+"""Decode steps under the profiler; with pages of 16 tokens, one of them uploads a page table."""
 
 
 def measure(

@@ -53,7 +53,7 @@ def history_of(runtime: CompiledModel) -> tuple[dict[str, Any], list[Finding]]:
     stats["pages"] = {} if stats["pages"] is None else stats["pages"]._asdict()
     anew, moved = runtime.rerecordings()
     stats |= {
-        "replan_causes": dict(runtime.journal.replans),
+        "upload_causes": dict(runtime.journal.uploads),
         "rerecordings": anew,
         "misses": [dataclasses.asdict(miss) for miss in runtime.journal.misses],
     }

@@ -27,7 +27,7 @@ Prompts = Sequence[NDArray[np.int64]]
 _WARM = 3
 _RUNS = 3
 _RUN = 8
-# With pages of 16 tokens, one of them plans anew.
+# With pages of 16 tokens, one of them uploads a page table.
 _PROFILED = 16
 _STEPS = 1 + _WARM + _RUNS * _RUN + _RUN + _PROFILED
 _PROMPT = 128

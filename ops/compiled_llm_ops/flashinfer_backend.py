@@ -1,4 +1,6 @@
-"""The one module that touches FlashInfer: plan on the host, launch inside a graph, append to the pages.
+"""The one module that touches FlashInfer: plan prefill on the host, launch inside a graph, append to the pages.
+
+Decode needs neither a plan nor FlashInfer: see ``triton_attention``.
 
 FlashInfer's planner reads lengths on the host, writes what it decided into a pinned buffer, and copies that to the
 device with one ``cudaMemcpyAsync`` on the current stream. The public ``plan()`` around it copies the page table as
@@ -53,34 +55,16 @@ from compiled_llm_ops.plans import Geometry, PageTable, register_plan
 HEAD_DIMS = (64, 128, 256, 512)
 """Head sizes with kernels: ``DISPATCH_HEAD_DIM`` in FlashInfer's ``utils.cuh``."""
 
-CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
-"""GQA groups of the CUDA-core decode kernel in every version: ``DISPATCH_GQA_GROUP_SIZE`` in ``utils.cuh``."""
-
-TENSOR_CORES_PAY_FROM = 4
-"""GQA group from which decode is faster on tensor cores."""
-
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 
 OLDEST, NEWEST_EXCLUSIVE = (0, 6, 13), (0, 8)
 """FlashInfer versions that this module knows."""
 
 STAGING_BUFFERS = 16
-"""Plans the host may be ahead of the device: three and more steps of a model with several attention groups."""
+"""Plans the host may be ahead of the device: three and more prefills of a model with several attention groups."""
 
-# What FlashInfer's planners return, in their order: DecodePlanInfo and PrefillPlanInfo in scheduler.cuh.
-DECODE_PLAN_FIELDS = (
-    "padded_batch_size",
-    "v_offset",
-    "s_offset",
-    "request_indices_offset",
-    "kv_tile_indices_offset",
-    "o_indptr_offset",
-    "block_valid_mask_offset",
-    "kv_chunk_size_ptr_offset",
-    "enable_cuda_graph",
-    "split_kv",
-)
-PREFILL_PLAN_FIELDS = (
+# What FlashInfer's planner returns, in its order: PrefillPlanInfo in scheduler.cuh.
+PLAN_FIELDS = (
     "padded_batch_size",
     "total_num_rows",
     "total_num_rows_offset",
@@ -107,7 +91,7 @@ class Workspace:
 
     An int workspace holds what a plan decided, from ``plan`` to the last launch that reads it. Two attention groups
     are planned before either launches, and a graph replays from its address, so every plan has one of its own. It is
-    as large as the plan can get (tens of KiB for decode), not FlashInfer's 8 MiB.
+    as large as the plan can get, not FlashInfer's 8 MiB.
 
     The pinned buffers the plans are copied from are used in turn and belong to the workspace, since a copy may still
     be on its way when its plan is dropped.
@@ -134,14 +118,13 @@ class Workspace:
         self.max_blocks = properties.multi_processor_count * properties.max_threads_per_multi_processor // 128
         self._staging = [(_pinned(64 * 2**10), torch.cuda.Event()) for _ in range(STAGING_BUFFERS)]
         self._turn = 0
-        self._wrappers: dict[tuple[Geometry, bool], Any] = {}
+        self._wrappers: dict[Geometry, Any] = {}
 
-    def wrapper(self, geometry: Geometry, *, decode: bool) -> Any:
+    def wrapper(self, geometry: Geometry) -> Any:
         """Return FlashInfer's wrapper for a geometry; builds or loads its kernels at the first call."""
-        key = geometry, decode
-        if key not in self._wrappers:
-            self._wrappers[key] = _make_wrapper(geometry, decode, self.float_buffer)
-        return self._wrappers[key]
+        if geometry not in self._wrappers:
+            self._wrappers[geometry] = _make_wrapper(geometry, self.float_buffer)
+        return self._wrappers[geometry]
 
     @contextmanager
     def staging(self, nbytes: int) -> Iterator[Tensor]:
@@ -166,7 +149,7 @@ class Workspace:
 
 
 class FlashInferPlan:
-    """A plan for the batches that lie in one page table; see ``plans.AttentionPlan``.
+    """A plan for the prefills and extends that lie in one page table; see ``plans.AttentionPlan``.
 
     Call ``plan`` and the launches on one stream, or order the streams: the copy that ``plan`` issues overwrites what
     earlier launches read.
@@ -178,7 +161,6 @@ class FlashInferPlan:
         table: PageTable,
         *,
         rows: int,
-        decode: bool,
         workspace: Workspace,
         static: bool,
     ) -> None:
@@ -189,21 +171,18 @@ class FlashInferPlan:
             table: device buffers at fixed addresses for exactly these rows, uploaded by the caller before a launch;
                 every row has at least one page.
             rows: B.
-            decode: one query a row; else prefill or extend, causal with the last query at the last key.
             workspace: of the table's device.
             static: launches are captured in CUDA graphs, which replay after later calls of ``plan``. The number of
-                rows is constant, and in prefill the first plan sets the largest number of tokens.
+                rows is constant, and the first plan sets the largest number of tokens.
 
         Raises:
             ValueError: the table does not have ``rows`` rows, or FlashInfer has no kernel for the geometry.
             ImportError: FlashInfer is missing.
 
         Source:
-            FlashInfer ``BatchDecodeWithPagedKVCacheWrapper`` and ``BatchPrefillWithPagedKVCacheWrapper``, backend
-            ``fa2`` (https://arxiv.org/abs/2501.01005).
+            FlashInfer ``BatchPrefillWithPagedKVCacheWrapper``, backend ``fa2`` (https://arxiv.org/abs/2501.01005).
         """
-        tensor_cores = not decode or uses_tensor_cores(geometry)
-        _check_geometry(geometry, tensor_cores)
+        _check_geometry(geometry)
         if table.indptr.shape[0] != rows + 1 or table.last_page_len.shape[0] != rows:
             raise ValueError(
                 f"FlashInferPlan: {rows} rows need indptr [{rows + 1}] and last_page_len [{rows}]; got "
@@ -212,11 +191,9 @@ class FlashInferPlan:
         self.geometry = geometry
         self.table = table
         self._rows = rows
-        self._decode = decode
-        self._tensor_cores = tensor_cores
         self._static = static
         self._workspace = workspace
-        self._wrapper = workspace.wrapper(geometry, decode=decode)
+        self._wrapper = workspace.wrapper(geometry)
         self._int_buffer = torch.empty(0, dtype=torch.uint8, device=workspace.device)
         self._tokens: int | None = None
         self._plan_info: Any = None
@@ -231,8 +208,8 @@ class FlashInferPlan:
                 be rewritten afterwards.
 
         Raises:
-            ValueError: the columns are not on the host, have the wrong type or size, or a static prefill got more
-                tokens than its first plan.
+            ValueError: the columns are not on the host, have the wrong type or size, or a static plan got more
+                tokens than its first one.
             RuntimeError: the float workspace is too small, a graph is being captured, or FlashInfer decided something
                 else for a batch that a captured graph has fixed; the graph must not be replayed then.
         """
@@ -243,11 +220,7 @@ class FlashInferPlan:
         if self._int_buffer.numel() < (needed := self._int_bytes(tokens)):
             # Never under a captured graph: the rows are constant, and so is the number of tokens.
             self._int_buffer = self._int_buffer.new_empty(_power_of_two(needed))
-        arguments = (
-            tensor_core_arguments(self.geometry, host, tokens=tokens, static=self._static, causal=not self._decode)
-            if self._tensor_cores
-            else cuda_core_arguments(self.geometry, host, static=self._static)
-        )
+        arguments = planner_arguments(self.geometry, host, tokens=tokens, static=self._static)
         workspace = self._workspace
         with workspace.staging(self._int_buffer.numel()) as pinned, _overflow_explained(workspace):
             plan_info = self._wrapper._cached_module.plan(workspace.float_buffer, self._int_buffer, pinned, *arguments)
@@ -279,7 +252,7 @@ class FlashInferPlan:
         """Launch attention on the current stream. Launch once before a capture, so that the kernels are loaded.
 
         Args:
-            query: ``[T, H, D]``, ``geometry.dtype``. T is B in decode, and the planned number of tokens in prefill.
+            query: ``[T, H, D]``, ``geometry.dtype``, with the planned number of tokens.
             pages: ``[P, 2, K, S, D]``, ``geometry.kv_dtype``.
             out: ``[T, H, D]``, contiguous, written.
             lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None where it is not wanted.
@@ -320,9 +293,7 @@ class FlashInferPlan:
         wrapper._paged_kv_last_page_len_buf = table.last_page_len
 
     def _tokens_to_plan(self, host: PageTable) -> int:
-        """Return T; in a static prefill the first plan's, which the graph was captured with."""
-        if self._decode:
-            return self._rows
+        """Return T; in a static plan the first batch's, which the graph was captured with."""
         tokens = int(host.qo_indptr[-1])
         if not self._static or self._tokens is None:
             return tokens
@@ -348,10 +319,9 @@ class FlashInferPlan:
     def _check_frozen(self, plan_info: Any) -> None:
         if self._frozen is None:
             return
-        names = PREFILL_PLAN_FIELDS if self._tensor_cores else DECODE_PLAN_FIELDS
         changed = [
             f"{name} was {old} and is now {int(new)}"
-            for name, old, new in zip(names, self._frozen, plan_info, strict=True)
+            for name, old, new in zip(PLAN_FIELDS, self._frozen, plan_info, strict=True)
             if old != int(new)
         ]
         if changed:
@@ -416,12 +386,6 @@ def padded_head_dim(d: int) -> int:
     raise ValueError(f"head size {d} is larger than {HEAD_DIMS[-1]}, the largest that FlashInfer has kernels for")
 
 
-def uses_tensor_cores(geometry: Geometry) -> bool:
-    """Return whether decode runs on tensor cores: where they are faster, or the CUDA-core kernel lacks the group."""
-    group = geometry.query_heads // geometry.kv_heads
-    return group >= TENSOR_CORES_PAY_FROM or group not in CUDA_CORE_GROUPS
-
-
 def missing_for_cuda() -> list[str]:
     """Return what keeps the ops from running on CUDA, each with the way out; empty where nothing does."""
     missing = []
@@ -443,33 +407,13 @@ def missing_for_cuda() -> list[str]:
     return missing
 
 
-# ---- FlashInfer's planners: what follows the three workspaces in their arguments
+# ---- FlashInfer's planner
 
 
-def cuda_core_arguments(geometry: Geometry, host: PageTable, *, static: bool) -> tuple[Any, ...]:
-    """Return the arguments of the CUDA-core decode planner for a batch of ``[B]`` rows."""
-    return (
-        host.indptr,
-        host.last_page_len.shape[0],
-        geometry.query_heads,
-        geometry.kv_heads,
-        geometry.page_size,
-        static,
-        geometry.window_left,
-        geometry.logits_soft_cap,
-        geometry.head_dim,
-        geometry.head_dim,
-        torch.empty(0, dtype=geometry.dtype),
-        torch.empty(0, dtype=geometry.kv_dtype),
-    )
-
-
-def tensor_core_arguments(
-    geometry: Geometry, host: PageTable, *, tokens: int, static: bool, causal: bool
-) -> tuple[Any, ...]:
-    """Return the arguments of the prefill planner, which serves tensor-core decode too."""
+def planner_arguments(geometry: Geometry, host: PageTable, *, tokens: int, static: bool) -> tuple[Any, ...]:
+    """Return what follows the three workspaces in the planner's arguments."""
     lengths = (host.indptr[1:] - host.indptr[:-1] - 1) * geometry.page_size + host.last_page_len
-    fixed_split_size, disable_split_kv, num_colocated_ctas = -1, False, 0
+    causal, fixed_split_size, disable_split_kv, num_colocated_ctas = True, -1, False, 0
     return (
         host.qo_indptr,
         host.indptr,
@@ -501,8 +445,8 @@ def uniform_q_len_argument() -> tuple[int, ...]:
     return (0,) if "uniform_q_len" in inspect.signature(plan).parameters else ()
 
 
-def _tensor_cores_take(head_dim: int) -> bool:
-    """Whether tensor-core kernels exist: those of 0.6 reject 512 at their launch. Ends with 0.6."""
+def _prefill_takes(head_dim: int) -> bool:
+    """Whether kernels exist: those of 0.6 reject 512 at their launch. Ends with 0.6."""
     return head_dim < 512 or _version(_flashinfer()) >= (0, 7)
 
 
@@ -516,45 +460,33 @@ def _flashinfer() -> Any:
         raise ImportError('FlashInfer does not import: pip install "compiled-llm[cuda]"') from error
 
 
-def _make_wrapper(geometry: Geometry, decode: bool, float_buffer: Tensor) -> Any:
+def _make_wrapper(geometry: Geometry, float_buffer: Tensor) -> Any:
     """Return a wrapper whose kernels are loaded, by planning one row of one token in public."""
     flashinfer = _flashinfer()
     indptr = torch.tensor([0, 1], dtype=torch.int32)
     indices, last_page_len = torch.tensor([0], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
-    shared = {
-        "num_qo_heads": geometry.query_heads,
-        "num_kv_heads": geometry.kv_heads,
-        "page_size": geometry.page_size,
-        "pos_encoding_mode": "NONE",
-        "sm_scale": 1.0,  # each launch has its own
-        "window_left": geometry.window_left,
-        "logits_soft_cap": geometry.logits_soft_cap,
-        "q_data_type": geometry.dtype,
-        "kv_data_type": geometry.kv_dtype,
-        "o_data_type": geometry.dtype,
-    }
     # Whether launches are captured is the planner's to know, not the wrapper's: run() is the same for both.
-    if decode:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            float_workspace_buffer=float_buffer,
-            kv_layout="HND",
-            use_tensor_cores=uses_tensor_cores(geometry),
-            backend="fa2",
-        )
-        wrapper.plan(indptr=indptr, indices=indices, last_page_len=last_page_len, head_dim=geometry.head_dim, **shared)
-    else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            float_workspace_buffer=float_buffer, kv_layout="HND", backend="fa2"
-        )
-        wrapper.plan(
-            qo_indptr=indptr,
-            paged_kv_indptr=indptr,
-            paged_kv_indices=indices,
-            paged_kv_last_page_len=last_page_len,
-            head_dim_qk=geometry.head_dim,
-            causal=True,
-            **shared,
-        )
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        float_workspace_buffer=float_buffer, kv_layout="HND", backend="fa2"
+    )
+    wrapper.plan(
+        qo_indptr=indptr,
+        paged_kv_indptr=indptr,
+        paged_kv_indices=indices,
+        paged_kv_last_page_len=last_page_len,
+        num_qo_heads=geometry.query_heads,
+        num_kv_heads=geometry.kv_heads,
+        head_dim_qk=geometry.head_dim,
+        page_size=geometry.page_size,
+        causal=True,
+        pos_encoding_mode="NONE",
+        sm_scale=1.0,  # each launch has its own
+        window_left=geometry.window_left,
+        logits_soft_cap=geometry.logits_soft_cap,
+        q_data_type=geometry.dtype,
+        kv_data_type=geometry.kv_dtype,
+        o_data_type=geometry.dtype,
+    )
     # Its own int workspace has served; every plan brings one.
     small = torch.empty(16, dtype=torch.uint8, device=float_buffer.device)
     wrapper.reset_workspace_buffer(float_workspace_buffer=float_buffer, int_workspace_buffer=small)
@@ -576,16 +508,16 @@ def _overflow_explained(workspace: Workspace) -> Iterator[None]:
         ) from error
 
 
-def _check_geometry(geometry: Geometry, tensor_cores: bool) -> None:
+def _check_geometry(geometry: Geometry) -> None:
     if geometry.query_heads % geometry.kv_heads:
         raise ValueError(f"{geometry.query_heads} query heads are no multiple of {geometry.kv_heads} kv heads")
     if geometry.head_dim not in HEAD_DIMS:
         raise ValueError(f"FlashInfer has no kernel for head size {geometry.head_dim}; pad it to padded_head_dim()")
     if geometry.dtype not in QUERY_DTYPES:
         raise ValueError(f"FlashInfer has no kernel for {geometry.dtype} queries; use torch.bfloat16 or torch.float16")
-    if tensor_cores and not _tensor_cores_take(geometry.head_dim):
+    if not _prefill_takes(geometry.head_dim):
         raise ValueError(
-            f"FlashInfer {_flashinfer().__version__} has no tensor-core kernel for head size {geometry.head_dim}; "
+            f"FlashInfer {_flashinfer().__version__} has no kernel for head size {geometry.head_dim}; "
             'pip install "flashinfer-python>=0.7,<0.8"'
         )
 

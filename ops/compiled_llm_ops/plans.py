@@ -1,4 +1,4 @@
-"""Plans: what FlashInfer decided on the host about one batch, and how a launcher finds it inside a graph.
+"""Plans: what FlashInfer decided on the host about one prefill, and how a launcher finds it inside a graph.
 
 A launcher runs inside a compiled, possibly captured, graph. It may not take a Python integer that
 names a bucket (one symbolic graph serves them all), so it finds its plan by what it really sees:
