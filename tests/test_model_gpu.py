@@ -1,4 +1,4 @@
-"""A wrapped model on a GPU: graphs recorded once, logits as exact as HuggingFace's, no waiting, no stale plan.
+"""A wrapped model on a GPU: graphs recorded once, logits as exact as HuggingFace's, no waiting, no stale page table.
 
 Models are random, in bfloat16. Nothing here is compared with ourselves alone: the measure of every tolerance is how
 far HuggingFace in bfloat16 (sdpa) is from HuggingFace in float32 (eager attention) on the same tokens.
@@ -33,7 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 import compiled_llm
 from changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from compiled_llm.page_table import PagePool, Row
-from compiled_llm.plan import Planner
+from compiled_llm.paged_model import PagedModel
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
 pytestmark = pytest.mark.gpu
@@ -91,7 +91,7 @@ WINDOWED: dict[str, Any] = {
     "sliding_window": 100,
     "max_window_layers": 2,
 }
-TENSOR_CORES: dict[str, Any] = {**SMALL, "num_attention_heads": 8}
+LARGER_GROUPS: dict[str, Any] = {**SMALL, "num_attention_heads": 8}
 LLAMA: dict[str, Any] = {**SMALL, "hidden_size": 384, "num_attention_heads": 6}
 
 
@@ -543,7 +543,7 @@ def test_a_replay_never_reads_what_the_model_no_longer_has(
     [("a row enters a page", 3), ("a row leaves", 2), ("a row comes in", 2)],
     ids=lambda value: str(value),
 )
-def test_a_step_that_plans_returns_while_the_device_sleeps(
+def test_a_step_that_uploads_returns_while_the_device_sleeps(
     event: str, launches: int, small: PreTrainedModel, seed: int
 ) -> None:
     """One whole step, and more launched behind it unread; then the tokens are what they are on a device awake.
@@ -563,7 +563,7 @@ def test_a_step_that_plans_returns_while_the_device_sleeps(
             runner.release(rows[3])
         if event == "a row comes in":
             runner.admit(prompts[4], 40)
-        plans, asleep = paged.planner.replans, torch.cuda.Event()
+        uploads, asleep = paged.journal.uploads.total(), torch.cuda.Event()
         torch.cuda.set_sync_debug_mode("error")
         try:
             torch.cuda._sleep(cycles)
@@ -577,7 +577,7 @@ def test_a_step_that_plans_returns_while_the_device_sleeps(
             torch.cuda.set_sync_debug_mode("default")
         if cycles == SLEEP:
             assert not over, f"{launches} launches took {took:.3f} s, when the device had woken up"
-        assert paged.planner.replans - plans == launches - (event == "a row comes in")
+        assert paged.journal.uploads.total() - uploads == launches - (event == "a row comes in")
         while last := runner.drain():
             arrived.append(last)
         runner.close()
@@ -588,7 +588,7 @@ def test_a_step_that_plans_returns_while_the_device_sleeps(
     assert play(SLEEP) == awake
 
 
-# ---- a random schedule: where a stale plan shows
+# ---- a random schedule: where a stale page table shows
 
 
 class Step(NamedTuple):
@@ -632,7 +632,7 @@ def random_schedule(steps: int, vocabulary: int, seed: int) -> list[Step]:
 
 
 def play(
-    model: PreTrainedModel, schedule: list[Step], *, plan_each_step: bool = False
+    model: PreTrainedModel, schedule: list[Step], *, upload_each_step: bool = False
 ) -> tuple[list[Tensor], list[dict[int, int]]]:
     """Run a schedule as fast as it goes; return each step's `[B, V]` logits and each row's token."""
     paged, runner = model.compiled.paged(), model.compiled.runner()
@@ -644,8 +644,8 @@ def play(
             runner.release(rows[number])
         for number, prompt in step.admitted.items():
             rows[number] = runner.admit(prompt, PROMISE + 1)
-        if plan_each_step and not step.admitted:
-            paged.thread.call(paged.claim, None)  # the runner is not in the decode buffers: it uploads and plans anew
+        if upload_each_step and not step.admitted:
+            paged.thread.call(paged.claim, None)  # the runner is not in the decode buffers: it uploads anew
         arrived.append(runner.step(tokens))
         logits.append(runner.logits())
     while last := runner.drain():
@@ -708,7 +708,7 @@ def strays(ours: list[Tensor], others: list[Tensor], schedule: list[Step], toler
 
 
 def run_schedule(twins: Twins, schedule: list[Step]) -> None:
-    """Ours against a twin in eager mode that plans each step, and a sample of rows against HuggingFace in float32.
+    """Ours against a twin in eager mode that uploads each step, and a sample of rows against HuggingFace in float32.
 
     The tolerance of a row's logits (RMS over the vocabulary) is twice the largest distance that HuggingFace's bfloat16
     has from float32 in any step of the sample: two paths, each as noisy as that.
@@ -725,8 +725,8 @@ def run_schedule(twins: Twins, schedule: list[Step]) -> None:
     assert after.cudagraph_skips == 0
 
     eager = compiled_llm.wrap(copy.deepcopy(twins.plain), **{**OPTIONS, "mode": "eager"})
-    theirs, _ = play(eager, schedule, plan_each_step=True)
-    assert eager.compiled.stats().replans >= sum(not step.admitted for step in schedule)
+    theirs, _ = play(eager, schedule, upload_each_step=True)
+    assert eager.compiled.stats().uploads >= sum(not step.admitted for step in schedule)
     compiled_llm.unwrap(eager)
 
     truth = reference(twins, schedule, sequences, 16)
@@ -745,30 +745,32 @@ def run_schedule(twins: Twins, schedule: list[Step]) -> None:
 
 
 @pytest.mark.parametrize("twins", ["sliding and full layers"], indirect=True)
-def test_random_schedule_equals_a_twin_that_plans_each_step(twins: Twins, seed: int) -> None:
+def test_random_schedule_equals_a_twin_that_uploads_each_step(twins: Twins, seed: int) -> None:
     schedule = random_schedule(2000, WINDOWED["vocab_size"], seed)
     assert {len(step.rows) for step in schedule if not step.admitted} == set(range(1, ROWS + 1))
     run_schedule(twins, schedule)
     assert_account_is_empty(twins.wrapped)
 
 
-def test_random_schedule_equals_a_twin_that_plans_each_step_on_tensor_cores(seed: int) -> None:
-    twins = twins_of(small_qwen3(seed, **TENSOR_CORES))
-    run_schedule(twins, random_schedule(700, TENSOR_CORES["vocab_size"], seed + 1))
+def test_random_schedule_equals_a_twin_that_uploads_each_step_in_larger_groups(seed: int) -> None:
+    twins = twins_of(small_qwen3(seed, **LARGER_GROUPS))
+    run_schedule(twins, random_schedule(700, LARGER_GROUPS["vocab_size"], seed + 1))
     compiled_llm.unwrap(twins.wrapped)
 
 
-def test_the_schedule_shows_plans_that_are_not_renewed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above are good for. A plan for rows of one token divides longer rows wrongly, but in bounds."""
+def test_the_schedule_shows_page_tables_that_are_not_renewed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above are good for. A row past the pages that its table names goes on in another row's."""
     twins = twins_of(small_qwen3(seed))
     twins.wrapped.compiled.warmup()
-    renew, stale = Planner.plan_decode, twins.wrapped.compiled.paged().planner
+    renew, stale = PagedModel.upload, twins.wrapped.compiled.paged()
 
-    def plan_decode(planner: Planner, *arguments: Any) -> None:
-        if planner is not stale:
-            renew(planner, *arguments)
+    def upload(paged: PagedModel, rows: Any, bucket: int, tokens: Any, cause: Any) -> None:
+        if paged is not stale or cause != "a row entered a new page":
+            renew(paged, rows, bucket, tokens, cause)
+        elif tokens is not None:
+            paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(tokens)
 
-    monkeypatch.setattr(Planner, "plan_decode", plan_decode)
+    monkeypatch.setattr(PagedModel, "upload", upload)
     with pytest.raises(AssertionError, match="RMS difference"):
         run_schedule(twins, random_schedule(200, SMALL["vocab_size"], seed))
     compiled_llm.unwrap(twins.wrapped)

@@ -1,4 +1,6 @@
-"""FlashInfer's kernels behind our plans, against attention computed by hand from contiguous keys and values.
+"""FlashInfer's kernels behind our plans and our own kernel for decode, against attention computed by hand.
+
+The reference has keys and values contiguous, the kernels have them in pages.
 
 Shapes: B rows, T packed tokens, L tokens of one row, Q queries of one row, H query heads, K kv heads, D head
 dimension, P pages, S page size.
@@ -15,7 +17,15 @@ import torch
 from torch import Tensor
 
 from compiled_llm.sampling import NOT_A_TOKEN, Sampling, choose
-from compiled_llm_ops import Geometry, PageTable, sample_tokens, skinny_linear, tiling
+from compiled_llm_ops import (
+    Geometry,
+    PageTable,
+    paged_attention,
+    paged_attention_lse,
+    sample_tokens,
+    skinny_linear,
+    tiling,
+)
 from compiled_llm_ops import flashinfer_backend as backend
 from compiled_llm_ops.flashinfer_backend import FlashInferPlan, Workspace
 from drawing import BRANCHES, arguments, assert_at, distribution, middles, tables_of
@@ -192,11 +202,18 @@ def fixed_columns(rows: Rows) -> PageTable:
     return PageTable(*(torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes))
 
 
-def make_plan(
-    layer: Layer, columns: PageTable, workspace: Workspace, *, decode: bool = True, static: bool = True
-) -> FlashInferPlan:
+def make_plan(layer: Layer, columns: PageTable, workspace: Workspace, *, static: bool = True) -> FlashInferPlan:
     rows = len(columns.last_page_len)
-    return FlashInferPlan(layer.geometry, columns, rows=rows, decode=decode, workspace=workspace, static=static)
+    return FlashInferPlan(layer.geometry, columns, rows=rows, workspace=workspace, static=static)
+
+
+def options_of(geometry: Geometry) -> tuple[float, int, float]:
+    return scale_of(geometry), geometry.window_left, geometry.logits_soft_cap
+
+
+def decode(layer: Layer, query: Tensor, columns: PageTable) -> tuple[Tensor, Tensor]:
+    """`[B, H, D]` and `[B, H]`; whatever lengths the columns have, nothing is planned."""
+    return paged_attention_lse(query, layer.pages, *columns, *options_of(layer.geometry), decode=True)
 
 
 def outputs(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,21 +258,16 @@ def test_append_takes_views_of_fused_projections(seed: int) -> None:
 # ---- decode and prefill against the reference
 
 
-def decode_once(
-    geometry: Geometry, head_dim: int, lengths: Sequence[int], workspace: Workspace, *, static: bool, seed: int
-) -> None:
+def decode_once(geometry: Geometry, head_dim: int, lengths: Sequence[int], seed: int) -> None:
     rows = Rows([geometry], lengths, max(lengths), head_dim, seed)
     (layer,) = rows.layers
     columns = on_device(rows.table())
-    plan = make_plan(layer, columns, workspace, static=static)
-    plan.plan(rows.table())
-    query = rows.queries(layer, len(lengths))
-    out, lse = outputs(query)
-    plan.run(query, layer.pages, out, lse, scale_of(plan.geometry))
+    query = rows.queries(layer, len(lengths))[..., :head_dim]
+    out, lse = decode(layer, query, columns)
     rows.check(layer, query, out, lse)
-    again, _ = outputs(query)
-    plan.run(query, layer.pages, again, None, scale_of(plan.geometry))
-    assert torch.equal(again, out)
+    for _ in range(5):
+        again = paged_attention(query, layer.pages, *columns, *options_of(geometry), decode=True)
+        assert torch.equal(again, out), "the same inputs give the same bits"
 
 
 def prefill_once(
@@ -271,7 +283,7 @@ def prefill_once(
     rows = Rows([geometry], lengths, max(lengths), head_dim, seed)
     (layer,) = rows.layers
     columns = on_device(rows.table(queries))
-    plan = make_plan(layer, columns, workspace, decode=False, static=static)
+    plan = make_plan(layer, columns, workspace, static=static)
     plan.plan(rows.table(queries))
     query = rows.queries(layer, sum(queries))
     out, lse = outputs(query)
@@ -287,9 +299,46 @@ EXTENDED = ([5, 16, 17, 40, 333, 1025], [5, 1, 17, 20, 333, 3])
 @seeded
 @by_group
 @by_dtype
-@captured_or_not
-def test_decode(group: int, dtype: torch.dtype, static: bool, seed: int, workspace: Workspace) -> None:
-    decode_once(geometry_of(group, dtype), 128, MIXED, workspace, static=static, seed=seed)
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids="D={}".format)
+def test_decode(group: int, dtype: torch.dtype, head_dim: int, seed: int) -> None:
+    decode_once(geometry_of(group, dtype, head_dim), head_dim, MIXED, seed)
+
+
+@seeded
+@pytest.mark.parametrize(("group", "head_dim"), [(71, 64), (16, 128), (48, 128), (8, 512), (1, 512)])
+def test_decode_with_large_groups_and_heads(group: int, head_dim: int, seed: int) -> None:
+    decode_once(geometry_of(group, head_dim=head_dim), head_dim, [1, 17, 300, 5000], seed)
+
+
+@seeded
+@pytest.mark.parametrize("page_size", [1, 2, 32, 128], ids="S={}".format)
+def test_decode_over_pages_of_other_sizes(page_size: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "PAGE_SIZE", page_size)
+    decode_once(geometry_of(2), 128, [1, page_size, page_size + 1, 999], seed)
+
+
+@seeded
+@pytest.mark.parametrize("count", [1, 2, 5, 24, 64, 300], ids="rows={}".format)
+def test_decode_of_any_number_of_rows(count: int, seed: int) -> None:
+    choice = torch.Generator().manual_seed(seed)
+    decode_once(geometry_of(2), 128, torch.randint(1, 900, (count,), generator=choice).tolist(), seed)
+
+
+@seeded
+def test_decode_reads_nothing_that_is_not_the_rows(seed: int) -> None:
+    """Free pages, free slots and what lies left of a window hold NaN; zero times that is not zero."""
+    rows = Rows([geometry_of(2), geometry_of(2, window_left=20)], MIXED, max(MIXED), 128, seed)
+    for layer in rows.layers:
+        window = layer.geometry.window_left
+        pages = torch.full_like(layer.pages, float("nan"))
+        for row, length in enumerate(rows.lengths):
+            for position in range(0 if window < 0 else max(0, length - 1 - window), length):
+                page, slot = int(rows.numbers[row, position // PAGE_SIZE]), position % PAGE_SIZE
+                pages[page, :, :, slot] = layer.pages[page, :, :, slot]
+        layer.pages.copy_(pages)
+        query = rows.queries(layer, len(MIXED))
+        out, lse = decode(layer, query, on_device(rows.table()))
+        rows.check(layer, query, out, lse)
 
 
 @seeded
@@ -305,7 +354,7 @@ def test_prefill_and_extend(group: int, dtype: torch.dtype, static: bool, seed: 
 @pytest.mark.parametrize("options", [{"window_left": 20}, {"window_left": 0}, {"soft_cap": 5.0}], ids=str)
 def test_sliding_window_and_soft_cap(group: int, options: dict[str, Any], seed: int, workspace: Workspace) -> None:
     geometry = geometry_of(group, **options)
-    decode_once(geometry, 128, MIXED, workspace, static=True, seed=seed)
+    decode_once(geometry, 128, MIXED, seed)
     prefill_once(geometry, 128, *EXTENDED, workspace, static=False, seed=seed)
 
 
@@ -313,14 +362,15 @@ def test_sliding_window_and_soft_cap(group: int, options: dict[str, Any], seed: 
 @pytest.mark.parametrize("group", [1, 4], ids="group={}".format)
 def test_head_size_without_kernels_is_padded(group: int, seed: int, workspace: Workspace) -> None:
     geometry = geometry_of(group, head_dim=96)
-    decode_once(geometry, 96, MIXED, workspace, static=True, seed=seed)
+    decode_once(geometry, 96, MIXED, seed)
     prefill_once(geometry, 96, *EXTENDED, workspace, static=False, seed=seed)
 
 
 @seeded
 def test_one_long_row_is_split_over_the_device(seed: int, workspace: Workspace) -> None:
     for group in (2, 8):
-        decode_once(geometry_of(group), 128, [20_000], workspace, static=True, seed=seed)
+        for lengths in ([20_000], [40_960], [20_000, 1, 500]):
+            decode_once(geometry_of(group), 128, lengths, seed)
     prefill_once(geometry_of(8), 128, [20_000], [7], workspace, static=False, seed=seed)
 
 
@@ -334,6 +384,8 @@ def test_query_may_be_a_view_of_a_fused_projection(seed: int, workspace: Workspa
     out, lse = outputs(query.contiguous())
     plan.run(query, layer.pages, out, lse, scale_of(plan.geometry))
     rows.check(layer, query, out, lse)
+    for readable in (query, query.transpose(0, 2).contiguous().transpose(0, 2)):
+        rows.check(layer, query, *decode(layer, readable, on_device(rows.table())))
 
 
 # ---- replay
@@ -355,24 +407,20 @@ def capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
 class DecodeGraph:
     """A captured decode step of layers with different attention groups: append, then attend, in each."""
 
-    def __init__(self, rows: Rows, workspace: Workspace) -> None:
+    def __init__(self, rows: Rows) -> None:
         self.rows = rows
         self.columns = fixed_columns(rows)
-        self.plans = [make_plan(layer, self.columns, workspace) for layer in rows.layers]
         count = len(rows.lengths)
         self.token_rows = torch.arange(count, dtype=torch.int32, device="cuda")
         self.positions = torch.zeros(count, dtype=torch.int32, device="cuda")
         self.keys = [torch.zeros_like(layer.keys[:, 0]) for layer in rows.layers]
         self.values = [torch.zeros_like(layer.values[:, 0]) for layer in rows.layers]
         self.queries = [rows.queries(layer, count) for layer in rows.layers]
-        self.outputs = [outputs(query) for query in self.queries]
-        self.planned_pages = 0
-        self.stage(plan=True)
+        self.outputs: list[tuple[Tensor, Tensor]] = []
+        self.stage()
         self.graph = capture(self._step)
-        for plan in self.plans:
-            plan.freeze()
 
-    def stage(self, *, plan: bool) -> None:
+    def stage(self) -> None:
         """Take one token more of each row, not yet in the pages."""
         rows = self.rows
         rows.lengths = [length + 1 for length in rows.lengths]
@@ -382,20 +430,15 @@ class DecodeGraph:
             self.keys[index].copy_(layer.keys[self.token_rows.long(), newest])
             self.values[index].copy_(layer.values[self.token_rows.long(), newest])
             self.queries[index].copy_(rows.queries(layer, len(newest)))
-        host = rows.table()
-        upload(host, self.columns)
-        if plan or len(host.indices) != self.planned_pages:
-            self.planned_pages = len(host.indices)
-            for each in self.plans:
-                each.plan(host)
+        upload(rows.table(), self.columns)
 
     def _step(self) -> None:
+        self.outputs = []
         for index, layer in enumerate(self.rows.layers):
             backend.append(
                 self.keys[index], self.values[index], layer.pages, self.token_rows, self.positions, self.columns
             )
-            plan = self.plans[index]
-            plan.run(self.queries[index], layer.pages, *self.outputs[index], scale_of(plan.geometry))
+            self.outputs.append(decode(layer, self.queries[index], self.columns))
 
     def replay_and_check(self) -> None:
         for out, lse in self.outputs:
@@ -407,25 +450,30 @@ class DecodeGraph:
 
 
 @seeded
-@pytest.mark.parametrize("group", [2, 8], ids="group={}".format)
-@pytest.mark.parametrize("every_step", [True, False], ids=["plan each step", "plan at page boundaries"])
-def test_replays_see_the_plan_of_their_batch(group: int, every_step: bool, seed: int, workspace: Workspace) -> None:
-    """Rows grow by tokens and by leaps; full and windowed layers share a page table and have plans of their own."""
-    geometries = [geometry_of(group), geometry_of(group, window_left=20)]
-    rows = Rows(geometries, [15, 16, 1, 250, 31], 3000, 128, seed)
-    step = DecodeGraph(rows, workspace)
+@pytest.mark.parametrize("group", [1, 2, 8], ids="group={}".format)
+@pytest.mark.parametrize(
+    "lengths", [[15], [15, 16, 1, 250, 31], [15, 16, 1, 250, 31] * 8], ids=lambda lengths: f"rows={len(lengths)}"
+)
+def test_a_recorded_decode_step_holds_for_all_lengths(group: int, lengths: list[int], seed: int) -> None:
+    """Rows grow by tokens and by leaps, over page boundaries, to where many programs share them; and shrink again."""
+    rows = Rows([geometry_of(group), geometry_of(group, window_left=300)], lengths, 9000, 128, seed)
+    step = DecodeGraph(rows)
     step.replay_and_check()
-    leaps = {4: [15, 700, 1, 250, 0], 9: [0, 1, 1600, 0, 2], 14: [300, 300, 300, 1200, 300]}
+    leaps = {4: [15, 700, 1, 250, 0], 9: [0, 1, 1600, 0, 2], 14: [6000, 5000, 300, 1200, 300]}
     for count in range(20):
         if count in leaps:
-            rows.grow_to([length + leap for length, leap in zip(rows.lengths, leaps[count], strict=True)])
-        step.stage(plan=every_step)
+            more = (leaps[count] * 8)[: len(lengths)]
+            rows.grow_to([length + leap for length, leap in zip(rows.lengths, more, strict=True)])
+        step.stage()
         step.replay_and_check()
+    rows.lengths = list(lengths)
+    step.stage()
+    step.replay_and_check()
 
 
 @seeded
 def test_replays_see_the_table_that_was_captured(seed: int, workspace: Workspace) -> None:
-    """`run` may be given columns that an earlier step of the graph computes."""
+    """A launch may be given columns that an earlier step of the graph computes."""
     rows = Rows([geometry_of(2)], [15, 16, 40], 64, 128, seed)
     (layer,) = rows.layers
     columns = on_device(rows.table())
@@ -434,14 +482,81 @@ def test_replays_see_the_table_that_was_captured(seed: int, workspace: Workspace
     plan = make_plan(layer, columns, workspace)
     plan.plan(rows.table())
     query = rows.queries(layer, 3)
-    out, lse = outputs(query)
+    planned, decoded = outputs(query), outputs(query)
 
     def step() -> None:
-        table = columns._replace(last_page_len=before + 1)
-        plan.run(query, layer.pages, out, lse, scale_of(plan.geometry), table=table)
+        advanced = columns._replace(last_page_len=before + 1)
+        plan.run(query, layer.pages, *planned, scale_of(plan.geometry), table=advanced)
+        for result, given in zip(decode(layer, query, advanced), decoded, strict=True):
+            given.copy_(result)
 
     capture(step).replay()
-    rows.check(layer, query, out, lse)
+    rows.check(layer, query, *planned)
+    rows.check(layer, query, *decoded)
+
+
+@seeded
+def test_decode_replays_on_several_streams_at_once(seed: int) -> None:
+    """Recordings from one stream, replayed on others at the same time, with launches outside of them in between."""
+    given = []
+    for lengths in ([5000], [700, 3000], [40, 1, 900, 16]):
+        rows = Rows([geometry_of(2)], lengths, max(lengths), 128, seed)
+        given.append((rows.layers[0], rows.queries(rows.layers[0], len(lengths)), on_device(rows.table())))
+    expected = [decode(*arguments) for arguments in given]
+    recording, graphs, results = torch.cuda.Stream(), [], []
+    for layer, query, columns in given:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=recording):
+            results.append([decode(layer, query + 0, columns) for _ in range(20)])
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for repeat in range(30):
+        for out, _ in [result for own in results for result in own]:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        eager = []
+        for stream, graph, own in zip(streams, graphs, given, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                eager.append(decode(*own))
+                graph.replay()
+        torch.cuda.synchronize()
+        for own, launched, wanted in zip(results, eager, expected, strict=True):
+            for actual in [*own, launched]:
+                assert all(torch.equal(a, w) for a, w in zip(actual, wanted, strict=True)), repeat
+
+
+@seeded
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="kernels do not overlap"
+)
+@pytest.mark.parametrize("lengths", [[100], [5000], [600] * 8], ids=str)
+def test_decode_waits_for_what_is_in_front_of_it(lengths: list[int], seed: int) -> None:
+    """Chains of layers, each of which reads what the one before wrote, between kernels that let go early."""
+    rows = Rows([geometry_of(2)], lengths, max(lengths), 128, seed)
+    (layer,) = rows.layers
+    columns, scale = on_device(rows.table()), scale_of(layer.geometry)
+    before = columns.last_page_len - 1
+
+    def chain(query: Tensor) -> Tensor:
+        advanced = columns._replace(last_page_len=before + 1)
+        for _ in range(12):
+            out = paged_attention(query, layer.pages, *advanced, scale, decode=True)
+            query = torch.nn.functional.rms_norm(out + query, (128,))
+        return query
+
+    compiled = torch.compile(chain, options={"triton.enable_pdl": True}, fullgraph=True)
+    query = rows.queries(layer, len(lengths))
+    expected = compiled(query)
+    plain = torch.compile(chain, options={"triton.enable_pdl": False}, fullgraph=True)(query)
+    close(expected.float(), plain.float(), 2e-2, "with and without overlap")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compiled(query)
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
 
 
 @seeded
@@ -449,7 +564,7 @@ def test_static_prefill_replays_smaller_batches(seed: int, workspace: Workspace)
     rows = Rows([geometry_of(4)], [200, 33, 64], 400, 128, seed)
     (layer,) = rows.layers
     columns = fixed_columns(rows)
-    plan = make_plan(layer, columns, workspace, decode=False)
+    plan = make_plan(layer, columns, workspace)
     query = rows.queries(layer, 60)
     out, lse = outputs(query)
 
@@ -468,27 +583,6 @@ def test_static_prefill_replays_smaller_batches(seed: int, workspace: Workspace)
 
 
 # ---- what a captured launch baked in
-
-
-@seeded
-@pytest.mark.parametrize("group", [1, 2, 4, 8], ids="group={}".format)
-@pytest.mark.parametrize("count", [1, 3, 8, 64, 300], ids="rows={}".format)
-def test_every_number_of_a_static_plan_is_constant(count: int, group: int, seed: int) -> None:
-    workspace = Workspace("cuda", 512 * 2**20)
-    choice = torch.Generator().manual_seed(seed)
-    sizes = (count + 1, count + 1, count, count)
-    columns = PageTable(*(torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes))
-    for window_left in (-1, 100):
-        geometry = geometry_of(group, window_left=window_left)
-        plan = FlashInferPlan(geometry, columns, rows=count, decode=True, workspace=workspace, static=True)
-        for batch in range(20):
-            longest = int(torch.randint(1, 300, (), generator=choice))
-            pages = torch.randint(1, longest + 1, (count,), generator=choice)
-            last = torch.randint(1, PAGE_SIZE + 1, (count,), generator=choice)
-            indices = torch.zeros(int(pages.sum()), dtype=torch.int32)
-            plan.plan(PageTable(torch.arange(count + 1).int(), _starts(pages).int(), indices, last.int()))
-            if batch == 0:
-                plan.freeze()
 
 
 @seeded
@@ -517,29 +611,24 @@ def in_pinned_memory(table: PageTable) -> PageTable:
 
 
 @seeded
-@pytest.mark.parametrize(
-    ("group", "decode"), [(2, True), (8, True), (4, False)], ids=["CUDA-core decode", "tensor-core decode", "prefill"]
-)
-def test_plan_does_not_wait_for_the_device(group: int, decode: bool, seed: int, workspace: Workspace) -> None:
+def test_plan_does_not_wait_for_the_device(seed: int, workspace: Workspace) -> None:
     """As many plans as there are staging buffers, each launched, while the device sleeps; then all results are right.
 
-    Prefill makes a new plan object for each batch and drops it at once, as a runner does.
+    A new plan object is made for each batch and dropped at once, as a runner does.
     """
-    rows = Rows([geometry_of(group)], [10, 100, 1, 700], 1000, 128, seed)
+    rows = Rows([geometry_of(4)], [10, 100, 1, 700], 1000, 128, seed)
     (layer,) = rows.layers
-    queries = None if decode else [7, 1, 1, 20]
-    tokens = 4 if decode else 29
+    queries, tokens = [7, 1, 1, 20], 29
     batches = []
     for _ in range(backend.STAGING_BUFFERS):
         rows.grow_to([length + step for length, step in zip(rows.lengths, (1, 5, 16, 17), strict=True)])
         query = rows.queries(layer, tokens)
         batches.append((rows.lengths, in_pinned_memory(rows.table(queries)), query, *outputs(query)))
     columns = fixed_columns(rows)
-    kept = make_plan(layer, columns, workspace, decode=decode, static=decode)
 
     def launch_all() -> None:
         for _, host, query, out, lse in batches:
-            plan = kept if decode else make_plan(layer, columns, workspace, decode=False, static=False)
+            plan = make_plan(layer, columns, workspace, static=False)
             upload(host, columns, non_blocking=True)
             plan.plan(host)
             plan.run(query, layer.pages, out, lse, scale_of(plan.geometry))
