@@ -369,7 +369,7 @@ def test_head_size_without_kernels_is_padded(group: int, seed: int, workspace: W
 @seeded
 def test_one_long_row_is_split_over_the_device(seed: int, workspace: Workspace) -> None:
     for group in (2, 8):
-        for lengths in ([20_000], [40_960], [20_000, 1, 500]):
+        for lengths in ([20_000], [40_960], [20_000, 1, 500], [5000, *[100] * 149]):
             decode_once(geometry_of(group), 128, lengths, seed)
     prefill_once(geometry_of(8), 128, [20_000], [7], workspace, static=False, seed=seed)
 

@@ -137,6 +137,20 @@ def test_long_rows_are_shared_by_all_programs(splits: int, seed: int) -> None:
 
 
 @interpreted
+def test_of_many_rows_only_long_ones_are_shared(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from compiled_llm_ops import triton_attention
+
+    batch = batch_of([300, 512, 513, 3000], 2, 16, 128)
+    alone, _ = launch(batch, 1)
+    shared, _ = launch(batch, 4)
+    assert [torch.equal(*row) for row in zip(shared, alone, strict=True)] == [False] * 4
+    monkeypatch.setattr(triton_attention, "CROWD", 1)  # as if there were many more
+    check(batch, 4)
+    shared, _ = launch(batch, 4)
+    assert [torch.equal(*row) for row in zip(shared, alone, strict=True)] == [True, True, False, False]
+
+
+@interpreted
 @SPLITS
 @pytest.mark.parametrize("window_left", [0, 1, 20, 300, 10_000], ids="window={}".format)
 def test_nothing_outside_of_the_window_is_read(window_left: int, splits: int, seed: int) -> None:
@@ -241,9 +255,24 @@ def test_splits_depend_on_what_never_changes() -> None:
     from compiled_llm_ops.triton_attention import splits_for
 
     assert splits_for(1, 8, 40_960, 128, 132) == 33, "one wave of two programs on each multiprocessor"
-    assert splits_for(64, 8, 40_960, 128, 132) == 1
     assert splits_for(1, 8, 300, 128, 132) == 3, "no more than there can be blocks for"
-    assert splits_for(1, 8, 0, 128, 132) == 1
+    assert splits_for(1, 8, 256, 128, 132) == splits_for(1, 8, 0, 128, 132) == 1
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [16, 32, 33, 64, 300])
+def test_one_row_of_many_may_be_long(rows: int) -> None:
+    """Or else one program a head would read all of it, long after the others have ended."""
+    from compiled_llm_ops.triton_attention import splits_for
+
+    assert splits_for(rows, 8, 40_960, 128, 132) == 4
+
+
+@interpreted
+def test_rows_that_cannot_be_long_get_one_program() -> None:
+    from compiled_llm_ops.triton_attention import splits_for
+
+    assert [splits_for(64, 8, most_keys, 128, 132) for most_keys in (1024, 1025)] == [1, 4]
 
 
 @interpreted
@@ -294,14 +323,14 @@ def test_memory_is_touched_between_waiting_and_letting_go(
     constants = {
         "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
         "BLOCK": module._block(head_dim), "CHUNK": max(1, module.MERGED_NUMBERS // (padded * head_dim)),
-        "ALONE": module.ALONE, "LEAST": module.LEAST, "STAGES": module.STAGES, "CAPPED": False, "PDL": True, **changes,
+        "LEAST": module.LEAST, "STAGES": module.STAGES, "CAPPED": False, "PDL": True, **changes,
         **({} if with_lse else {"lse": None}),
     }  # fmt: skip
     types = {
         **dict.fromkeys(("query", "pages", "out"), f"*{dtype}"),
         **dict.fromkeys(("lse", "partials", "partial_lses"), "*fp32"),
         **dict.fromkeys(("indptr", "indices", "last_page_len", "arrivals"), "*i32"),
-        **dict.fromkeys(("row_stride", "head_stride", "window_left"), "i32"),
+        **dict.fromkeys(("row_stride", "head_stride", "window_left", "alone"), "i32"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
     }
     names = kernel.arg_names

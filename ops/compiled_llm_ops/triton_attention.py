@@ -40,11 +40,17 @@ Large groups need the memory themselves: they get 3, for one block.
 ALONE = 4
 """Blocks that one program reads as fast as several that have to merge what they found."""
 
+CROWD = 32
+"""Rows and kv heads for each block more that one program reads alone, since the others keep the device busy."""
+
 LEAST = 2
 """Blocks that each of several programs reads at least."""
 
 PROGRAMS = 2
 """Programs on each multiprocessor, of those that split rows among them."""
+
+FEW = 4
+"""Programs that a row and kv head gets even if the device is busy without: one row may be longer than all others."""
 
 MERGED_NUMBERS = 2**12
 """Numbers of partial results that are summed at a time."""
@@ -127,13 +133,13 @@ def _store(out, lse, values, lses, first_head, ROWS: tl.constexpr, GROUP: tl.con
         tl.store(lse + first_head + offs_g, lses, mask=offs_g < GROUP)
 
 
-@triton.jit(do_not_specialize=["window_left"])
+@triton.jit(do_not_specialize=["window_left", "alone"])
 def _decode_paged_attention(
     query, pages, indptr, indices, last_page_len, out, lse, partials, partial_lses, arrivals,
-    row_stride, head_stride, window_left, scale, cap,
+    row_stride, head_stride, window_left, alone, scale, cap,
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALONE: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr,
-    CAPPED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Some keys of one row and kv head; where several programs share them, the last to end merges all results.
 
@@ -154,7 +160,7 @@ def _decode_paged_attention(
     first = tl.maximum(length - 1 - window_left, 0)
     blocks = tl.cdiv(length - first, BLOCK)
     each = tl.maximum(tl.cdiv(blocks, splits), LEAST)
-    if blocks <= ALONE:
+    if blocks <= alone:
         each = blocks
     active = tl.cdiv(blocks, each)
     if split < active:
@@ -181,7 +187,10 @@ def _decode_paged_attention(
 
 
 def splits_for(rows: int, kv_heads: int, most_keys: int, head_dim: int, processors: int) -> int:
-    """Return how many programs each row and kv head gets; more than that could not be busy at once, or ever.
+    """Return how many programs each row and kv head gets.
+
+    More than that could not be busy at once, or ever; but a few are there for rows that are much longer than the
+    others, which nobody knows here. Those without keys end at once.
 
     Args:
         rows: B.
@@ -190,8 +199,10 @@ def splits_for(rows: int, kv_heads: int, most_keys: int, head_dim: int, processo
         head_dim: D'.
         processors: multiprocessors of the device.
     """
-    useful = -(-most_keys // (LEAST * _block(head_dim)))
-    return max(1, min(useful, PROGRAMS * processors // (rows * kv_heads)))
+    blocks = -(-most_keys // _block(head_dim))
+    if blocks <= _alone(rows, kv_heads):
+        return 1
+    return min(-(-blocks // LEAST), max(FEW, PROGRAMS * processors // (rows * kv_heads)))
 
 
 def decode(
@@ -249,15 +260,21 @@ def decode(
         factor, cap = scale / logits_soft_cap, logits_soft_cap * math.log2(math.e)
     constants: dict[str, Any] = {
         "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
-        "BLOCK": _block(stored), "CHUNK": max(1, MERGED_NUMBERS // (padded * stored)), "ALONE": ALONE, "LEAST": LEAST,
+        "BLOCK": _block(stored), "CHUNK": max(1, MERGED_NUMBERS // (padded * stored)), "LEAST": LEAST,
         "STAGES": STAGES if padded <= 16 else 3, "CAPPED": cap > 0, "PDL": pdl, "num_warps": 4,
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     _decode_paged_attention[(rows, kv_heads, splits)](
         query, pages, table.indptr, table.indices, table.last_page_len, out, lse, partials, partial_lses, arrivals,
-        query.stride(0), query.stride(1), window_left if window_left >= 0 else 2**31 - 1, factor, cap, **constants,
+        query.stride(0), query.stride(1), window_left if window_left >= 0 else 2**31 - 1, _alone(rows, kv_heads),
+        factor, cap, **constants,
     )  # fmt: skip
     return out
+
+
+def _alone(rows: int, kv_heads: int) -> int:
+    """Return up to how many blocks one program reads a row's keys alone."""
+    return max(ALONE, rows * kv_heads // CROWD)
 
 
 def _block(head_dim: int) -> int:
