@@ -13,11 +13,13 @@ import functools
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from compiled_llm_ops import attention_tiling
 from compiled_llm_ops.library import check_int32, define
 from compiled_llm_ops.plans import Geometry, PageTable, find_plan
 
@@ -302,11 +304,20 @@ def _cpu_lse(
 # ---- CUDA: FlashInfer's kernels with the plan that was made for this page table; for decode one of our own
 
 
+class _Device(NamedTuple):
+    processors: int
+    shared_memory: int
+    pdl: bool  # kernels may begin before those in front have ended
+
+
 @functools.cache
-def _processors(device: torch.device) -> tuple[int, bool]:
-    """Return how many multiprocessors there are, and whether kernels may begin before those in front have ended."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors, torch.cuda.get_device_capability(device) >= (9, 0)
+def _device(device: torch.device) -> _Device:
+    properties = torch.cuda.get_device_properties(device)
+    return _Device(
+        properties.multi_processor_count,
+        properties.shared_memory_per_multiprocessor,
+        torch.cuda.get_device_capability(device) >= (9, 0),
+    )
 
 
 def _launch_decode(
@@ -321,14 +332,17 @@ def _launch_decode(
     from compiled_llm_ops import triton_attention
 
     _, _, kv_heads, page_size, padded = pages.shape
-    processors, pdl = _processors(query.device)
+    rows, heads, _ = query.shape
+    device = _device(query.device)
     # Nothing that changes from step to step: a recorded launch is replayed with rows of other lengths.
     most_keys = table.indices.shape[0] * page_size
     most_keys = most_keys if window_left < 0 else min(most_keys, window_left + 1)
-    splits = triton_attention.splits_for(query.shape[0], kv_heads, most_keys, padded, processors)
+    tiling = attention_tiling.choose(
+        rows, kv_heads, heads // kv_heads, padded, most_keys, device.processors, device.shared_memory
+    )
     with torch.cuda.device(query.device):  # Triton launches on the current one
         return triton_attention.decode(
-            query, pages, table, scale, window_left, logits_soft_cap, lse, splits=splits, pdl=pdl
+            query, pages, table, scale, window_left, logits_soft_cap, lse, tiling=tiling, pdl=device.pdl
         )
 
 

@@ -26,31 +26,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.arrivals import zeros
+from compiled_llm_ops.attention_tiling import Tiling
 from compiled_llm_ops.plans import PageTable
-
-BLOCK_NUMBERS = 2**13
-"""Numbers in a block of keys, and of values: 16 KB each."""
-
-STAGES = 5
-"""Depth of the pipeline: two blocks and the page numbers of two more are on their way at a time.
-
-Large groups need the memory themselves: they get 3, for one block.
-"""
-
-ALONE = 4
-"""Blocks that one program reads as fast as several that have to merge what they found."""
-
-CROWD = 32
-"""Rows and kv heads for each block more that one program reads alone, since the others keep the device busy."""
-
-LEAST = 2
-"""Blocks that each of several programs reads at least."""
-
-PROGRAMS = 2
-"""Programs on each multiprocessor, of those that split rows among them."""
-
-FEW = 4
-"""Programs that a row and kv head gets even if the device is busy without: one row may be longer than all others."""
 
 MERGED_NUMBERS = 2**12
 """Numbers of partial results that are summed at a time."""
@@ -133,13 +110,12 @@ def _store(out, lse, values, lses, first_head, ROWS: tl.constexpr, GROUP: tl.con
         tl.store(lse + first_head + offs_g, lses, mask=offs_g < GROUP)
 
 
-@triton.jit(do_not_specialize=["window_left", "alone"])
+@triton.jit(do_not_specialize=["window_left", "alone", "least"])
 def _decode_paged_attention(
     query, pages, indptr, indices, last_page_len, out, lse, partials, partial_lses, arrivals,
-    row_stride, head_stride, window_left, alone, scale, cap,
+    row_stride, head_stride, window_left, alone, least, scale, cap,
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some keys of one row and kv head; where several programs share them, the last to end merges all results.
 
@@ -152,18 +128,18 @@ def _decode_paged_attention(
     offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, DIM)
     if PDL:
         gdc_wait()
-    wanted = (offs_g[:, None] < GROUP) & (offs_d[None, :] < HEAD)
-    q_at = query + row * row_stride + (head * GROUP + offs_g)[:, None] * head_stride + offs_d[None, :]
-    q = tl.load(q_at, mask=wanted, other=0.0)
     first_page, end_page = tl.load(indptr + row), tl.load(indptr + row + 1)
     length = (end_page - first_page - 1) * PAGE + tl.load(last_page_len + row)
     first = tl.maximum(length - 1 - window_left, 0)
     blocks = tl.cdiv(length - first, BLOCK)
-    each = tl.maximum(tl.cdiv(blocks, splits), LEAST)
+    each = tl.maximum(tl.cdiv(blocks, splits), least)
     if blocks <= alone:
         each = blocks
     active = tl.cdiv(blocks, each)
     if split < active:
+        wanted = (offs_g[:, None] < GROUP) & (offs_d[None, :] < HEAD)
+        q_at = query + row * row_stride + (head * GROUP + offs_g)[:, None] * head_stride + offs_d[None, :]
+        q = tl.load(q_at, mask=wanted, other=0.0)
         values, lses = _attend(
             q, pages + head * (PAGE * DIM), indices + first_page, heads * (PAGE * DIM), first, length,
             split * each, tl.minimum((split + 1) * each, blocks), scale, cap,
@@ -186,25 +162,6 @@ def _decode_paged_attention(
                 tl.store(arrivals + item, 0)
 
 
-def splits_for(rows: int, kv_heads: int, most_keys: int, head_dim: int, processors: int) -> int:
-    """Return how many programs each row and kv head gets.
-
-    More than that could not be busy at once, or ever; but a few are there for rows that are much longer than the
-    others, which nobody knows here. Those without keys end at once.
-
-    Args:
-        rows: B.
-        kv_heads: K.
-        most_keys: a bound on the keys that a query can see.
-        head_dim: D'.
-        processors: multiprocessors of the device.
-    """
-    blocks = -(-most_keys // _block(head_dim))
-    if blocks <= _alone(rows, kv_heads):
-        return 1
-    return min(-(-blocks // LEAST), max(FEW, PROGRAMS * processors // (rows * kv_heads)))
-
-
 def decode(
     query: Tensor,
     pages: Tensor,
@@ -214,7 +171,7 @@ def decode(
     logits_soft_cap: float = 0.0,
     lse: Tensor | None = None,
     *,
-    splits: int,
+    tiling: Tiling,
     pdl: bool,
 ) -> Tensor:
     """Launch attention of one query a row. All is on one device, the current one.
@@ -227,7 +184,7 @@ def decode(
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
         lse: ``[B, H]`` float32, contiguous, written: the log-sum-exp in base 2. None where it is not wanted.
-        splits: most programs that may share the keys of a row and kv head.
+        tiling: how keys are shared and read; block times D' a power of two.
         pdl: begin before the kernel in front has ended; needs compute capability 9.0.
 
     Returns:
@@ -251,7 +208,7 @@ def decode(
     padded = triton.next_power_of_2(group)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     # The only program of a row and kv head touches none of these; their types would make it another kernel.
-    sharing = rows * kv_heads * splits if splits > 1 else 0
+    sharing = rows * kv_heads * tiling.splits if tiling.splits > 1 else 0
     partials = torch.empty((sharing, padded, stored), dtype=torch.float32, device=query.device)
     partial_lses = torch.empty((sharing, padded), dtype=torch.float32, device=query.device)
     arrivals = zeros.take(rows * kv_heads, query.device) if sharing else table.indptr
@@ -260,23 +217,12 @@ def decode(
         factor, cap = scale / logits_soft_cap, logits_soft_cap * math.log2(math.e)
     constants: dict[str, Any] = {
         "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
-        "BLOCK": _block(stored), "CHUNK": max(1, MERGED_NUMBERS // (padded * stored)), "LEAST": LEAST,
-        "STAGES": STAGES if padded <= 16 else 3, "CAPPED": cap > 0, "PDL": pdl, "num_warps": 4,
-        **({"launch_pdl": True} if pdl else {}),
+        "BLOCK": tiling.block, "CHUNK": max(1, MERGED_NUMBERS // (padded * stored)), "STAGES": tiling.stages,
+        "CAPPED": cap > 0, "PDL": pdl, "num_warps": tiling.warps, **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
-    _decode_paged_attention[(rows, kv_heads, splits)](
+    _decode_paged_attention[(rows, kv_heads, tiling.splits)](
         query, pages, table.indptr, table.indices, table.last_page_len, out, lse, partials, partial_lses, arrivals,
-        query.stride(0), query.stride(1), window_left if window_left >= 0 else 2**31 - 1, _alone(rows, kv_heads),
+        query.stride(0), query.stride(1), window_left if window_left >= 0 else 2**31 - 1, tiling.alone, tiling.least,
         factor, cap, **constants,
     )  # fmt: skip
     return out
-
-
-def _alone(rows: int, kv_heads: int) -> int:
-    """Return up to how many blocks one program reads a row's keys alone."""
-    return max(ALONE, rows * kv_heads // CROWD)
-
-
-def _block(head_dim: int) -> int:
-    """Return how many keys a program reads at a time."""
-    return BLOCK_NUMBERS // head_dim

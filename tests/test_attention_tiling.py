@@ -1,0 +1,38 @@
+"""How the decode kernel's programs share the keys of their rows: what follows from shapes alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from compiled_llm_ops.attention_tiling import Tiling, choose
+
+H200 = {"processors": 132, "shared_memory": 228 * 1024}
+
+
+def test_programs_depend_on_what_never_changes() -> None:
+    assert choose(1, 8, 2, 128, 40_960, **H200) == Tiling(16, 3, 1, 128, 5, 4), "one wave, each of large blocks"
+    assert choose(1, 8, 2, 128, 600, **H200).splits == 5, "no more than there can be blocks for"
+    assert choose(1, 8, 2, 128, 384, **H200).splits == choose(1, 8, 2, 128, 0, **H200).splits == 1
+    assert choose(1, 1, 16, 64, 2**20, **H200).splits == 64, "the last to end reads what all others found"
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 33, 64, 300])
+def test_one_row_of_many_may_be_long(rows: int) -> None:
+    """Or else one program a head would read all of it, long after the others have ended."""
+    tiling = choose(rows, 8, 2, 128, 40_960, **H200)
+    assert tiling.splits == 4
+    assert tiling.alone * tiling.block == tiling.least * tiling.block == 1024
+
+
+def test_rows_that_cannot_be_long_get_one_program() -> None:
+    assert [choose(64, 8, 2, 128, most_keys, **H200).splits for most_keys in (1024, 1025)] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "shared_memory", "block", "stages"),
+    [(16, 2, 228, 128, 5), (17, 2, 228, 64, 5), (49, 2, 228, 64, 5), (50, 2, 228, 64, 3), (1, 17, 228, 64, 3),
+     (16, 2, 99, 64, 5)],
+)  # fmt: skip
+def test_programs_are_as_large_as_fit(rows: int, group: int, shared_memory: int, block: int, stages: int) -> None:
+    tiling = choose(rows, 8, group, 128, 4096, 132, shared_memory * 1024)
+    assert (tiling.block, tiling.stages) == (block, stages)
