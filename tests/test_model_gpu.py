@@ -161,6 +161,8 @@ class RowNoise(NamedTuple):
     prompt: int
     ours: float
     huggingface: float
+    ours_at_worst: float  # at the step where it is largest
+    huggingface_at_worst: float
     flips: int  # our choice is not that of float32, although noise cannot explain it
     judged: int  # steps where noise cannot explain another choice
     steps: int
@@ -168,7 +170,8 @@ class RowNoise(NamedTuple):
     def __str__(self) -> str:
         return (
             f"prompt {self.prompt}: RMS error {self.ours:.3e}, HuggingFace's {self.huggingface:.3e}, ratio "
-            f"{self.ours / self.huggingface:.3f}; {self.flips} flips in {self.judged} of {self.steps} steps"
+            f"{self.ours / self.huggingface:.3f}; at worst {self.ours_at_worst:.3e} and "
+            f"{self.huggingface_at_worst:.3e}; {self.flips} flips in {self.judged} of {self.steps} steps"
         )
 
 
@@ -203,15 +206,20 @@ def noise_of_row(twins: Twins, ids: Tensor, prompt: int, ours: Tensor) -> RowNoi
     exact = hf_logits(twins.exact, ids, len(ours))
     plain = hf_logits(twins.plain, ids, len(ours)).float()
     assert exact.dtype == torch.float32
-    at_step = rms(plain - exact)
-    overall = at_step.square().mean().sqrt()
+    own, theirs = rms(ours.float() - exact), rms(plain - exact)
+    overall = theirs.square().mean().sqrt()
+    # Noise comes in bursts, at other steps in each: HuggingFace's reaches 3.8 times that of the row, and judged by the
+    # row's alone it would flip at 3 of 3,730 steps itself (`LLAMA`, seeds 0 to 5, on a CPU).
+    noise = torch.maximum(own, theirs).clamp(min=overall)
     best = exact.topk(2)
-    judged = best.values[:, 0] - best.values[:, 1] > BEYOND_NOISE * at_step.clamp(min=overall)
+    judged = best.values[:, 0] - best.values[:, 1] > BEYOND_NOISE * noise
     flips = judged & (ours.argmax(dim=-1) != best.indices[:, 0])
     return RowNoise(
         prompt,
-        float(rms(ours.float() - exact).square().mean().sqrt()),
+        float(own.square().mean().sqrt()),
         float(overall),
+        float(own.max()),
+        float(theirs.max()),
         int(flips.sum()),
         int(judged.sum()),
         len(ours),
@@ -222,6 +230,8 @@ def assert_parity(rows: list[RowNoise]) -> None:
     report = "\n".join(map(str, rows))
     print(report)
     assert all(row.ours <= 1.1 * row.huggingface for row in rows), report
+    worst, theirs = max(row.ours_at_worst for row in rows), max(row.huggingface_at_worst for row in rows)
+    assert worst <= 2 * theirs, f"a step with an error of {worst:.3e}, HuggingFace's worst {theirs:.3e}\n{report}"
     assert all(row.flips == 0 for row in rows), report
     assert sum(row.judged for row in rows) > sum(row.steps for row in rows) / 5, f"too few steps were judged\n{report}"
 
