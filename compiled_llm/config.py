@@ -47,7 +47,8 @@ class WrapConfig:
         fuse_projections: compute linear layers that read one input (queries, keys and values; gate and up) as one
             product. Their weights become views of one storage each, and stay the parameters that they are. By default
             on CUDA only. Nothing is fused with ``mode="eager"``.
-        workspace_bytes: FlashInfer's scratch memory, in bytes, on CUDA.
+        workspace_bytes: FlashInfer's scratch memory, in bytes, on CUDA. By default what any prefill needs, and up to
+            256 MiB for those that are recorded; prefills that need more are launched kernel by kernel.
         progress: show on stderr what is being compiled or recorded.
     """
 
@@ -57,7 +58,7 @@ class WrapConfig:
     kv_memory: float | int | str | None = None
     prefill_tokens: int = 8192
     fuse_projections: bool | None = None
-    workspace_bytes: int = 256 * 2**20
+    workspace_bytes: int | None = None
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -70,6 +71,8 @@ class WrapConfig:
             raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(map(repr, get_args(Mode)))}")
         for name in ("page_size", "max_batch_size", "prefill_tokens", "workspace_bytes"):
             value = getattr(self, name)
+            if name == "workspace_bytes" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
         if not isinstance(self.progress, bool):

@@ -37,7 +37,17 @@ from compiled_llm.kv_cache import (
 from compiled_llm.layers import Layer
 from compiled_llm.page_table import HostTable, PageCopy, PagePool, Row, build_table
 from compiled_llm.plan import Planner, attention_groups
-from compiled_llm.prefill import Extension, Packed, Shape, chunks, null_extension, pack, padded, recorded_shape
+from compiled_llm.prefill import (
+    Extension,
+    Packed,
+    Shape,
+    chunks,
+    null_extension,
+    pack,
+    padded,
+    recorded_shapes,
+    smallest_holding,
+)
 from compiled_llm.progress import ProgressDisplay
 from compiled_llm.recordings import Key, Recordings, Step, StepInputs
 from compiled_llm.sampler import Sampler
@@ -367,6 +377,11 @@ class PagedModel:
 
     # ---- recorded prefill
 
+    def recorded_shapes(self, rows: int) -> list[Shape]:
+        """Return the shapes that prefills of so many rows are padded to and recorded in, smallest first."""
+        shapes = recorded_shapes(rows, self.config.max_batch_size)
+        return [shape for shape in shapes if self.planner.fits(shape)]
+
     def make_prefills_recorded(self, shapes: Sequence[Shape], waiting: int = 0) -> None:
         """Record prefills of these shapes, those that are not recorded yet.
 
@@ -395,7 +410,8 @@ class PagedModel:
         """Return the shape of a prefill that ends in one token a row, if it is one to record."""
         if not self.recordings.own or embeddings is not None or len(slots) != len(batch):
             return None
-        return recorded_shape(sum(len(extension.ids) for extension in batch), len(batch), self.config.max_batch_size)
+        tokens = sum(len(extension.ids) for extension in batch)
+        return smallest_holding(tokens, len(batch), self.recorded_shapes(len(batch)))
 
     def _replay_prefill(
         self, shape: Shape, batch: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]

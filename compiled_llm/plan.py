@@ -5,6 +5,7 @@ On a CPU, and for decode, the ops read the page table themselves and there is no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,16 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.kv_cache import stored_head_dim
 from compiled_llm.layers import Layer
 from compiled_llm.page_table import HostTable
-from compiled_llm.prefill import Shape
+from compiled_llm.prefill import Shape, recorded_shapes
 from compiled_llm_ops import Geometry, PageTable
 
 if TYPE_CHECKING:
     from compiled_llm_ops.flashinfer_backend import FlashInferPlan, Workspace
+
+logger = logging.getLogger("compiled_llm.graphs")
+
+MOST_FOR_RECORDED = 256 * 2**20
+"""Bytes of scratch memory that recorded prefills may ask for: those that need more gain least from recording."""
 
 
 def attention_groups(
@@ -51,15 +57,22 @@ class Planner:
         self._prefill: list[FlashInferPlan] = []
         self._recorded_prefills: dict[Shape, tuple[Tensor, list[FlashInferPlan]]] = {}
         self._workspace: Workspace | None = None
+        self._processors = 0
         if self._groups:
             from compiled_llm_ops.flashinfer_backend import Workspace
 
-            self._workspace = Workspace(device, config.workspace_bytes)
+            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self._workspace = Workspace(device, config.workspace_bytes or self._default_workspace(config))
+            self._say_what_is_not_recorded(config)
 
     @property
     def workspace_bytes(self) -> int:
         """Size of FlashInfer's float workspace, in bytes; 0 on a CPU."""
         return 0 if self._workspace is None else self._workspace.float_buffer.nbytes
+
+    def fits(self, shape: Shape) -> bool:
+        """Return whether plans of recorded prefills of this shape fit the workspace, however long their rows are."""
+        return self._recorded_bytes(shape) <= self.workspace_bytes
 
     def plan_prefill(self, columns: PageTable, table: HostTable, shape: Shape | None = None) -> None:
         """Plan a prefill or extend whose page table lies in ``columns``.
@@ -84,6 +97,33 @@ class Planner:
         """Note that a graph has captured the plans of a prefill."""
         for plan in self._recorded_prefills[shape][1]:
             plan.freeze()
+
+    def _say_what_is_not_recorded(self, config: WrapConfig) -> None:
+        largest = recorded_shapes(config.max_batch_size, config.max_batch_size)[-1]
+        if config.records_on("cuda") and not self.fits(largest):
+            logger.info(
+                "some prefills of up to %d tokens are launched kernel by kernel: recording them takes workspace_bytes=%d",
+                largest.tokens,
+                self._recorded_bytes(largest),
+            )
+
+    def _recorded_bytes(self, shape: Shape) -> int:
+        if not self._groups:
+            return 0
+        from compiled_llm_ops.flashinfer_backend import static_split_bytes
+
+        sizes = [static_split_bytes(group, shape.tokens, shape.rows + 1, self._processors) for group in self._groups]
+        return max(sizes)
+
+    def _default_workspace(self, config: WrapConfig) -> int:
+        """Return the bytes that all prefills need, those to be recorded as far as that is not too much."""
+        from compiled_llm_ops.flashinfer_backend import split_bytes
+
+        needed = max(split_bytes(group, self._processors) for group in self._groups)
+        if config.records_on("cuda"):
+            largest = recorded_shapes(config.max_batch_size, config.max_batch_size)[-1]
+            needed = max(needed, min(self._recorded_bytes(largest), MOST_FOR_RECORDED))
+        return needed
 
     def _make(self, group: Geometry, columns: PageTable, *, static: bool = False) -> FlashInferPlan:
         from compiled_llm_ops.flashinfer_backend import FlashInferPlan

@@ -21,7 +21,6 @@ from compiled_llm.layers import Layer, counts_unmasked
 from compiled_llm.modules import InnerHooks
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.paged_model import PagedModel
-from compiled_llm.prefill import recorded_shapes
 from compiled_llm.runner import Runner
 from compiled_llm.stats import Counters, Stats
 from compiled_llm.turn import Turn
@@ -93,7 +92,7 @@ class CompiledModel:
         paged.thread.call(paged.make_prefill_ready)
         for bucket in sorted({paged.bucket_for(size) for size in sizes}):
             paged.thread.call(paged.make_decode_ready, bucket)
-        for shapes in {tuple(recorded_shapes(size, self.config.max_batch_size)) for size in sizes}:
+        for shapes in {tuple(paged.recorded_shapes(size)) for size in sizes}:
             paged.thread.call(paged.make_prefills_recorded, shapes)
         self.journal.warmed_up()
 

@@ -314,6 +314,27 @@ def test_full_workspace_is_recognised(mocked: Mocked) -> None:
         plan.plan(HOST)
 
 
+def test_split_rows_take_what_is_reckoned() -> None:
+    assert "int num_blocks_per_sm = 2;" in SCHEDULER
+    assert "max_batch_size_if_split = max_grid_size / num_kv_heads;" in SCHEDULER
+    assert "ceil_div(total_num_rows * gqa_group_size, cta_tile_q) + batch_size - 1;" in SCHEDULER
+    assert "std::max(max_batch_size_if_split, total_num_tiles_q)" in SCHEDULER
+    qwen3_8b = Geometry(32, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
+    results = 270_532_608  # what 0.6.13 asked for on an H200
+    if backend._counts_pairs_as_queries():
+        queries = "padded_batch_size * cta_tile_q"
+    else:
+        queries, results = "max_partial_rows", results // 4
+        assert "ceil_div(static_cast<size_t>(padded_batch_size) * cta_tile_q, gqa_group_size);" in SCHEDULER
+    assert f"num_qo_heads * {queries} * head_dim_vo * sizeof(float)" in SCHEDULER
+    assert f"num_qo_heads * {queries} * sizeof(float)" in SCHEDULER
+    assert backend.static_split_bytes(qwen3_8b, 2064, 65, 132) == results + results // 128 + 32
+    blocks_of_long_rows = 2 * 132 // 8
+    long_rows = backend.split_bytes(qwen3_8b, 132)
+    assert long_rows == (results + results // 128) // 129 * blocks_of_long_rows + 32
+    assert backend.static_split_bytes(qwen3_8b, 32, 3, 132) == long_rows
+
+
 # ---- what kernels there are
 
 

@@ -582,6 +582,31 @@ def test_static_prefill_replays_smaller_batches(seed: int, workspace: Workspace)
         rows.check(layer, query, out, lse, queries)
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(60, 3), (300, 1), (2064, 65)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids="D={}".format)
+def test_static_plans_take_what_is_reckoned(tokens: int, rows: int, head_dim: int) -> None:
+    geometry = geometry_of(4, head_dim=head_dim)
+    queries = [1] * (rows - 1) + [tokens - rows + 1]
+    counts = torch.tensor([-(-count // PAGE_SIZE) for count in queries])
+    last = torch.tensor([(count - 1) % PAGE_SIZE + 1 for count in queries])
+    host = PageTable(
+        *(
+            column.int()
+            for column in (_starts(torch.tensor(queries)), _starts(counts), torch.arange(counts.sum()), last)
+        )
+    )
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    needed = backend.static_split_bytes(geometry, tokens, rows, processors)
+
+    def plan(nbytes: int) -> None:
+        workspace = Workspace("cuda", nbytes)
+        FlashInferPlan(geometry, on_device(host), rows=rows, workspace=workspace, static=True).plan(host)
+
+    plan(needed)
+    with pytest.raises(RuntimeError, match="raise workspace_bytes"):
+        plan(needed - 1024)
+
+
 # ---- what a captured launch baked in
 
 

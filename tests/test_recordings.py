@@ -17,7 +17,8 @@ import compiled_llm
 from changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from compiled_llm import WrapConfig
 from compiled_llm.graphs import Recording
-from compiled_llm.prefill import recorded_shape, recorded_shapes
+from compiled_llm.plan import Planner
+from compiled_llm.prefill import recorded_shapes, smallest_holding
 from compiled_llm.recordings import Recordings
 from compiled_llm.watch import Guards, Weights
 from conftest import tiny_qwen3
@@ -76,7 +77,7 @@ def test_prefills_and_steps_are_recorded_once_and_give_huggingfaces_tokens(seed)
         torch.testing.assert_close(greedy(model, inputs, 24), greedy(reference, inputs, 24))
     stats = model.compiled.stats()
     assert stats.buckets == [1, 4, 8]
-    shapes = {recorded_shape(sum(lengths), len(lengths), 8) for lengths in batches}
+    shapes = {smallest_holding(sum(lengths), len(lengths), recorded_shapes(len(lengths), 8)) for lengths in batches}
     assert (stats.recordings, stats.prefill_recordings, stats.recompiles) == (3, len(shapes), 0)
     assert_account_is_empty(model)
 
@@ -93,6 +94,18 @@ def test_after_warmup_nothing_is_recorded(seed):
     assert (after.recordings, after.prefill_recordings) == (before.recordings, before.prefill_recordings)
     assert model.compiled.rerecordings() == (0, [])
     assert (after.graphs, after.recompiles) == (2, 0)
+
+
+def test_prefills_whose_plans_do_not_fit_are_not_recorded(seed, monkeypatch):
+    monkeypatch.setattr(Planner, "fits", lambda self, shape: shape.tokens <= 48)
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    model.compiled.warmup([1])
+    before = model.compiled.stats()
+    assert before.prefill_recordings == sum(shape.tokens <= 48 for shape in recorded_shapes(1, 8)) > 0
+    for length in (5, 200):
+        inputs = mixed_prompts([length], 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 5), greedy(reference, inputs, 5))
+    assert model.compiled.stats().prefill_recordings == before.prefill_recordings
 
 
 @pytest.mark.parametrize("during", [False, True], ids=["between calls", "during a call"])

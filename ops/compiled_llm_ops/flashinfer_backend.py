@@ -410,6 +410,49 @@ def missing_for_cuda() -> list[str]:
 # ---- FlashInfer's planner
 
 
+def split_bytes(geometry: Geometry, processors: int) -> int:
+    """Return the bytes of float workspace that any plan takes at most which is not static.
+
+    Args:
+        geometry: the attention group.
+        processors: multiprocessors of the device.
+    """
+    return _partial_results(geometry, _most_blocks(geometry, processors))
+
+
+def static_split_bytes(geometry: Geometry, tokens: int, rows: int, processors: int) -> int:
+    """Return the bytes of float workspace that a static plan takes at most.
+
+    Such a plan counts every row as split, since a later batch's may be, and so has room for all queries.
+
+    Args:
+        geometry: the attention group.
+        tokens: T of the first batch, the largest.
+        rows: B.
+        processors: multiprocessors of the device.
+    """
+    group = geometry.query_heads // geometry.kv_heads
+    tiles = -(-tokens * group // _largest_tile(geometry)) + rows - 1
+    return _partial_results(geometry, max(_most_blocks(geometry, processors), tiles))
+
+
+def _most_blocks(geometry: Geometry, processors: int) -> int:
+    """Return how many blocks split rows get for each kv head: two fill a multiprocessor."""
+    return 2 * processors // geometry.kv_heads
+
+
+def _largest_tile(geometry: Geometry) -> int:
+    """Return the most (token, head of the group) pairs in a block."""
+    return 128 if geometry.head_dim < 256 else 64 if geometry.head_dim < 512 else 32
+
+
+def _partial_results(geometry: Geometry, blocks: int) -> int:
+    """Return the bytes of a result and a log-sum-exp in float32 for each query, with room to align both."""
+    pairs = blocks * _largest_tile(geometry)
+    queries = pairs if _counts_pairs_as_queries() else -(-pairs * geometry.kv_heads // geometry.query_heads)
+    return geometry.query_heads * queries * (geometry.head_dim + 1) * 4 + 32
+
+
 def planner_arguments(geometry: Geometry, host: PageTable, *, tokens: int, static: bool) -> tuple[Any, ...]:
     """Return what follows the three workspaces in the planner's arguments."""
     lengths = (host.indptr[1:] - host.indptr[:-1] - 1) * geometry.page_size + host.last_page_len
@@ -443,6 +486,11 @@ def uniform_q_len_argument() -> tuple[int, ...]:
     """Return what 0.7's prefill planner takes beyond 0.6's: no promise about equal lengths. Ends with 0.6."""
     plan = _flashinfer().BatchPrefillWithPagedKVCacheWrapper.plan
     return (0,) if "uniform_q_len" in inspect.signature(plan).parameters else ()
+
+
+def _counts_pairs_as_queries() -> bool:
+    """Whether split rows get room for as many queries as there are (query, head of the group) pairs. Ends with 0.6."""
+    return _version(_flashinfer()) < (0, 7)
 
 
 def _prefill_takes(head_dim: int) -> bool:
