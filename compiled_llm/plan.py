@@ -102,7 +102,7 @@ class Planner:
         largest = recorded_shapes(config.max_batch_size, config.max_batch_size)[-1]
         if config.records_on("cuda") and not self.fits(largest):
             logger.info(
-                "some prefills of up to %d tokens are launched kernel by kernel: recording them takes workspace_bytes=%d",
+                "prefills of up to %d tokens are not all recorded: to record them takes workspace_bytes=%d",
                 largest.tokens,
                 self._recorded_bytes(largest),
             )

@@ -146,6 +146,7 @@ def measure(
     tokens = 2 * sizes.turns * (sizes.prompt + sizes.new) + sizes.rows * sizes.prompt
     for each in (model, draft):
         compiled_llm.wrap(each, kv_memory=f"{sizes.beams * tokens} tokens", progress=False, **options)
+        each.compiled.warmup([1, sizes.beams])  # which of them a run needs depends on what is accepted
     found += _timed("compiled-llm", Modes(model, draft, sizes), device, runs)
     return found
 
