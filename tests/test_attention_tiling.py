@@ -10,22 +10,31 @@ H200 = {"processors": 132, "shared_memory": 228 * 1024}
 
 
 def test_programs_depend_on_what_never_changes() -> None:
-    assert choose(1, 8, 2, 128, 40_960, **H200) == Tiling(16, 3, 1, 128, 5, 4), "one wave, each of large blocks"
-    assert choose(1, 8, 2, 128, 600, **H200).splits == 5, "no more than there can be blocks for"
-    assert choose(1, 8, 2, 128, 384, **H200).splits == choose(1, 8, 2, 128, 0, **H200).splits == 1
-    assert choose(1, 1, 16, 64, 2**20, **H200).splits == 64, "the last to end reads what all others found"
+    assert choose(1, 8, 2, 128, 40_960, **H200) == Tiling(1, 16, 3, 1, 128, 5, 4), "one wave, each of large blocks"
+    assert choose(1, 8, 2, 128, 600, **H200).programs == 5, "no more than there can be blocks for"
+    assert choose(1, 8, 2, 128, 384, **H200).programs == choose(1, 8, 2, 128, 0, **H200).programs == 1
+    assert choose(1, 1, 16, 64, 2**20, **H200).programs == 64, "the last to end reads what all others found"
 
 
-@pytest.mark.parametrize("rows", [8, 16, 32, 33, 64, 300])
-def test_one_row_of_many_may_be_long(rows: int) -> None:
-    """Or else one program a head would read all of it, long after the others have ended."""
+@pytest.mark.parametrize(
+    ("rows", "together", "budget"), [(2, 2, 16), (8, 8, 16), (16, 16, 16), (24, 24, 24), (32, 32, 32)]
+)
+def test_programs_for_a_share_each_or_for_the_device(rows: int, together: int, budget: int) -> None:
     tiling = choose(rows, 8, 2, 128, 40_960, **H200)
-    assert tiling.splits == 4
-    assert tiling.alone * tiling.block == tiling.least * tiling.block == 1024
+    assert (tiling.together, tiling.budget, tiling.programs) == (together, budget, rows + budget - 1)
+
+
+@pytest.mark.parametrize(("rows", "together"), [(33, 17), (64, 32), (300, 30), (301, 31), (2048, 32)])
+def test_many_rows_share_programs_in_groups(rows: int, together: int) -> None:
+    """However many there are, a program looks at few, and one of them may be long."""
+    tiling = choose(rows, 8, 2, 128, 40_960, **H200)
+    assert (tiling.together, tiling.budget) == (together, together)
+    assert choose(rows, 1, 16, 128, 40_960, **H200).budget == max(together, 132 // -(-rows // together))
 
 
 def test_rows_that_cannot_be_long_get_one_program() -> None:
-    assert [choose(64, 8, 2, 128, most_keys, **H200).splits for most_keys in (1024, 1025)] == [1, 4]
+    tilings = [choose(64, 8, 2, 128, most_keys, **H200) for most_keys in (192, 193)]
+    assert [(tiling.together, tiling.programs) for tiling in tilings] == [(1, 1), (32, 63)]
 
 
 @pytest.mark.parametrize(
