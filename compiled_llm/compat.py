@@ -366,6 +366,12 @@ def running_on(values: Iterable[Any]) -> Iterator[None]:
         yield
 
 
+def note_examples(graph: fx.Graph, examples: Sequence[Any]) -> None:
+    """Let a graph that Dynamo did not make say what its inputs are, as Dynamo would: AOTAutograd's cache asks."""
+    for node, example in zip(graph.find_nodes(op="placeholder"), examples, strict=True):
+        node.meta["example_value"] = example
+
+
 def compile_with_inductor(
     module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:

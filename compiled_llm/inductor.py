@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from compiled_llm.compat import compile_with_inductor
-from compiled_llm.pieces import cut, examples_for, join
+from compiled_llm.compat import compile_with_inductor, note_examples
+from compiled_llm.pieces import Examples, cut, join, without_symbols
 
 Compiled = Callable[..., Any]
 Pass = Callable[[fx.Graph], object]
@@ -40,12 +40,19 @@ class Inductor:
         return self._compile_pieces(module)
 
     def _compile_pieces(self, module: fx.GraphModule) -> Compiled:
-        pieces = cut(module)
+        pieces, examples = cut(module), Examples(module)
         known: dict[str, Compiled] = {}
         functions = []
-        for piece, examples in zip(pieces, examples_for(pieces, module.graph), strict=True):
-            description = piece.describe(examples)
-            if description not in known:
-                known[description] = compile_with_inductor(piece.module, examples, self._options)
-            functions.append(known[description])
+        for piece in pieces:
+            takes = examples.of(piece)
+            description = piece.describe(takes)
+            compiled_for = without_symbols(description)
+            if compiled_for not in known:
+                known[compiled_for] = self._compile_piece(fx.GraphModule(module, piece.graph), takes)
+            functions.append(known[compiled_for])
+            examples.follow(piece, description)
         return join(pieces, functions, module.graph).forward
+
+    def _compile_piece(self, module: fx.GraphModule, takes: Sequence[Any]) -> Compiled:
+        note_examples(module.graph, takes)
+        return compile_with_inductor(module, takes, self._options)

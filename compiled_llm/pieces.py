@@ -27,29 +27,28 @@ class Piece(NamedTuple):
     """A part of a graph.
 
     Attributes:
-        module: computes ``gives`` from ``takes``.
+        graph: computes ``gives`` from ``takes``.
         takes: nodes of the whole graph that are read here, and given to it or computed by an earlier piece.
         gives: nodes of the whole graph that are computed here, and read by a later piece or given back.
     """
 
-    module: fx.GraphModule
+    graph: fx.Graph
     takes: list[fx.Node]
     gives: list[fx.Node]
 
     def describe(self, examples: Sequence[Any]) -> str:
-        """Return all that the compiled piece depends on; names of nodes and of symbolic sizes make no difference.
+        """Return all that it depends on what the piece gives for ``examples``; names of nodes make no difference.
 
         Args:
-            examples: of what it takes, from ``examples_for``.
+            examples: of what it takes, fake tensors and symbolic sizes.
         """
-        nodes = {node: _Name(f"%{number}") for number, node in enumerate(self.module.graph.nodes)}
+        nodes = {node: _Name(f"%{number}") for number, node in enumerate(self.graph.nodes)}
         lines = [_describe_value(value) for value in examples]
         for node in nodes:
             if node.op != "placeholder":
                 target = node.target if isinstance(node.target, str) else f"{node.target} {id(node.target)}"
                 lines.append(f"{node.op} {target} {map_arg((node.args, node.kwargs), nodes.__getitem__)}")
-        symbols: dict[str, str] = {}
-        return _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"symbol{len(symbols)}"), "\n".join(lines))
+        return "\n".join(lines)
 
 
 class _Name(str):
@@ -65,6 +64,16 @@ def _describe_value(value: Any) -> str:
     return f"{type(value).__name__} {value.dtype} {value.device} {layout} {value.requires_grad} {value.is_inference()}"
 
 
+def without_symbols(description: str) -> str:
+    """Return all that a compiled piece depends on: names of symbolic sizes make no difference to it."""
+    numbers = {symbol: f"symbol{number}" for number, symbol in enumerate(_symbols(description))}
+    return _SYMBOL.sub(lambda found: numbers[found[0]], description)
+
+
+def _symbols(description: str) -> list[str]:
+    return list(dict.fromkeys(_SYMBOL.findall(description)))
+
+
 def cut(module: fx.GraphModule) -> list[Piece]:
     """Cut a graph in front of each attention; the pieces run one after the other."""
     parts: list[list[fx.Node]] = [[]]
@@ -74,10 +83,10 @@ def cut(module: fx.GraphModule) -> list[Piece]:
         if node.op not in ("placeholder", "output"):
             parts[-1].append(node)
     numbers = {node: number for number, nodes in enumerate(parts) for node in nodes}
-    return [_piece(module, nodes, numbers) for nodes in parts]
+    return [_piece(nodes, numbers) for nodes in parts]
 
 
-def _piece(module: fx.GraphModule, nodes: Sequence[fx.Node], numbers: Mapping[fx.Node, int]) -> Piece:
+def _piece(nodes: Sequence[fx.Node], numbers: Mapping[fx.Node, int]) -> Piece:
     own = set(nodes)
     takes = list(dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in own))
     gives = [node for node in nodes if any(numbers.get(user) != numbers[node] for user in node.users)]
@@ -88,23 +97,62 @@ def _piece(module: fx.GraphModule, nodes: Sequence[fx.Node], numbers: Mapping[fx
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in gives))
-    return Piece(fx.GraphModule(module, graph), takes, gives)
+    return Piece(graph, takes, gives)
 
 
-def examples_for(pieces: Sequence[Piece], graph: fx.Graph) -> list[list[Any]]:
-    """Return what each piece takes, as fake tensors and symbolic sizes.
+class Examples:
+    """What each piece takes and gives, as fake tensors and symbolic sizes."""
 
-    Args:
-        pieces: of ``graph``.
-        graph: as Dynamo has made it; what it notes of nodes that are not inputs may have been true before a pass.
-    """
-    values = {node: example_of(node) for node in graph.find_nodes(op="placeholder")}
-    examples = []
-    with running_on(values.values()):
-        for piece in pieces:
-            examples.append([values[node] for node in piece.takes])
-            values.update(zip(piece.gives, fx.Interpreter(piece.module).run(*examples[-1]), strict=True))
-    return examples
+    def __init__(self, module: fx.GraphModule) -> None:
+        """Take the whole graph as Dynamo has made it.
+
+        What it notes of nodes that are not inputs may have been true before a pass, and is not read.
+        """
+        self._module = module
+        self._values = {node: example_of(node) for node in module.graph.find_nodes(op="placeholder")}
+        self._known: dict[str, tuple[list[str], list[Any]]] = {}
+
+    def of(self, piece: Piece) -> list[Any]:
+        """Return what a piece takes; all pieces before it have been passed to ``follow``."""
+        return [self._values[node] for node in piece.takes]
+
+    def follow(self, piece: Piece, description: str) -> None:
+        """Find out what a piece gives: the same as an earlier one of its ``description``, which takes less time."""
+        with running_on(self._values.values()):
+            gives = self._as_before(description) or self._run(piece, description)
+        self._values.update(zip(piece.gives, gives, strict=True))
+
+    def _as_before(self, description: str) -> list[Any] | None:
+        symbols, gives = self._known.get(without_symbols(description), ([], []))
+        renamed = {old for old, new in zip(symbols, _symbols(description), strict=False) if old != new}
+        if renamed & set(_symbols(" ".join(map(_describe_value, gives)))):
+            return None
+        return [_another(value) for value in gives]
+
+    def _run(self, piece: Piece, description: str) -> list[Any]:
+        takes = self.of(piece)
+        gives = list(fx.Interpreter(fx.GraphModule(self._module, piece.graph)).run(*takes))
+        if _all_new([*takes, *gives], len(takes)):
+            self._known[without_symbols(description)] = _symbols(description), gives
+        return gives
+
+
+def _all_new(values: Sequence[Any], count: int) -> bool:
+    """Return whether all ``values`` but the first ``count`` are dense tensors, each with memory of its own."""
+    made = values[count:]
+    if not all(isinstance(value, Tensor) and _is_dense(value) for value in made):
+        return False
+    others = {value.untyped_storage()._cdata for value in values[:count] if isinstance(value, Tensor)}
+    own = {value.untyped_storage()._cdata for value in made}
+    return len(own) == len(made) and not own & others
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.storage_offset() == 0
+
+
+def _another(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def join(pieces: Sequence[Piece], functions: Sequence[Callable[..., Any]], graph: fx.Graph) -> fx.GraphModule:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor.utils import fresh_cache
 from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import compile as programs
 from compiled_llm import inductor
-from compiled_llm.pieces import cut, examples_for, join
+from compiled_llm.pieces import Examples, Piece, cut, join, without_symbols
 from compiled_llm_ops import paged_attention
 from conftest import tiny_llama, tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
@@ -96,6 +97,38 @@ def test_compiled_pieces_of_qwen3_and_llama_fit_together(seed):
     check(tiny_llama(num_hidden_layers=4, eos_token_id=None), seed, fuse_projections=True)
 
 
+def test_what_was_compiled_once_is_not_even_lowered_again(seed):
+    """A warm start: traced, but everything behind Dynamo comes out of caches."""
+    counts = torch._dynamo.utils.counters["aot_autograd"]
+    inputs = mixed_prompts([5, 19, 11], 128, seed)
+    with fresh_cache():
+        for start in ("cold", "warm"):
+            torch._dynamo.reset()
+            counts.clear()
+            model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=4, eos_token_id=None), **OPTIONS)
+            greedy(model, inputs, 3)
+            assert counts["autograd_cache_bypass"] == 0
+            assert counts[f"autograd_cache_{'hit' if start == 'warm' else 'miss'}"] == 3 * PREFILL_AND_DECODE, counts
+
+
+def test_what_a_piece_gives_is_told_from_an_earlier_one_like_it(seed):
+    def layers(to: Inputs, others: Tensor) -> Tensor:
+        first = attend(to.query, to) + 1
+        return attend(attend(first, to, pages=others) + 1, to) + 1
+
+    inputs, others = inputs_of(), torch.randn(11, 2, 2, 4, 16)
+    for tensor in (inputs.pages, others, inputs.query):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    module, _ = traced(layers, inputs, others)
+    told, run = Examples(module), Examples(module)
+    for piece in cut(module):
+        description = piece.describe(told.of(piece))
+        assert piece.describe(run.of(piece)) == description
+        told.follow(piece, description)
+        run.follow(piece, f"{description} of its own {id(piece)}")
+    assert len(told._known) == 2 < len(run._known)
+
+
 # ---- one graph
 
 
@@ -141,10 +174,18 @@ def traced(function: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphModule, 
 
 def descriptions(function: Callable[..., Any], *inputs: Any) -> list[str]:
     module, _ = traced(function, *inputs)
-    pieces = cut(module)
-    return [
-        piece.describe(examples) for piece, examples in zip(pieces, examples_for(pieces, module.graph), strict=True)
-    ]
+    examples = Examples(module)
+    found = []
+    for piece in cut(module):
+        description = piece.describe(examples.of(piece))
+        examples.follow(piece, description)
+        found.append(without_symbols(description))
+    return found
+
+
+def run(piece: Piece, module: fx.GraphModule) -> Callable[..., Any]:
+    forward: Callable[..., Any] = fx.GraphModule(module, piece.graph).forward
+    return forward
 
 
 def test_pieces_run_one_after_the_other_compute_what_the_whole_does(seed):
@@ -157,7 +198,7 @@ def test_pieces_run_one_after_the_other_compute_what_the_whole_does(seed):
     module, given = traced(function, inputs, count)
     pieces = cut(module)
     assert len(pieces) == 3
-    joined = join(pieces, [piece.module.forward for piece in pieces], module.graph)
+    joined = join(pieces, [run(piece, module) for piece in pieces], module.graph)
     assert count == 2
     found = joined(*given)
     assert count == 3
@@ -173,16 +214,16 @@ def test_what_no_later_piece_reads_is_freed(seed):
     alive: list[weakref.ref[Tensor]] = []
     seen: list[int] = []
 
-    def watched(run: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             seen.append(sum(each() is not None for each in alive))
-            found = run(*args)
+            found = function(*args)
             alive.extend(map(weakref.ref, found))
             return found
 
         return call
 
-    join(pieces, [watched(piece.module.forward) for piece in pieces], module.graph)(*given)
+    join(pieces, [watched(run(piece, module)) for piece in pieces], module.graph)(*given)
     gc.collect()
     assert [len(piece.gives) for piece in pieces] == [1, 1, 1]
     assert seen == [0, 1, 1], "each reads what the one in front of it computed, and nothing older is left"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -146,7 +146,7 @@ def measure(
     tokens = 2 * sizes.turns * (sizes.prompt + sizes.new) + sizes.rows * sizes.prompt
     for each in (model, draft):
         compiled_llm.wrap(each, kv_memory=f"{sizes.beams * tokens} tokens", progress=False, **options)
-        each.compiled.warmup([1, sizes.beams])  # which of them a run needs depends on what is accepted
+        cast(Any, each).compiled.warmup([1, sizes.beams])  # which of them a run needs depends on what is accepted
     found += _timed("compiled-llm", Modes(model, draft, sizes), device, runs)
     return found
 
