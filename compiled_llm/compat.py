@@ -16,7 +16,8 @@
 | ``custom_graph_pass`` of Inductor | a pass of ours in its graphs | torch documents it |
 | ``torch._inductor.compile`` inside a backend | passes of ours, and pieces, before Inductor | torch documents it |
 | ``torch._dispatch.python`` | running a graph on symbolic sizes | torch propagates a graph's sizes in public |
-| ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is | a graph says it |
+| ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is; caching a piece | a graph says it |
+| ``UntypedStorage._cdata`` | which fake tensors share memory | fake tensors have addresses |
 | ``torch._C._storage_Use_Count`` | whether a weight's memory is nobody else's | storages say it |
 | ``_subclasses.FakeTensorMode`` | running a model without computing | torch documents it |
 | ``cpp_builder``, ``cache_dir_utils`` of Inductor | what ``doctor`` shows | torch reports it |
@@ -377,6 +378,12 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Return what Inductor makes of a graph, as ``torch.compile`` would call it from inside a backend."""
     return cast(Callable[..., Any], torch._inductor.compile(module, list(inputs), dict(options)))
+
+
+def storage_number(tensor: Tensor) -> int:
+    """Return a number that tensors have in common while they share memory; fake ones have no address."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def storage_owners(storage: torch.UntypedStorage) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 import compiled_llm_ops  # defines the ops  # noqa: F401
-from compiled_llm.compat import example_of, running_on
+from compiled_llm.compat import example_of, running_on, storage_number
 
 _ATTENTIONS = (torch.ops.compiled_llm.paged_attention.default, torch.ops.compiled_llm.paged_attention_lse.default)
 _SYMBOL = re.compile(r"\b[su]\d+\b")
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     gives: list[fx.Node]
 
     def describe(self, examples: Sequence[Any]) -> str:
-        """Return all that it depends on what the piece gives for ``examples``; names of nodes make no difference.
+        """Return all that decides what the piece gives for ``examples``; names of nodes make no difference.
 
         Args:
             examples: of what it takes, fake tensors and symbolic sizes.
@@ -142,8 +142,8 @@ def _all_new(values: Sequence[Any], count: int) -> bool:
     made = values[count:]
     if not all(isinstance(value, Tensor) and _is_dense(value) for value in made):
         return False
-    others = {value.untyped_storage()._cdata for value in values[:count] if isinstance(value, Tensor)}
-    own = {value.untyped_storage()._cdata for value in made}
+    others = {storage_number(value) for value in values[:count] if isinstance(value, Tensor)}
+    own = {storage_number(value) for value in made}
     return len(own) == len(made) and not own & others
 
 

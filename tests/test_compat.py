@@ -155,6 +155,12 @@ def test_fake_tensors_take_parameters_that_are_real():
         out.tolist()
 
 
+def test_fake_tensors_say_whether_they_share_memory():
+    with compat.fake_tensors():
+        whole, other = torch.empty(4), torch.empty(4)
+        assert compat.storage_number(whole) == compat.storage_number(whole[2:]) != compat.storage_number(other)
+
+
 def test_compiler_and_cache_are_where_inductor_looks(monkeypatch, tmp_path: Path):
     assert "++" in compat.cpp_compiler()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
