@@ -45,8 +45,8 @@ from compiled_llm.prefill import (
     null_extension,
     pack,
     padded,
+    recorded_shape,
     recorded_shapes,
-    smallest_holding,
 )
 from compiled_llm.progress import ProgressDisplay
 from compiled_llm.recordings import Key, Recordings, Step, StepInputs
@@ -411,7 +411,8 @@ class PagedModel:
         if not self.recordings.own or embeddings is not None or len(slots) != len(batch):
             return None
         tokens = sum(len(extension.ids) for extension in batch)
-        return smallest_holding(tokens, len(batch), self.recorded_shapes(len(batch)))
+        shape = recorded_shape(tokens, len(batch), self.config.max_batch_size)
+        return shape if shape is not None and self.planner.fits(shape) else None  # larger ones fit even less
 
     def _replay_prefill(
         self, shape: Shape, batch: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]

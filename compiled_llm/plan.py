@@ -16,7 +16,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.kv_cache import stored_head_dim
 from compiled_llm.layers import Layer
 from compiled_llm.page_table import HostTable
-from compiled_llm.prefill import Shape, recorded_shapes
+from compiled_llm.prefill import Shape, all_recorded_shapes
 from compiled_llm_ops import Geometry, PageTable
 
 if TYPE_CHECKING:
@@ -62,8 +62,11 @@ class Planner:
             from compiled_llm_ops.flashinfer_backend import Workspace
 
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-            self._workspace = Workspace(device, config.workspace_bytes or self._default_workspace(config))
-            self._say_what_is_not_recorded(config)
+            shapes = all_recorded_shapes(config.max_batch_size) if config.records_on(device.type) else []
+            wanted = max(map(self._recorded_bytes, shapes), default=0)
+            self._workspace = Workspace(device, config.workspace_bytes or self._default_workspace(wanted))
+            if wanted > self.workspace_bytes:
+                logger.info("the largest prefills are not recorded: that takes workspace_bytes=%d", wanted)
 
     @property
     def workspace_bytes(self) -> int:
@@ -98,15 +101,6 @@ class Planner:
         for plan in self._recorded_prefills[shape][1]:
             plan.freeze()
 
-    def _say_what_is_not_recorded(self, config: WrapConfig) -> None:
-        largest = recorded_shapes(config.max_batch_size, config.max_batch_size)[-1]
-        if config.records_on("cuda") and not self.fits(largest):
-            logger.info(
-                "prefills of up to %d tokens are not all recorded: to record them takes workspace_bytes=%d",
-                largest.tokens,
-                self._recorded_bytes(largest),
-            )
-
     def _recorded_bytes(self, shape: Shape) -> int:
         if not self._groups:
             return 0
@@ -115,15 +109,11 @@ class Planner:
         sizes = [static_split_bytes(group, shape.tokens, shape.rows + 1, self._processors) for group in self._groups]
         return max(sizes)
 
-    def _default_workspace(self, config: WrapConfig) -> int:
-        """Return the bytes that all prefills need, those to be recorded as far as that is not too much."""
+    def _default_workspace(self, wanted: int) -> int:
+        """Return the bytes that all prefills need, and as far as that is not too much those ``wanted`` to record."""
         from compiled_llm_ops.flashinfer_backend import split_bytes
 
-        needed = max(split_bytes(group, self._processors) for group in self._groups)
-        if config.records_on("cuda"):
-            largest = recorded_shapes(config.max_batch_size, config.max_batch_size)[-1]
-            needed = max(needed, min(self._recorded_bytes(largest), MOST_FOR_RECORDED))
-        return needed
+        return max(min(wanted, MOST_FOR_RECORDED), *(split_bytes(group, self._processors) for group in self._groups))
 
     def _make(self, group: Geometry, columns: PageTable, *, static: bool = False) -> FlashInferPlan:
         from compiled_llm_ops.flashinfer_backend import FlashInferPlan

@@ -83,14 +83,20 @@ def recorded_shapes(rows: int, max_rows: int) -> list[Shape]:
     return [Shape(tokens, rows_there) for tokens in _RECORDED_TOKENS if tokens > rows_there]
 
 
-def smallest_holding(tokens: int, rows: int, shapes: Sequence[Shape]) -> Shape | None:
-    """Return the first shape that holds a prefill, or None for one that is too large for all.
+def all_recorded_shapes(max_rows: int) -> set[Shape]:
+    """Return the shapes of prefills of any number of rows."""
+    return {shape for rows in range(1, max_rows + 1) for shape in recorded_shapes(rows, max_rows)}
+
+
+def recorded_shape(tokens: int, rows: int, max_rows: int) -> Shape | None:
+    """Return the smallest recorded shape that holds a prefill, or None for one that is too large for all.
 
     Args:
         tokens: new tokens of all rows.
         rows: rows.
-        shapes: smallest first.
+        max_rows: most rows there can be.
     """
+    shapes = recorded_shapes(rows, max_rows)
     return next((shape for shape in shapes if shape.tokens > tokens + shape.rows - rows), None)
 
 

@@ -26,6 +26,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.config import WrapConfig
+from compiled_llm.plan import Planner
+from compiled_llm.prefill import all_recorded_shapes
 from compiled_llm_ops import Geometry, PageTable, find_plan
 from compiled_llm_ops import flashinfer_backend as backend
 
@@ -333,6 +336,35 @@ def test_split_rows_take_what_is_reckoned() -> None:
     long_rows = backend.split_bytes(qwen3_8b, 132)
     assert long_rows == (results + results // 128) // 129 * blocks_of_long_rows + 32
     assert backend.static_split_bytes(qwen3_8b, 32, 3, 132) == long_rows
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "max_batch_size", "given", "everything_fits"),
+    [(16, 64, None, True), (32, 64, None, not backend._counts_pairs_as_queries()), (32, 64, 2**30, True),
+     (16, 64, 2**20, False), (16, 4096, None, True), (16, 1, None, True)],
+)  # fmt: skip
+def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
+    mocked: Mocked,
+    monkeypatch: pytest.MonkeyPatch,
+    query_heads: int,
+    max_batch_size: int,
+    given: int | None,
+    everything_fits: bool,
+) -> None:
+    def unallocated(device: torch.device, nbytes: int) -> SimpleNamespace:
+        return SimpleNamespace(float_buffer=torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+
+    monkeypatch.setattr(backend, "Workspace", unallocated)
+    group = Geometry(query_heads, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
+    config = WrapConfig(max_batch_size=max_batch_size, workspace_bytes=given)
+    planner = Planner([group], config, torch.device("cuda"))
+    shapes = all_recorded_shapes(max_batch_size)
+    assert shapes
+    assert all(map(planner.fits, shapes)) is everything_fits
+    if given is None:
+        assert backend.split_bytes(group, 132) <= planner.workspace_bytes <= 256 * 2**20
+    else:
+        assert planner.workspace_bytes == given
 
 
 # ---- what kernels there are

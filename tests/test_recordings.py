@@ -18,7 +18,7 @@ from changes import Changing, in_place, moved_data, new_parameter, other_attribu
 from compiled_llm import WrapConfig
 from compiled_llm.graphs import Recording
 from compiled_llm.plan import Planner
-from compiled_llm.prefill import recorded_shapes, smallest_holding
+from compiled_llm.prefill import recorded_shape, recorded_shapes
 from compiled_llm.recordings import Recordings
 from compiled_llm.watch import Guards, Weights
 from conftest import tiny_qwen3
@@ -77,7 +77,7 @@ def test_prefills_and_steps_are_recorded_once_and_give_huggingfaces_tokens(seed)
         torch.testing.assert_close(greedy(model, inputs, 24), greedy(reference, inputs, 24))
     stats = model.compiled.stats()
     assert stats.buckets == [1, 4, 8]
-    shapes = {smallest_holding(sum(lengths), len(lengths), recorded_shapes(len(lengths), 8)) for lengths in batches}
+    shapes = {recorded_shape(sum(lengths), len(lengths), 8) for lengths in batches}
     assert (stats.recordings, stats.prefill_recordings, stats.recompiles) == (3, len(shapes), 0)
     assert_account_is_empty(model)
 

@@ -488,6 +488,7 @@ def uniform_q_len_argument() -> tuple[int, ...]:
     return (0,) if "uniform_q_len" in inspect.signature(plan).parameters else ()
 
 
+@functools.cache
 def _counts_pairs_as_queries() -> bool:
     """Whether split rows get room for as many queries as there are (query, head of the group) pairs. Ends with 0.6."""
     return _version(_flashinfer()) < (0, 7)
