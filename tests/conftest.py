@@ -5,6 +5,7 @@ import os
 # Before transformers is imported: no test may wait for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import importlib
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from transformers import LlamaForCausalLM as Llama
 from transformers import Qwen3ForCausalLM as Qwen3
 
 from compiled_llm.runner import Runner
+from interpreting import INTERPRETED
 
 TINY: dict[str, Any] = {
     "vocab_size": 128,
@@ -128,3 +130,18 @@ def _tiny_qwen3() -> Callable[..., Qwen3]:
 @pytest.fixture(scope="session", name="tiny_llama")
 def _tiny_llama() -> Callable[..., Llama]:
     return tiny_llama
+
+
+@pytest.fixture
+def scalars_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter makes an int of an array of one number, which NumPy 2.4 refuses."""
+    if not INTERPRETED:
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

@@ -7,12 +7,7 @@ Shapes: B rows, L tokens of one row, H query heads, K kv heads, D head dimension
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,38 +18,18 @@ from torch import Tensor
 
 from compiled_llm_ops import PageTable, attention_tiling, paged_attention_lse
 from compiled_llm_ops.attention_tiling import Tiling, choose
+from interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that has TRITON_INTERPRET=1")
+pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
 
 KV_HEADS = 2
 SCALE = 0.3
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@not_interpreted
 def test_kernel_under_the_interpreter(seed: int) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), f"--seed={seed}", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-
-
-@pytest.fixture(autouse=True)
-def scalars_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter makes an int of an array of one number, which NumPy 2.4 refuses."""
-    if not INTERPRETED:
-        return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    check_interpreted(__file__, seed)
 
 
 # ---- rows in pages
@@ -286,7 +261,7 @@ COMPILED = [
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="there is nothing to compile")
+@not_interpreted
 @pytest.mark.parametrize(("dtype", "group", "head_dim", "rows", "changes"), COMPILED)
 @pytest.mark.parametrize("with_lse", [False, True], ids=["out", "out and lse"])
 def test_memory_is_touched_between_waiting_and_letting_go(

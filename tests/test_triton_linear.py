@@ -7,22 +7,16 @@ Shapes: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from compiled_llm_ops.tiling import Tiling
+from interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
 
 TILINGS = [
     Tiling(rows=2, outputs=4, inputs=256, splits=1, stages=3, prefetch=False),
@@ -35,32 +29,15 @@ TILINGS = [
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@not_interpreted
 def test_kernels_under_the_interpreter(seed: int) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), f"--seed={seed}", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    check_interpreted(__file__, seed)
 
 
-@pytest.fixture
-def numpy_indices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy from 2.4 on turns no arrays with a dimension into numbers, which the interpreter asks it to."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that has TRITON_INTERPRET=1")
+@interpreted
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 @pytest.mark.parametrize("n", [48, 144], ids="N={}".format)
-def test_every_tiling_multiplies(tiling: Tiling, n: int, numpy_indices: None, seed: int) -> None:
+def test_every_tiling_multiplies(tiling: Tiling, n: int, seed: int) -> None:
     from compiled_llm_ops.triton_linear import multiply
 
     for m in {1, 2, 5, tiling.rows - 1, tiling.rows} & set(range(1, tiling.rows + 1)):
@@ -70,7 +47,7 @@ def test_every_tiling_multiplies(tiling: Tiling, n: int, numpy_indices: None, se
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="there is nothing to compile")
+@not_interpreted
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_memory_is_touched_between_waiting_and_letting_go(
     tiling: Tiling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,11 +5,7 @@ Triton decides at import whether it interprets, so the tests run in a process of
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,24 +17,19 @@ from torch import Tensor
 from compiled_llm.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm_ops import sample_tokens
 from drawing import BRANCHES, arguments, assert_at, distribution, middles
+from interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that has TRITON_INTERPRET=1")
+pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@not_interpreted
 def test_kernels_under_the_interpreter(seed: int) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), f"--seed={seed}", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    check_interpreted(__file__, seed)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="there is nothing to compile")
+@not_interpreted
 @pytest.mark.parametrize(("dtype", "groups"), [("bf16", 4096), ("fp16", 1), ("fp32", 8192)])
 def test_kernels_compile_without_a_gpu(
     dtype: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -64,21 +55,6 @@ def test_kernels_compile_without_a_gpu(
         signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
         places = {(names.index(name),): value for name, value in constants.items()}
         compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
-
-
-@pytest.fixture(autouse=True)
-def scalars_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter makes an int of an array of one number, which NumPy 2.4 refuses."""
-    if not INTERPRETED:
-        return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def launch(*given: Any) -> Tensor:
