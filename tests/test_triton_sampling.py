@@ -43,13 +43,11 @@ def test_kernels_compile_without_a_gpu(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     int32 = dict.fromkeys(("top_k", "found", "candidates"), "*i32")
     int64 = dict.fromkeys(("slots", "chosen"), "*i64")
-    numbers = dict.fromkeys(("stride", "vocabulary", "groups", "tiles", "not_a_token"), "i32")
+    numbers = dict.fromkeys(("stride", "vocabulary", "groups", "not_a_token"), "i32")
     types = {"logits": f"*{dtype}", "seen": "*i1", "uniform": "*fp64", **int32, **int64, **numbers}
     for kernel, constants in (
         (kernels._summarise_for_sampling, {}),
         (kernels._sample_rows, {"padded_groups": groups}),
-        (kernels._argmax_of_tiles, {}),
-        (kernels._argmax_of_rows, {"padded_tiles": 128}),
     ):
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
