@@ -20,10 +20,30 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from compiled_llm.layers import LayerProbe, UnpagedCallError
-from compiled_llm_ops import append_paged_kv, paged_attention, paged_attention_lse
+from compiled_llm_ops import (
+    append_paged_kv,
+    decode_attention,
+    decode_attention_lse,
+    paged_attention,
+    paged_attention_lse,
+)
 
 NAME = "compiled_llm"
 BATCH_ARGUMENT = "paged_batch"
+
+
+class Packed(NamedTuple):
+    """Where the tokens of rows that have any number of new ones go.
+
+    Attributes:
+        token_rows: ``[T]`` int32, the row of each token.
+        token_positions: ``[T]`` int32, each token's index in its row's cache.
+        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
+    """
+
+    token_rows: Tensor
+    token_positions: Tensor
+    qo_indptr: Tensor
 
 
 class PagedBatch(NamedTuple):
@@ -31,23 +51,17 @@ class PagedBatch(NamedTuple):
 
     Attributes:
         pages: one ``[P, 2, K, S, D]`` a layer.
-        token_rows: ``[T]`` int32, the row of each token.
-        token_positions: ``[T]`` int32, each token's index in its row's cache.
-        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
-        decode: whether each row has one token, which is known when the program is compiled.
+        packed: where the tokens go; None in decode, where each row has one new token.
     """
 
     pages: list[Tensor]
-    token_rows: Tensor
-    token_positions: Tensor
-    qo_indptr: Tensor
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
-    decode: bool
+    packed: Packed | None = None
 
 
 def attention_forward(
@@ -91,37 +105,44 @@ def attention_forward(
         )
     if isinstance(paged_batch, LayerProbe):
         return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, kwargs)
-    pages = paged_batch.pages[module.layer_idx]  # type: ignore[index]
-    packed_query, packed_key, packed_value = _pack(query), _pack(key), _pack(value)
-    batch = paged_batch
-    append_paged_kv(
-        packed_key,
-        packed_value,
-        pages,
-        batch.token_rows,
-        batch.token_positions,
-        batch.indptr,
-        batch.indices,
-        batch.last_page_len,
-    )
-    arguments = (
-        packed_query,
-        pages,
-        batch.qo_indptr,
-        batch.indptr,
-        batch.indices,
-        batch.last_page_len,
+    given = (_pack(query), _pack(key), _pack(value), paged_batch.pages[module.layer_idx])  # type: ignore[index]
+    options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         -1 if sliding_window is None else sliding_window - 1,
         softcap or 0.0,
-        batch.decode,
     )
     if s_aux is None:
-        out = paged_attention(*arguments)
+        out = _attend(paged_batch, given, options)
     else:
-        out, lse = paged_attention_lse(*arguments)
+        out, lse = _attend_lse(paged_batch, given, options)
         out = out * torch.sigmoid(lse * math.log(2) - s_aux.float())[..., None].to(out.dtype)
     return out.view(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
+
+
+States = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The packed queries, keys and values of new tokens, and the layer's pages."""
+
+
+def _attend(batch: PagedBatch, given: States, options: tuple[float, int, float]) -> Tensor:
+    table = (batch.indptr, batch.indices, batch.last_page_len)
+    if batch.packed is None:
+        return decode_attention(*given, *table, *options)
+    return paged_attention(*_appended(batch, batch.packed, given), *table, *options)
+
+
+def _attend_lse(batch: PagedBatch, given: States, options: tuple[float, int, float]) -> tuple[Tensor, Tensor]:
+    table = (batch.indptr, batch.indices, batch.last_page_len)
+    if batch.packed is None:
+        return decode_attention_lse(*given, *table, *options)
+    return paged_attention_lse(*_appended(batch, batch.packed, given), *table, *options)
+
+
+def _appended(batch: PagedBatch, packed: Packed, given: States) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the new keys and values, and return what attends over them: the queries, the pages, and whose they are."""
+    query, key, value, pages = given
+    to = (packed.token_rows, packed.token_positions, batch.indptr, batch.indices, batch.last_page_len)
+    append_paged_kv(key, value, pages, *to)
+    return query, pages, packed.qo_indptr
 
 
 def _pack(states: Tensor) -> Tensor:

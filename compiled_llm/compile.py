@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.attention import BATCH_ARGUMENT, PagedBatch
+from compiled_llm.attention import BATCH_ARGUMENT, Packed, PagedBatch
 from compiled_llm.compat import forget_when_gone, graph_count, own_copy
 from compiled_llm.config import WrapConfig
 from compiled_llm.fused import FusedWeights
@@ -83,13 +83,10 @@ def _prefill(
     """
     batch = PagedBatch(
         pages=pages,
-        token_rows=inputs.token_rows,
-        token_positions=inputs.token_positions,
-        qo_indptr=inputs.qo_indptr,
         indptr=inputs.indptr,
         indices=inputs.indices,
         last_page_len=inputs.last_page_len,
-        decode=False,
+        packed=Packed(inputs.token_rows, inputs.token_positions, inputs.qo_indptr),
     )
     out = forward(
         model,
@@ -119,19 +116,8 @@ def _decode(
     Returns:
         ``[B, V]`` logits in the model's dtype and ``[B]`` int64, the next tokens, ``NOT_A_TOKEN`` where there is none.
     """
-    page_size = pages[0].shape[3]
     inputs.last_page_len.add_(1)
-    full_pages = inputs.indptr[1:] - inputs.indptr[:-1] - 1
-    batch = PagedBatch(
-        pages=pages,
-        token_rows=inputs.token_rows,
-        token_positions=full_pages * page_size + inputs.last_page_len - 1,
-        qo_indptr=inputs.qo_indptr,
-        indptr=inputs.indptr,
-        indices=inputs.indices,
-        last_page_len=inputs.last_page_len,
-        decode=True,
-    )
+    batch = PagedBatch(pages, inputs.indptr, inputs.indices, inputs.last_page_len)
     out = forward(
         model,
         input_ids=inputs.tokens[:, None],

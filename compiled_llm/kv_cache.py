@@ -121,8 +121,6 @@ class DecodeInputs(NamedTuple):
         last_page_len: ``[B]`` int32, tokens in the row's last page without this one; with it afterwards.
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
-        qo_indptr: ``[B + 1]`` int32, 0 to B.
-        token_rows: ``[B]`` int32, 0 to B - 1.
         slots: ``[B]`` int64, each row's entry in the sampling tables.
     """
 
@@ -131,8 +129,6 @@ class DecodeInputs(NamedTuple):
     last_page_len: Tensor
     indptr: Tensor
     indices: Tensor
-    qo_indptr: Tensor
-    token_rows: Tensor
     slots: Tensor
 
 
@@ -147,8 +143,6 @@ class DecodeBuffers:
             last_page_len=torch.zeros(max_rows, dtype=torch.int32, device=device),
             indptr=torch.zeros(max_rows + 1, dtype=torch.int32, device=device),
             indices=torch.zeros(entries, dtype=torch.int32, device=device),
-            qo_indptr=torch.arange(max_rows + 1, dtype=torch.int32, device=device),
-            token_rows=torch.arange(max_rows, dtype=torch.int32, device=device),
             slots=torch.zeros(max_rows, dtype=torch.int64, device=device),
         )
         self._buckets: dict[int, DecodeInputs] = {}
@@ -171,8 +165,6 @@ class DecodeBuffers:
                 whole.last_page_len[:rows],
                 whole.indptr[: rows + 1],
                 whole.indices,
-                whole.qo_indptr[: rows + 1],
-                whole.token_rows[:rows],
                 whole.slots[:rows],
             )
             for tensor in cut:

@@ -19,7 +19,12 @@ from torch.fx.node import map_arg
 import compiled_llm_ops  # defines the ops  # noqa: F401
 from compiled_llm.compat import example_of, running_on, storage_number
 
-_ATTENTIONS = (torch.ops.compiled_llm.paged_attention.default, torch.ops.compiled_llm.paged_attention_lse.default)
+_ATTENTIONS = (
+    torch.ops.compiled_llm.paged_attention.default,
+    torch.ops.compiled_llm.paged_attention_lse.default,
+    torch.ops.compiled_llm.decode_attention.default,
+    torch.ops.compiled_llm.decode_attention_lse.default,
+)
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 

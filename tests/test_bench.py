@@ -530,7 +530,7 @@ def test_profiler_sees_exactly_the_steps_it_says(name: str, new: int) -> None:
     layers = models.SHAPES["tiny"]["num_hidden_layers"]
     calls = {kernel.name: kernel.launches for kernel in result.kernels}
     attention = {"hf-eager": "aten::_scaled_dot_product_flash_attention_for_cpu"}
-    assert calls[attention.get(name, "compiled_llm::paged_attention")] == layers
+    assert calls[attention.get(name, "compiled_llm::decode_attention")] == layers
     assert result.steps == min(16, new // 2)
     assert (result.host_us is None) == (name == "hf-eager")
     assert result.kv_bytes == 2 * step_bytes(session.model, asked.context).kv_per_row

@@ -144,7 +144,7 @@ def test_what_is_not_wrapped_can_be_timed(report):
     prefill, decode = report.data["timings"]
     assert (prefill["program"], decode["program"], decode["rows"]) == ("prefill", "decode", 1)
     assert decode["measured"] == "operators"
-    assert {kernel["name"]: kernel["launches"] for kernel in decode["kernels"]}["compiled_llm::paged_attention"] == 1
+    assert {kernel["name"]: kernel["launches"] for kernel in decode["kernels"]}["compiled_llm::decode_attention"] == 1
 
 
 def test_pieces_of_a_broken_model_are_named_by_their_function_and_line(tmp_path):

@@ -387,7 +387,7 @@ def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth,
     assert (decode["program"], decode["rows"]) == ("decode", 2)
     assert 128 < decode["tokens"] < 192
     calls = {kernel["name"]: kernel["launches"] for kernel in decode["kernels"]}
-    assert calls["compiled_llm::paged_attention"] == 2, "one a layer, in each of the steps"
+    assert calls["compiled_llm::decode_attention"] == 2, "one a layer, in each of the steps"
     kinds = {kind["name"]: kind for kind in decode["kinds"]}
     nbytes = step_bytes(model, decode["tokens"])
     assert kinds["matrix products"]["nbytes"] == nbytes.weights

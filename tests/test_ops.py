@@ -26,6 +26,8 @@ from compiled_llm_ops import (
     AttentionPlan,
     Geometry,
     append_paged_kv,
+    decode_attention,
+    decode_attention_lse,
     find_plan,
     paged_attention,
     paged_attention_lse,
@@ -100,6 +102,13 @@ class Batch:
     def arguments(self) -> tuple[Any, ...]:
         return self.query, self.pages, self.qo_indptr, *self.table, self.scale
 
+    def decode_arguments(self) -> tuple[Any, ...]:
+        """One query a row, and the newest keys and values still to be written."""
+        pages, newest = self.pages.clone(), self.indices[self.indptr[1:] - 1]
+        pages[newest, :, :, self.last_page_len - 1, : self.query.shape[2]] = UNWRITTEN
+        key, value = (torch.stack([row[-1] for row in states]) for states in (self.keys, self.values))
+        return self.query, key, value, pages, *self.table, self.scale
+
     def expected(self, scale: float, window_left: int = -1, soft_cap: float = 0.0) -> Tensor:
         """`[T, H, D]` by HuggingFace's eager attention, in float32."""
         module, rows, taken = SimpleNamespace(num_key_value_groups=self.group, training=False), [], 0
@@ -128,15 +137,23 @@ def _starts(counts: Sequence[int]) -> Tensor:
 
 
 def check(batch: Batch, scale: float | None = None, window_left: int = -1, soft_cap: float = 0.0) -> None:
-    """Both ops against the oracle, and their outputs' form."""
+    """The ops against the oracle, and their outputs' form."""
     scale = batch.scale if scale is None else scale
     arguments = (*batch.arguments()[:-1], scale, window_left, soft_cap)
     expected = batch.expected(scale, window_left, soft_cap)
-    tolerance = TOLERANCE[batch.query.dtype]
-    out = paged_attention(*arguments)
     with_lse, lse = paged_attention_lse(*arguments)
+    check_outputs(batch, expected, paged_attention(*arguments), with_lse, lse)
+    if set(batch.queries) == {1}:
+        with_lse, decode_lse = decode_attention_lse(*batch.decode_arguments()[:-1], scale, window_left, soft_cap)
+        arguments = (*batch.decode_arguments()[:-1], scale, window_left, soft_cap)
+        check_outputs(batch, expected, decode_attention(*arguments), with_lse, decode_lse)
+        torch.testing.assert_close(decode_lse, lse)
+        torch.testing.assert_close(arguments[3], batch.pages, rtol=0, atol=0)
+
+
+def check_outputs(batch: Batch, expected: Tensor, out: Tensor, with_lse: Tensor, lse: Tensor) -> None:
     for actual in (out, with_lse):
-        torch.testing.assert_close(actual.float(), expected, **tolerance)
+        torch.testing.assert_close(actual.float(), expected, **TOLERANCE[batch.query.dtype])
         assert actual.dtype == batch.query.dtype
         assert actual.is_contiguous()
     assert (lse.dtype, lse.shape, lse.is_contiguous()) == (torch.float32, batch.query.shape[:2], True)
@@ -286,12 +303,20 @@ def test_inputs_may_have_any_strides(seed):
 
 def attention_cases() -> list[tuple[Any, ...]]:
     cases: list[tuple[Any, ...]] = []
-    for mix, options in (("mixed", ()), ("decode", (3,)), ("decode", (-1, 0.0, True)), ("extend", (-1, 1.5))):
+    for mix, options in (("mixed", ()), ("decode", (3,)), ("extend", (-1, 1.5))):
         batch = Batch(*MIXES[mix], padded=16).filled()
         cases.append((*batch.arguments(), *options))
     batch = Batch(*MIXES["mixed"], dtype=torch.bfloat16).filled()
     cases.append((batch.query.transpose(0, 1).contiguous().transpose(0, 1), *batch.arguments()[1:]))
     return cases
+
+
+def decode_cases() -> list[tuple[Any, ...]]:
+    batches = [Batch(*MIXES["decode"], padded=16).filled() for _ in range(3)]
+    cases = [(*batch.decode_arguments(), *own) for batch, own in zip(batches, ((), (3,), (-1, 1.5)), strict=True)]
+    query, key, value, *others = Batch(*MIXES["decode"], dtype=torch.bfloat16).filled().decode_arguments()
+    strided = (states.transpose(0, 1).contiguous().transpose(0, 1) for states in (query, key, value))
+    return [*cases, (*strided, *others)]
 
 
 def append_cases() -> list[tuple[Any, ...]]:
@@ -326,6 +351,8 @@ def uniform_cases() -> list[tuple[Any, ...]]:
 
 CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "append_paged_kv": append_cases,
+    "decode_attention": decode_cases,
+    "decode_attention_lse": decode_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
     "sample_tokens": sample_cases,
@@ -345,7 +372,7 @@ def ops_of_the_namespace() -> list[str]:
 
 
 def test_the_namespace_is_what_is_walked():
-    assert set(ops_of_the_namespace()) >= {"append_paged_kv", "paged_attention", "paged_attention_lse"}
+    assert set(ops_of_the_namespace()) >= {"append_paged_kv", "decode_attention", "paged_attention_lse"}
 
 
 @pytest.mark.parametrize("name", ops_of_the_namespace())
@@ -388,7 +415,7 @@ def test_opcheck(name):
         assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("name", ["paged_attention", "paged_attention_lse", "sample_tokens", "skinny_linear"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("append_paged_kv", "uniform_numbers")])
 def test_fakes_have_the_strides_and_types_of_the_real_outputs(name):
     op = getattr(torch.ops.compiled_llm, name).default
     for case in CASES[name]():
@@ -432,10 +459,8 @@ def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
 # ---- errors come before anything is written
 
 
-def replaced(case: tuple[Any, ...], **changes: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-    names = list(inspect.signature(append_paged_kv).parameters)
-    if len(case) != len(names):
-        names = list(inspect.signature(paged_attention).parameters)
+def replaced(op: Callable[..., Any], case: tuple[Any, ...], **changes: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    names = inspect.signature(op).parameters
     return tuple(changes[name](value) if name in changes else value for name, value in zip(names, case, strict=False))
 
 
@@ -461,7 +486,7 @@ def test_append_refuses_what_does_not_fit_and_writes_nothing(changes, message):
     case = append_cases()[0]
     before = case[2].clone()
     with pytest.raises(ValueError, match=message):
-        append_paged_kv(*replaced(case, **changes))
+        append_paged_kv(*replaced(append_paged_kv, case, **changes))
     assert torch.equal(case[2], before)
     append_paged_kv(*case)
 
@@ -485,26 +510,35 @@ def test_append_refuses_what_does_not_fit_and_writes_nothing(changes, message):
 def test_attention_refuses_what_does_not_fit(attend, changes, message):
     case = attention_cases()[0]
     with pytest.raises(ValueError, match=message):
-        attend(*replaced(case, **changes))
+        attend(*replaced(paged_attention, case, **changes))
     attend(*case)
 
 
-@pytest.mark.parametrize("attend", [paged_attention, paged_attention_lse])
-def test_decode_is_one_query_a_row(attend):
-    case = attention_cases()[0]
-    with pytest.raises(ValueError, match="decode is one query a row; got 14 queries of 5 rows"):
-        attend(*case, decode=True)
-
-
-@pytest.mark.parametrize("mix", [mix for mix in MIXES if set(MIXES[mix][1]) == {1}])
-@pytest.mark.parametrize("options", [(-1, 0.0), (3, 0.0), (-1, 1.5)], ids=str)
-def test_decode_may_be_promised(mix, options, seed):
-    arguments = (*Batch(*MIXES[mix]).filled().arguments(), *options)
-    torch.testing.assert_close(paged_attention(*arguments, decode=True), paged_attention(*arguments))
-    for promised, found in zip(
-        paged_attention_lse(*arguments, decode=True), paged_attention_lse(*arguments), strict=True
-    ):
-        torch.testing.assert_close(promised, found)
+@pytest.mark.parametrize("attend", [decode_attention, decode_attention_lse])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": lambda query: query[0]}, r"query must be \[B, H, D\]"),
+        ({"pages": lambda pages: pages[0]}, r"pages \[P, 2, K, S, D\]"),
+        ({"query": lambda query: query[:, :3]}, r"3 query heads.*2 kv heads"),
+        ({"query": lambda query: torch.cat([query] * 3, -1)}, r"heads of size 24.*size 16"),
+        ({"query": lambda query: query[:-1]}, r"for 3 rows"),
+        ({"key": lambda key: key[:-1]}, r"key and value must be \(4, 2, 8\).*\(3, 2, 8\)"),
+        ({"value": lambda value: value[:, :1]}, r"key and value must be.*\(4, 1, 8\)"),
+        ({"value": lambda value: value.double()}, r"of one dtype.*float64"),
+        ({"indptr": lambda indptr: indptr[:-1]}, r"indptr must be \[5\].*\(4,\)"),
+        ({"last_page_len": lambda last: last[:-1]}, r"last_page_len \[4\].*\(3,\)"),
+        ({"indptr": lambda indptr: indptr.long()}, r"indptr.*int32"),
+        ({"indices": lambda indices: indices.float()}, r"indices.*int32"),
+    ],
+)
+def test_decode_refuses_what_does_not_fit_and_writes_nothing(attend, changes, message):
+    case = decode_cases()[0]
+    before = case[3].clone()
+    with pytest.raises(ValueError, match=message):
+        attend(*replaced(decode_attention, case, **changes))
+    assert torch.equal(case[3], before)
+    attend(*case)
 
 
 @pytest.mark.parametrize(

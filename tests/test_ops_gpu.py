@@ -20,8 +20,8 @@ from compiled_llm.sampling import NOT_A_TOKEN, Sampling, choose
 from compiled_llm_ops import (
     Geometry,
     PageTable,
-    paged_attention,
-    paged_attention_lse,
+    decode_attention,
+    decode_attention_lse,
     sample_tokens,
     skinny_linear,
     tiling,
@@ -104,6 +104,20 @@ class Rows:
         return self.padded(
             layer, self.random((tokens, layer.geometry.query_heads, self.head_dim), layer.geometry.dtype)
         )
+
+    def newest(self, layer: Layer) -> tuple[Tensor, Tensor]:
+        """The keys and the values `[B, K, D]` of each row's last token."""
+        rows, last = torch.arange(len(self.lengths)), torch.tensor(self.lengths) - 1
+        return layer.keys[rows, last], layer.values[rows, last]
+
+    def forget_newest(self) -> None:
+        """Leave the slots of each row's last token unwritten."""
+        pages = torch.tensor(
+            [int(own[(length - 1) // PAGE_SIZE]) for own, length in zip(self.numbers, self.lengths, strict=True)]
+        )
+        slots = (torch.tensor(self.lengths) - 1) % PAGE_SIZE
+        for layer in self.layers:
+            layer.pages[pages, :, :, slots, : self.head_dim] = UNWRITTEN
 
     def padded(self, layer: Layer, states: Tensor) -> Tensor:
         return torch.nn.functional.pad(states, (0, layer.geometry.head_dim - self.head_dim))
@@ -211,9 +225,9 @@ def options_of(geometry: Geometry) -> tuple[float, int, float]:
     return scale_of(geometry), geometry.window_left, geometry.logits_soft_cap
 
 
-def decode(layer: Layer, query: Tensor, columns: PageTable) -> tuple[Tensor, Tensor]:
+def decode(layer: Layer, query: Tensor, newest: tuple[Tensor, Tensor], columns: PageTable) -> tuple[Tensor, Tensor]:
     """`[B, H, D]` and `[B, H]`; whatever lengths the columns have, nothing is planned."""
-    return paged_attention_lse(query, layer.pages, *columns, *options_of(layer.geometry), decode=True)
+    return decode_attention_lse(query, *newest, layer.pages, *columns[1:], *options_of(layer.geometry))
 
 
 def outputs(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,11 +276,13 @@ def decode_once(geometry: Geometry, head_dim: int, lengths: Sequence[int], seed:
     rows = Rows([geometry], lengths, max(lengths), head_dim, seed)
     (layer,) = rows.layers
     columns = on_device(rows.table())
-    query = rows.queries(layer, len(lengths))[..., :head_dim]
-    out, lse = decode(layer, query, columns)
+    query, newest, pages = rows.queries(layer, len(lengths))[..., :head_dim], rows.newest(layer), layer.pages.clone()
+    rows.forget_newest()
+    out, lse = decode(layer, query, newest, columns)
     rows.check(layer, query, out, lse)
+    assert torch.equal(layer.pages, pages), "the newest keys and values, and nothing else"
     for _ in range(5):
-        again = paged_attention(query, layer.pages, *columns, *options_of(geometry), decode=True)
+        again = decode_attention(query, *newest, layer.pages, *columns[1:], *options_of(geometry))
         assert torch.equal(again, out), "the same inputs give the same bits"
 
 
@@ -337,7 +353,8 @@ def test_decode_reads_nothing_that_is_not_the_rows(seed: int) -> None:
                 pages[page, :, :, slot] = layer.pages[page, :, :, slot]
         layer.pages.copy_(pages)
         query = rows.queries(layer, len(MIXED))
-        out, lse = decode(layer, query, on_device(rows.table()))
+        newest = rows.newest(layer)
+        out, lse = decode(layer, query, newest, on_device(rows.table()))
         rows.check(layer, query, out, lse)
 
 
@@ -385,7 +402,7 @@ def test_query_may_be_a_view_of_a_fused_projection(seed: int, workspace: Workspa
     plan.run(query, layer.pages, out, lse, scale_of(plan.geometry))
     rows.check(layer, query, out, lse)
     for readable in (query, query.transpose(0, 2).contiguous().transpose(0, 2)):
-        rows.check(layer, query, *decode(layer, readable, on_device(rows.table())))
+        rows.check(layer, query, *decode(layer, readable, rows.newest(layer), on_device(rows.table())))
 
 
 # ---- replay
@@ -405,17 +422,13 @@ def capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 class DecodeGraph:
-    """A captured decode step of layers with different attention groups: append, then attend, in each."""
+    """A captured decode step of layers with different attention groups."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
         self.columns = fixed_columns(rows)
-        count = len(rows.lengths)
-        self.token_rows = torch.arange(count, dtype=torch.int32, device="cuda")
-        self.positions = torch.zeros(count, dtype=torch.int32, device="cuda")
-        self.keys = [torch.zeros_like(layer.keys[:, 0]) for layer in rows.layers]
-        self.values = [torch.zeros_like(layer.values[:, 0]) for layer in rows.layers]
-        self.queries = [rows.queries(layer, count) for layer in rows.layers]
+        self.newest = [rows.newest(layer) for layer in rows.layers]
+        self.queries = [rows.queries(layer, len(rows.lengths)) for layer in rows.layers]
         self.outputs: list[tuple[Tensor, Tensor]] = []
         self.stage()
         self.graph = capture(self._step)
@@ -424,21 +437,15 @@ class DecodeGraph:
         """Take one token more of each row, not yet in the pages."""
         rows = self.rows
         rows.lengths = [length + 1 for length in rows.lengths]
-        newest = torch.tensor(rows.lengths, device="cuda") - 1
-        self.positions.copy_(newest)
-        for index, layer in enumerate(rows.layers):
-            self.keys[index].copy_(layer.keys[self.token_rows.long(), newest])
-            self.values[index].copy_(layer.values[self.token_rows.long(), newest])
-            self.queries[index].copy_(rows.queries(layer, len(newest)))
+        for layer, query, newest in zip(rows.layers, self.queries, self.newest, strict=True):
+            query.copy_(rows.queries(layer, len(query)))
+            for states, own in zip(newest, rows.newest(layer), strict=True):
+                states.copy_(own)
         upload(rows.table(), self.columns)
 
     def _step(self) -> None:
-        self.outputs = []
-        for index, layer in enumerate(self.rows.layers):
-            backend.append(
-                self.keys[index], self.values[index], layer.pages, self.token_rows, self.positions, self.columns
-            )
-            self.outputs.append(decode(layer, self.queries[index], self.columns))
+        layers = zip(self.rows.layers, self.queries, self.newest, strict=True)
+        self.outputs = [decode(layer, query, newest, self.columns) for layer, query, newest in layers]
 
     def replay_and_check(self) -> None:
         for out, lse in self.outputs:
@@ -482,12 +489,12 @@ def test_replays_see_the_table_that_was_captured(seed: int, workspace: Workspace
     plan = make_plan(layer, columns, workspace)
     plan.plan(rows.table())
     query = rows.queries(layer, 3)
-    planned, decoded = outputs(query), outputs(query)
+    planned, decoded, newest = outputs(query), outputs(query), rows.newest(layer)
 
     def step() -> None:
         advanced = columns._replace(last_page_len=before + 1)
         plan.run(query, layer.pages, *planned, scale_of(plan.geometry), table=advanced)
-        for result, given in zip(decode(layer, query, advanced), decoded, strict=True):
+        for result, given in zip(decode(layer, query, newest, advanced), decoded, strict=True):
             given.copy_(result)
 
     capture(step).replay()
@@ -501,13 +508,14 @@ def test_decode_replays_on_several_streams_at_once(seed: int) -> None:
     given = []
     for lengths in ([5000], [700, 3000], [40, 1, 900, 16]):
         rows = Rows([geometry_of(2)], lengths, max(lengths), 128, seed)
-        given.append((rows.layers[0], rows.queries(rows.layers[0], len(lengths)), on_device(rows.table())))
+        (layer,) = rows.layers
+        given.append((layer, rows.queries(layer, len(lengths)), rows.newest(layer), on_device(rows.table())))
     expected = [decode(*arguments) for arguments in given]
     recording, graphs, results = torch.cuda.Stream(), [], []
-    for layer, query, columns in given:
+    for layer, query, newest, columns in given:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=recording):
-            results.append([decode(layer, query + 0, columns) for _ in range(20)])
+            results.append([decode(layer, query + 0, newest, columns) for _ in range(20)])
         graphs.append(graph)
     streams = [torch.cuda.Stream() for _ in graphs]
     for repeat in range(30):
@@ -541,7 +549,7 @@ def test_decode_waits_for_what_is_in_front_of_it(lengths: list[int], seed: int) 
     def chain(query: Tensor) -> Tensor:
         advanced = columns._replace(last_page_len=before + 1)
         for _ in range(12):
-            out = paged_attention(query, layer.pages, *advanced, scale, decode=True)
+            out = decode_attention(query, query[:, :2], query[:, 2:], layer.pages, *advanced[1:], scale)
             query = torch.nn.functional.rms_norm(out + query, (128,))
         return query
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm_ops import PageTable, attention_tiling, paged_attention_lse
+from compiled_llm_ops import attention_tiling, paged_attention_lse
 from compiled_llm_ops.attention_tiling import Tiling, choose
 from interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 
@@ -39,8 +39,19 @@ class Batch(NamedTuple):
     """Rows that decode: what the op takes, in float16, which the interpreter multiplies as it should."""
 
     query: Tensor
+    key: Tensor
+    value: Tensor
     pages: Tensor
-    table: PageTable
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+    def appended(self) -> Tensor:
+        """The pages with the newest keys and values."""
+        pages, newest = self.pages.clone(), self.indices[self.indptr[1:] - 1]
+        states = torch.stack([self.key, self.value], 1)
+        pages[newest, :, :, self.last_page_len - 1, : self.key.shape[2]] = states
+        return pages
 
 
 def int32(numbers: Sequence[int]) -> Tensor:
@@ -48,7 +59,7 @@ def int32(numbers: Sequence[int]) -> Tensor:
 
 
 def batch_of(lengths: Sequence[int], group: int, page_size: int, head_dim: int, stored: int = 0) -> Batch:
-    """Rows in pages of random order; free pages and free slots hold NaN, and so do entries past the table's end."""
+    """Rows in pages of random order; free pages and free slots hold NaN, and so do those of the newest tokens."""
     counts = [-(-length // page_size) for length in lengths]
     total = sum(counts)
     numbers = torch.randperm(total) + 1
@@ -58,22 +69,21 @@ def batch_of(lengths: Sequence[int], group: int, page_size: int, head_dim: int, 
     for length, count in zip(lengths, counts, strict=True):
         own = numbers[starts[-1] : starts[-1] + count]
         states = torch.randn(2, KV_HEADS, count * page_size, head_dim).half()
-        states[:, :, length:] = torch.nan
+        states[:, :, length - 1 :] = torch.nan
         pages[own, :, :, :, :head_dim] = states.unflatten(2, (count, page_size)).permute(2, 0, 1, 3, 4)
         starts.append(starts[-1] + count)
     last = [length - (count - 1) * page_size for length, count in zip(lengths, counts, strict=True)]
     indices = int32([*numbers.tolist(), *[total + 1] * 40])
     query = torch.randn(len(lengths), KV_HEADS * group, head_dim).half()
-    table = PageTable(torch.arange(len(lengths) + 1).int(), int32(starts), indices, int32(last))
-    return Batch(query, pages, table)
+    key, value = torch.randn(2, len(lengths), KV_HEADS, head_dim).half()
+    return Batch(query, key, value, pages, int32(starts), indices, int32(last))
 
 
 def launch(batch: Batch, splits: int, window_left: int = -1, soft_cap: float = 0.0) -> tuple[Tensor, Tensor]:
     from compiled_llm_ops.triton_attention import decode
 
     lse = torch.empty(batch.query.shape[:2])
-    given = (batch.query, batch.pages, batch.table, SCALE, window_left, soft_cap)
-    return decode(*given, lse, tiling=tiling_of(batch, splits), pdl=False), lse
+    return decode(*batch, SCALE, window_left, soft_cap, lse, tiling=tiling_of(batch, splits), pdl=False), lse
 
 
 def tiling_of(batch: Batch, splits: int, alone: int = 2, least: int = 1) -> Tiling:
@@ -82,9 +92,12 @@ def tiling_of(batch: Batch, splits: int, alone: int = 2, least: int = 1) -> Tili
 
 
 def check(batch: Batch, splits: int, window_left: int = -1, soft_cap: float = 0.0) -> None:
+    pages = batch.appended()
     out, lse = launch(batch, splits, window_left, soft_cap)
+    torch.testing.assert_close(batch.pages, pages, rtol=0, atol=0, equal_nan=True)
+    one_each = torch.arange(len(batch.query) + 1).int()
     expected, expected_lse = paged_attention_lse(
-        batch.query.float(), batch.pages, *batch.table, SCALE, window_left, soft_cap, decode=True
+        batch.query.float(), pages, one_each, *batch[4:], SCALE, window_left, soft_cap
     )
     assert expected.isfinite().all()
     assert out.is_contiguous()
@@ -142,7 +155,7 @@ def test_nothing_outside_of_the_window_is_read(window_left: int, splits: int, se
     check(batch, splits, window_left)
     expected = launch(batch, splits, window_left)
     for row, length in enumerate(LENGTHS):
-        own = batch.table.indices[batch.table.indptr[row] : batch.table.indptr[row + 1]]
+        own = batch.indices[batch.indptr[row] : batch.indptr[row + 1]]
         for position in range(length - 1 - window_left):
             batch.pages[own[position // 16], :, :, position % 16] = torch.nan
     for actual, other in zip(launch(batch, splits, window_left), expected, strict=True):
@@ -175,30 +188,32 @@ def test_log_sum_exp_may_be_left_out(seed: int) -> None:
 
 
 @interpreted
-def test_queries_may_have_any_strides(seed: int) -> None:
+def test_queries_keys_and_values_may_have_any_strides(seed: int) -> None:
     batch = batch_of([40, 700], 2, 16, 64)
     fused = torch.randn(2, 8, 65).half()
-    check(batch._replace(query=fused[:, 2:6, 1:]), 3)
-    check(batch._replace(query=torch.randn(64, 4, 2).half().permute(2, 1, 0)), 3)
+    check(batch._replace(query=fused[:, :4, 1:], key=fused[:, 4:6, 1:], value=fused[:, 6:, :64]), 3)
+    query, key, value = torch.randn(64, 8, 2).half().permute(2, 1, 0).split([4, 2, 2], dim=1)
+    check(batch._replace(query=query, key=key, value=value), 3)
 
 
 @interpreted
 @SPLITS
 def test_rows_of_padding_are_harmless(splits: int, seed: int) -> None:
-    """They read the null page, and may all be the same row of it."""
+    """They write to the null page and read it, and may all be the same row of it."""
     batch = batch_of([30, 1, 600], 2, 16, 64)
     alone = launch(batch, splits)
-    batch.pages[0, :, :, 0] = 1.0
-    starts, indices, last = batch.table.indptr.tolist(), batch.table.indices, batch.table.last_page_len
-    used = starts[-1]
-    padded = PageTable(
-        torch.arange(9).int(),
-        int32([*starts, *range(used + 1, used + 6)]),
-        torch.cat([indices[:used], torch.zeros(5, dtype=torch.int32)]),
-        torch.cat([last, torch.ones(5, dtype=torch.int32)]),
+    used = int(batch.indptr[-1])
+    padding = torch.ones(5, KV_HEADS, 64).half()
+    padded = Batch(
+        torch.cat([batch.query, torch.zeros(5, *batch.query.shape[1:]).half()]),
+        torch.cat([batch.key, padding]),
+        torch.cat([batch.value, padding]),
+        batch.pages,
+        torch.cat([batch.indptr, int32(range(used + 1, used + 6))]),
+        torch.cat([batch.indices[:used], torch.zeros(5, dtype=torch.int32)]),
+        torch.cat([batch.last_page_len, torch.ones(5, dtype=torch.int32)]),
     )
-    query = torch.cat([batch.query, torch.zeros(5, *batch.query.shape[1:]).half()])
-    together = launch(batch._replace(query=query, table=padded), splits)
+    together = launch(padded, splits)
     for actual, expected in zip(together, alone, strict=True):
         assert torch.equal(actual[:3], expected)
     assert bool((together[0][3:] == 1).all())
@@ -230,7 +245,7 @@ def test_any_number_of_splits_is_the_same_kernel(seed: int, monkeypatch: pytest.
     for splits in (1, 7):
         launch(batch_of([40, 700], 2, 16, 64), splits)
     assert variants[0] == variants[1]
-    assert variants[0][0][7:10] == [torch.float32, torch.float32, torch.int32]
+    assert variants[0][0][9:12] == [torch.float32, torch.float32, torch.int32]
 
 
 @interpreted
@@ -290,10 +305,11 @@ def test_memory_is_touched_between_waiting_and_letting_go(
         **({} if with_lse else {"lse": None}),
     }  # fmt: skip
     types = {
-        **dict.fromkeys(("query", "pages", "out"), f"*{dtype}"),
+        **dict.fromkeys(("query", "key", "value", "pages", "out"), f"*{dtype}"),
         **dict.fromkeys(("lse", "partials", "partial_lses"), "*fp32"),
         **dict.fromkeys(("indptr", "indices", "last_page_len", "arrivals"), "*i32"),
-        **dict.fromkeys(("row_stride", "head_stride", "window_left", "alone", "least"), "i32"),
+        **dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i32"),
+        **dict.fromkeys(("window_left", "alone", "least"), "i32"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
     }
     names = kernel.arg_names

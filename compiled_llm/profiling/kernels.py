@@ -17,7 +17,7 @@ KINDS = (
     ("memory copies", r"^mem(cpy|set)"),
     ("page append", r"append_?paged"),
     ("attention, merge of splits", r"merge_?states?|attentionsum|splitkv_combine"),
-    ("attention", r"batch(decode|prefill)with|paged_attention|flash|fmha|attention"),
+    ("attention", r"batch(decode|prefill)with|flash|fmha|attention"),
     ("sampling", r"argmax|multinomial|top_?[kp]|sort|sampl|exponential|philox|cumsum|scan|rand"),
     ("matrix products", r"gemm|gemv|nvjet|split_?k|cutlass|xmma|cublas|(^|_|::)(add|b)?mm(_|$)|mkl|linear|dot_"),
     ("norms, rotary, elementwise", r"."),

@@ -5,6 +5,7 @@ fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kerne
 """
 
 from compiled_llm_ops.attention import paged_attention, paged_attention_lse
+from compiled_llm_ops.decode import decode_attention, decode_attention_lse
 from compiled_llm_ops.linear import skinny_linear
 from compiled_llm_ops.pages import append_paged_kv
 from compiled_llm_ops.plans import AttentionPlan, Geometry, PageTable, find_plan, register_plan
@@ -16,6 +17,8 @@ __all__ = [
     "Geometry",
     "PageTable",
     "append_paged_kv",
+    "decode_attention",
+    "decode_attention_lse",
     "find_plan",
     "paged_attention",
     "paged_attention_lse",

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values: ragged causal prefill and extend, and decode.
+"""Attention over paged keys and values: ragged causal prefill and extend. Decode has ops of its own, in ``decode``.
 
 Two ops rather than an optional output: ``paged_attention``, and ``paged_attention_lse`` which also returns the
 log-sum-exp.
@@ -9,23 +9,18 @@ page table, L tokens of one row in the cache, Q queries of one row.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from compiled_llm_ops import attention_tiling
 from compiled_llm_ops.library import check_int32, define
 from compiled_llm_ops.plans import Geometry, PageTable, find_plan
 
 _SIGNATURE = (
     "(Tensor query, Tensor pages, Tensor qo_indptr, Tensor indptr, Tensor indices, Tensor last_page_len, "
-    "float scale, int window_left=-1, float logits_soft_cap=0.0, bool decode=False)"
+    "float scale, int window_left=-1, float logits_soft_cap=0.0)"
 )
 
 
@@ -39,12 +34,11 @@ def paged_attention(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
-    decode: bool = False,
 ) -> Tensor:
     """Causal attention of packed queries over the pages of their rows.
 
     Row b's queries are ``query[qo_indptr[b]:qo_indptr[b + 1]]``; they are the last tokens of the row, whose keys and
-    values already lie in the pages. One query a row is decode, more are prefill or extend.
+    values already lie in the pages.
 
     Args:
         query: ``[T, H, D]``, any strides; H a multiple of K.
@@ -56,22 +50,19 @@ def paged_attention(
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
-        decode: a promise that each row has one query, with ``qo_indptr`` 0 to B; nothing has to be planned then.
 
     Returns:
         ``[T, H, D]``, contiguous, of the query's dtype.
 
     Raises:
         ValueError: shapes do not fit together.
-        RuntimeError: on CUDA, nothing was planned for this page table, and it is not decode.
+        RuntimeError: on CUDA, nothing was planned for this page table.
 
     Source:
-        On CUDA FlashInfer ``BatchPrefillWithPagedKVCacheWrapper`` (https://arxiv.org/abs/2501.01005), and for decode
-        a Triton kernel of our own after Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
+        On CUDA FlashInfer ``BatchPrefillWithPagedKVCacheWrapper`` (https://arxiv.org/abs/2501.01005).
     """
-    out: Tensor = _paged_attention(
-        query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap, decode
-    )
+    table = (qo_indptr, indptr, indices, last_page_len)
+    out: Tensor = _paged_attention(query, pages, *table, scale, window_left, logits_soft_cap)
     return out
 
 
@@ -85,7 +76,6 @@ def paged_attention_lse(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
-    decode: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``paged_attention`` that also returns the log-sum-exp of each query's logits.
 
@@ -99,7 +89,6 @@ def paged_attention_lse(
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
-        decode: a promise that each row has one query, with ``qo_indptr`` 0 to B; nothing has to be planned then.
 
     Returns:
         ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
@@ -107,19 +96,18 @@ def paged_attention_lse(
 
     Raises:
         ValueError: shapes do not fit together.
-        RuntimeError: on CUDA, nothing was planned for this page table, and it is not decode.
+        RuntimeError: on CUDA, nothing was planned for this page table.
 
     Source:
         On CUDA FlashInfer ``BatchPrefillWithPagedKVCacheWrapper`` with ``return_lse``
-        (https://arxiv.org/abs/2501.01005), and for decode the Triton kernel of ``paged_attention``.
+        (https://arxiv.org/abs/2501.01005).
     """
-    out, lse = _paged_attention_lse(
-        query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap, decode
-    )
+    table = (qo_indptr, indptr, indices, last_page_len)
+    out, lse = _paged_attention_lse(query, pages, *table, scale, window_left, logits_soft_cap)
     return out, lse
 
 
-def _check(query: Tensor, pages: Tensor, table: PageTable, decode: bool) -> None:
+def _check(query: Tensor, pages: Tensor, table: PageTable) -> None:
     if query.dim() != 3 or pages.dim() != 5 or pages.shape[1] != 2:
         raise ValueError(
             "paged_attention: query must be [T, H, D] and pages [P, 2, K, S, D]; got "
@@ -136,15 +124,13 @@ def _check(query: Tensor, pages: Tensor, table: PageTable, decode: bool) -> None
             f"paged_attention: qo_indptr and indptr must be [{rows + 1}] for {rows} rows; got "
             f"[{table.qo_indptr.shape[0]}] and [{table.indptr.shape[0]}]"
         )
-    if decode and query.shape[0] != rows:
-        raise ValueError(f"paged_attention: decode is one query a row; got {query.shape[0]} queries of {rows} rows")
     check_int32("paged_attention", **table._asdict())
 
 
-# ---- CPU: in plain PyTorch, one row after the other, or all at once where each has one query and lengths are alike
+# ---- CPU: in plain PyTorch, one row after the other
 
 
-def _gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the keys and the values ``[..., K, n * S, D]`` in the pages ``numbers`` ``[..., n]``."""
     _, _, kv_heads, page_size, padded = pages.shape
     # Whole [S, D'] pieces, in the order they are wanted in: one copy instead of two.
@@ -167,7 +153,7 @@ def _rows(
     for row, last in enumerate(last_page_len.tolist()):
         if starts[row] == starts[row + 1]:
             continue
-        keys, values = _gather(pages, indices[ends[row] : ends[row + 1]], head_dim, query.dtype)
+        keys, values = gather(pages, indices[ends[row] : ends[row + 1]], head_dim, query.dtype)
         length = (ends[row + 1] - ends[row] - 1) * page_size + last
         yield slice(starts[row], starts[row + 1]), keys[:, :length], values[:, :length]
 
@@ -198,42 +184,6 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window_le
     return out.flatten(0, 1).transpose(0, 1)
 
 
-def _decode(
-    query: Tensor,
-    pages: Tensor,
-    indptr: list[int],
-    indices: Tensor,
-    last_page_len: list[int],
-    scale: float,
-    window_left: int,
-) -> Tensor:
-    """Attend with one query a row, all rows padded to the longest."""
-    rows, heads, head_dim = query.shape
-    kv_heads, page_size = pages.shape[2:4]
-    own = [indices[start:end] for start, end in pairwise(indptr)]
-    lengths = [(len(row) - 1) * page_size + last for row, last in zip(own, last_page_len, strict=True)]
-    longest = max(lengths)
-    keys, values = _gather(pages, pad_sequence(own, batch_first=True), head_dim, query.dtype)
-    first = 0
-    visible = None
-    if rows > 1 and (window_left >= 0 or min(lengths) < longest):
-        position, length = torch.arange(longest), torch.tensor(lengths)[:, None]
-        visible = position < length
-        if window_left >= 0:
-            visible &= position >= length - 1 - window_left
-        visible = visible[:, None, None, :]
-    elif window_left >= 0:
-        first = max(0, longest - 1 - window_left)
-    out: Tensor = torch.nn.functional.scaled_dot_product_attention(
-        query.view(rows, kv_heads, heads // kv_heads, head_dim),  # a group of heads as if it were so many queries
-        keys[..., first:longest, :],
-        values[..., first:longest, :],
-        attn_mask=visible,
-        scale=scale,
-    )
-    return out.reshape(query.shape)
-
-
 def _attend_lse(
     query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None, logits_soft_cap: float
 ) -> tuple[Tensor, Tensor]:
@@ -262,18 +212,10 @@ def _cpu(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
-    decode: bool = False,
 ) -> Tensor:
     if logits_soft_cap > 0:
-        return _cpu_lse(
-            query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap, decode
-        )[0]
-    _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len), decode)
-    starts = indptr.tolist()
-    counts = [end - start for start, end in pairwise(starts)]
-    one_each = decode or (len(query) == len(counts) and qo_indptr.tolist() == list(range(len(counts) + 1)))
-    if one_each and len(counts) * max(counts) <= 2 * sum(counts):
-        return _decode(query, pages, starts, indices, last_page_len.tolist(), scale, window_left)
+        return _cpu_lse(query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap)[0]
+    _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len))
     out = torch.empty(query.shape, dtype=query.dtype)
     for tokens, keys, values in _rows(query, pages, qo_indptr, indptr, indices, last_page_len):
         out[tokens] = _attend(query[tokens], keys, values, scale, window_left)
@@ -290,9 +232,8 @@ def _cpu_lse(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
-    decode: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len), decode)
+    _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len))
     out = torch.empty(query.shape, dtype=query.dtype)
     lse = torch.empty(query.shape[:2], dtype=torch.float32)
     for tokens, key, value in _rows(query, pages, qo_indptr, indptr, indices, last_page_len):
@@ -301,52 +242,10 @@ def _cpu_lse(
     return out, lse
 
 
-# ---- CUDA: FlashInfer's kernels with the plan that was made for this page table; for decode one of our own
+# ---- CUDA: FlashInfer's kernels with the plan that was made for this page table
 
 
-class _Device(NamedTuple):
-    processors: int
-    shared_memory: int
-    pdl: bool  # kernels may begin before those in front have ended
-
-
-@functools.cache
-def _device(device: torch.device) -> _Device:
-    properties = torch.cuda.get_device_properties(device)
-    return _Device(
-        properties.multi_processor_count,
-        properties.shared_memory_per_multiprocessor,
-        torch.cuda.get_device_capability(device) >= (9, 0),
-    )
-
-
-def _launch_decode(
-    query: Tensor,
-    pages: Tensor,
-    table: PageTable,
-    scale: float,
-    window_left: int,
-    logits_soft_cap: float,
-    lse: Tensor | None,
-) -> Tensor:
-    from compiled_llm_ops import triton_attention
-
-    _, _, kv_heads, page_size, padded = pages.shape
-    rows, heads, _ = query.shape
-    device = _device(query.device)
-    # Nothing that changes from step to step: a recorded launch is replayed with rows of other lengths.
-    most_keys = table.indices.shape[0] * page_size
-    most_keys = most_keys if window_left < 0 else min(most_keys, window_left + 1)
-    tiling = attention_tiling.choose(
-        rows, kv_heads, heads // kv_heads, padded, most_keys, device.processors, device.shared_memory
-    )
-    with torch.cuda.device(query.device):  # Triton launches on the current one
-        return triton_attention.decode(
-            query, pages, table, scale, window_left, logits_soft_cap, lse, tiling=tiling, pdl=device.pdl
-        )
-
-
-def _launch_planned(
+def _launch(
     query: Tensor,
     pages: Tensor,
     table: PageTable,
@@ -376,12 +275,10 @@ def _cuda(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
-    decode: bool = False,
 ) -> Tensor:
     table = PageTable(qo_indptr, indptr, indices, last_page_len)
-    _check(query, pages, table, decode)
-    launch = _launch_decode if decode else _launch_planned
-    return launch(query, pages, table, scale, window_left, logits_soft_cap, None)
+    _check(query, pages, table)
+    return _launch(query, pages, table, scale, window_left, logits_soft_cap, None)
 
 
 def _cuda_lse(
@@ -394,13 +291,11 @@ def _cuda_lse(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
-    decode: bool = False,
 ) -> tuple[Tensor, Tensor]:
     table = PageTable(qo_indptr, indptr, indices, last_page_len)
-    _check(query, pages, table, decode)
+    _check(query, pages, table)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    launch = _launch_decode if decode else _launch_planned
-    return launch(query, pages, table, scale, window_left, logits_soft_cap, lse), lse
+    return _launch(query, pages, table, scale, window_left, logits_soft_cap, lse), lse
 
 
 # ---- fakes
@@ -416,7 +311,6 @@ def _fake(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
-    decode: bool = False,
 ) -> Tensor:
     return query.new_empty(query.shape)
 
@@ -431,7 +325,6 @@ def _fake_lse(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
-    decode: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
 

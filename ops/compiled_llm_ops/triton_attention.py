@@ -1,5 +1,8 @@
 """A Triton kernel for decode: one query a row over the pages of its row, in one launch and without a plan.
 
+Before it attends, it writes the row's newest key and value into the pages: a launch of its own for that would take
+longer than the writing.
+
 A plan would have to follow the rows' lengths. Here the grid depends on nothing that changes from step to step, so a
 recorded launch holds for ever: each row has as many programs as the longest table could use, and each program finds
 its keys on the device, from the page table of the moment. Those that find none end at once.
@@ -27,7 +30,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.arrivals import zeros
 from compiled_llm_ops.attention_tiling import Tiling
-from compiled_llm_ops.plans import PageTable
 
 MERGED_NUMBERS = 2**12
 """Numbers of partial results that are summed at a time."""
@@ -77,6 +79,17 @@ def _attend(
 
 
 @triton.jit
+def _append(key_at, value_at, slot_at, values_offset, HEAD: tl.constexpr, DIM: tl.constexpr):
+    """Write a key and a value into a slot, before any thread of the program reads it."""
+    offs_d = tl.arange(0, DIM)
+    there = offs_d < HEAD
+    key, value = tl.load(key_at + offs_d, mask=there), tl.load(value_at + offs_d, mask=there)
+    tl.store(slot_at + offs_d, key.to(slot_at.dtype.element_ty), mask=there)
+    tl.store(slot_at + values_offset + offs_d, value.to(slot_at.dtype.element_ty), mask=there)
+    tl.debug_barrier()
+
+
+@triton.jit
 def _merge(partials, partial_lses, first, count, GROUP: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr):
     """Return ``[GROUP, D']`` and ``[GROUP]`` from ``count`` partial results, always in the same order."""
     offs_g, offs_d = tl.arange(0, GROUP), tl.arange(0, DIM)
@@ -112,12 +125,15 @@ def _store(out, lse, values, lses, first_head, ROWS: tl.constexpr, GROUP: tl.con
 
 @triton.jit(do_not_specialize=["window_left", "alone", "least"])
 def _decode_paged_attention(
-    query, pages, indptr, indices, last_page_len, out, lse, partials, partial_lses, arrivals,
-    row_stride, head_stride, window_left, alone, least, scale, cap,
+    query, key, value, pages, indptr, indices, last_page_len, out, lse, partials, partial_lses, arrivals,
+    row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
+    window_left, alone, least, scale, cap,
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some keys of one row and kv head; where several programs share them, the last to end merges all results.
+
+    The program with the last keys writes the newest of them first.
 
     ``partials`` holds a [PADDED, D'] for each program and ``partial_lses`` a [PADDED]; ``arrivals`` holds a zero for
     each row and kv head, which it is again afterwards.
@@ -129,7 +145,8 @@ def _decode_paged_attention(
     if PDL:
         gdc_wait()
     first_page, end_page = tl.load(indptr + row), tl.load(indptr + row + 1)
-    length = (end_page - first_page - 1) * PAGE + tl.load(last_page_len + row)
+    last = tl.load(last_page_len + row)
+    length = (end_page - first_page - 1) * PAGE + last
     first = tl.maximum(length - 1 - window_left, 0)
     blocks = tl.cdiv(length - first, BLOCK)
     each = tl.maximum(tl.cdiv(blocks, splits), least)
@@ -140,8 +157,15 @@ def _decode_paged_attention(
         wanted = (offs_g[:, None] < GROUP) & (offs_d[None, :] < HEAD)
         q_at = query + row * row_stride + (head * GROUP + offs_g)[:, None] * head_stride + offs_d[None, :]
         q = tl.load(q_at, mask=wanted, other=0.0)
+        head_pages, values_offset = pages + head * (PAGE * DIM), heads * (PAGE * DIM)
+        if split == active - 1:
+            number = tl.load(indices + end_page - 1).to(tl.int64)
+            slot_at = head_pages + number * (2 * values_offset) + (last - 1) * DIM
+            key_at = key + row * key_row_stride + head * key_head_stride
+            value_at = value + row * value_row_stride + head * value_head_stride
+            _append(key_at, value_at, slot_at, values_offset, HEAD, DIM)
         values, lses = _attend(
-            q, pages + head * (PAGE * DIM), indices + first_page, heads * (PAGE * DIM), first, length,
+            q, head_pages, indices + first_page, values_offset, first, length,
             split * each, tl.minimum((split + 1) * each, blocks), scale, cap,
             PAGE, DIM, BLOCK, CAPPED, STAGES,
         )  # fmt: skip
@@ -164,8 +188,12 @@ def _decode_paged_attention(
 
 def decode(
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
     pages: Tensor,
-    table: PageTable,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
@@ -178,8 +206,12 @@ def decode(
 
     Args:
         query: ``[B, H, D]`` float16 or bfloat16, any strides.
-        pages: ``[P, 2, K, S, D']``, contiguous, D' a power of two from 64 on, and at least D.
-        table: ``qo_indptr`` is not read. Each row has at least one key.
+        key: ``[B, K, D]``, any strides, of each row's newest token.
+        value: ``[B, K, D]``, likewise.
+        pages: ``[P, 2, K, S, D']``, contiguous, D' a power of two from 64 on, and at least D; written.
+        indptr: ``[B + 1]`` int32; each row has a page at least.
+        indices: ``[N]`` int32.
+        last_page_len: ``[B]`` int32.
         scale: factor on the logits.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
@@ -198,11 +230,10 @@ def decode(
         results and log-sum-exp as of FlashInfer's decode kernels (https://arxiv.org/abs/2501.01005).
     """
     if query.dtype not in DTYPES:
-        raise ValueError(f"paged_attention: no kernel for {query.dtype} queries; use torch.bfloat16 or torch.float16")
+        raise ValueError(f"decode_attention: no kernel for {query.dtype} queries; use torch.bfloat16 or torch.float16")
     if not pages.is_contiguous():
-        raise ValueError("paged_attention: pages must be contiguous")
-    if query.stride(2) != 1:
-        query = query.contiguous()
+        raise ValueError("decode_attention: pages must be contiguous")
+    query, key, value = (states if states.stride(2) == 1 else states.contiguous() for states in (query, key, value))
     (rows, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, pages.shape
     group = heads // kv_heads
     padded = triton.next_power_of_2(group)
@@ -211,7 +242,7 @@ def decode(
     sharing = rows * kv_heads * tiling.splits if tiling.splits > 1 else 0
     partials = torch.empty((sharing, padded, stored), dtype=torch.float32, device=query.device)
     partial_lses = torch.empty((sharing, padded), dtype=torch.float32, device=query.device)
-    arrivals = zeros.take(rows * kv_heads, query.device) if sharing else table.indptr
+    arrivals = zeros.take(rows * kv_heads, query.device) if sharing else indptr
     factor, cap = scale * math.log2(math.e), 0.0
     if logits_soft_cap > 0:
         factor, cap = scale / logits_soft_cap, logits_soft_cap * math.log2(math.e)
@@ -221,8 +252,8 @@ def decode(
         "CAPPED": cap > 0, "PDL": pdl, "num_warps": tiling.warps, **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     _decode_paged_attention[(rows, kv_heads, tiling.splits)](
-        query, pages, table.indptr, table.indices, table.last_page_len, out, lse, partials, partial_lses, arrivals,
-        query.stride(0), query.stride(1), window_left if window_left >= 0 else 2**31 - 1, tiling.alone, tiling.least,
-        factor, cap, **constants,
+        query, key, value, pages, indptr, indices, last_page_len, out, lse, partials, partial_lses, arrivals,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        window_left if window_left >= 0 else 2**31 - 1, tiling.alone, tiling.least, factor, cap, **constants,
     )  # fmt: skip
     return out
