@@ -162,11 +162,9 @@ class Programs:
         self._passes: list[Pass] = [FusedProducts(weights)] if weights is not None and weights.groups else []
         shared = _options(device)
         decode = {**shared, "triton.cudagraphs": self.recorded}
-        # At batch 1 a product is a matrix-vector one, whose Triton reduction this search brings near the bandwidth.
-        tuned = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
         options = {
             PREFILL: {**shared, "triton.cudagraphs": False},
-            DECODE_ONE: {**decode, **tuned},
+            DECODE_ONE: {**decode, **(_few_rows(config, device) or _one_row(device))},
             DECODE_MANY: {**decode, **_few_rows(config, device)},
         }
         made = {name: self.compile(name, function, options[name]) for name, function in self.functions.items()}
@@ -247,10 +245,16 @@ def _options(device: torch.device) -> dict[str, Any]:
 
 
 def _few_rows(config: WrapConfig, device: torch.device) -> dict[str, Any]:
-    """Return Inductor's further options for decode steps of several rows."""
+    """Return Inductor's further options for decode steps with the op's kernels, if they have those."""
     # Recorded only: launching the op's kernels costs the host more than launching cuBLAS's.
     recorded = device.type == "cuda" and config.mode != "compile"
     return {"post_grad_custom_pre_pass": SkinnyProducts()} if recorded else {}
+
+
+def _one_row(device: torch.device) -> dict[str, Any]:
+    """Return Inductor's further options for decode steps of one row without the op's kernels."""
+    # A product is a matrix-vector one, whose Triton reduction this search brings near the bandwidth.
+    return {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
 
 
 def _mark_symbolic(inputs: PrefillInputs) -> None:

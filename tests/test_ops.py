@@ -646,8 +646,14 @@ def test_tilings_fit_the_product_and_the_device(processors):
                 tiling = choose(m, n, k, processors)
                 if tiling is None:
                     continue
-                blocks = k // tiling.inputs
+                blocks = -(-k // tiling.inputs)
                 assert m <= min(tiling.rows, 64)
+                if tiling.rows <= 2:
+                    assert m == tiling.rows
+                    assert k % 16 == 0
+                    assert tiling.early * tiling.inputs < k + tiling.inputs
+                    assert tiling.early * tiling.inputs * tiling.outputs <= 128 * 128, "registers"
+                    continue
                 assert n % 16 == k % tiling.inputs == 0
                 assert 1 <= tiling.splits <= min(8, blocks)
                 assert tiling.splits == 1 or -(-n // tiling.outputs) * tiling.splits <= processors
@@ -657,8 +663,10 @@ def test_tilings_fit_the_product_and_the_device(processors):
 
 
 def test_tilings_of_measured_products():
-    assert choose(8, 4096, 4096) == Tiling(16, 64, 128, 2, 5, True)
-    assert choose(8, 1024, 3072) == Tiling(8, 64, 128, 6, 5, True)
-    assert choose(32, 24576, 4096) == Tiling(32, 64, 128, 1, 3, False)
-    assert choose(2, 4096, 12288) == Tiling(2, 8, 512, 1, 4, False)
+    assert choose(8, 4096, 4096) == Tiling(16, 64, 128, 2, 5, 2)
+    assert choose(8, 1024, 3072) == Tiling(8, 64, 128, 6, 5, 2)
+    assert choose(32, 24576, 4096) == Tiling(32, 64, 128, 1, 3, 0)
+    assert choose(2, 4096, 12288) == Tiling(2, 4, 2048, 1, 1, 1)
+    assert choose(1, 1024, 3072) == Tiling(1, 2, 1024, 1, 1, 3)
+    assert choose(1, 151936, 1024) == Tiling(1, 4, 1024, 1, 1, 1)
     assert choose(8, 6144, 4096) is choose(64, 1024, 2048) is choose(65, 4096, 4096) is None

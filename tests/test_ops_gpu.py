@@ -835,8 +835,8 @@ hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="cuBLAS does it all"
 )
 WEIGHTS = [(1024, 1024), (1024, 3072), (2064, 2048), (4096, 1024), (4096, 4096), (4096, 12288), (6144, 1024)]
-WEIGHTS += [(6144, 4096), (24576, 4096), (151936, 1024)]
-LEFT_TO_CUBLAS = [(1023, 1024), (4096, 4000), (24, 128)]
+WEIGHTS += [(6144, 4096), (24576, 4096), (151936, 1024), (576, 1536), (49152, 576), (1152, 896)]
+LEFT_TO_CUBLAS = [(1023, 1024), (4096, 4000), (24, 128), (2048, 1000)]
 EDGES = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65]
 
 by_weight = pytest.mark.parametrize(("n", "k"), WEIGHTS + LEFT_TO_CUBLAS)
@@ -896,7 +896,7 @@ def test_skinny_linear_leaves_what_does_not_fit_to_cublas(seed: int, monkeypatch
 @pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 4096), (6144, 1024)])
 def test_skinny_linear_replays_on_several_streams_at_once(n: int, k: int, seed: int) -> None:
     """Recordings from one stream, replayed on others at the same time, with launches outside of them in between."""
-    given = [product_of(m, n, k, torch.bfloat16, seed + m) for m in (2, 8, 16, 32)]
+    given = [product_of(m, n, k, torch.bfloat16, seed + m) for m in (1, 2, 8, 16, 32)]
     expected = [skinny_linear(rows, weight) for rows, weight in given]
     recording, graphs, outputs = torch.cuda.Stream(), [], []
     for rows, weight in given:
@@ -923,9 +923,10 @@ def test_skinny_linear_replays_on_several_streams_at_once(n: int, k: int, seed: 
 
 @seeded
 @hopper
-def test_skinny_linear_waits_for_what_is_in_front_of_it(seed: int) -> None:
+@pytest.mark.parametrize("m", [1, 2, 8])
+def test_skinny_linear_waits_for_what_is_in_front_of_it(m: int, seed: int) -> None:
     """Chains of products, each of which reads what the one before wrote, between kernels that let go early."""
-    rows, weight = product_of(8, 4096, 4096, torch.bfloat16, seed)
+    rows, weight = product_of(m, 4096, 4096, torch.bfloat16, seed)
 
     def chain(rows: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         for _ in range(12):

@@ -19,12 +19,14 @@ from interpreting import check_interpreted, interpreted, needs_triton, not_inter
 pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
 
 TILINGS = [
-    Tiling(rows=2, outputs=4, inputs=256, splits=1, stages=3, prefetch=False),
-    Tiling(rows=2, outputs=16, inputs=256, splits=1, stages=4, prefetch=False),
-    Tiling(rows=8, outputs=64, inputs=128, splits=4, stages=5, prefetch=True),
-    Tiling(rows=16, outputs=64, inputs=128, splits=1, stages=5, prefetch=True),
-    Tiling(rows=32, outputs=64, inputs=128, splits=5, stages=3, prefetch=True),
-    Tiling(rows=64, outputs=64, inputs=128, splits=2, stages=2, prefetch=False),
+    Tiling(rows=1, outputs=4, inputs=256, splits=1, stages=1, early=3),
+    Tiling(rows=1, outputs=2, inputs=512, splits=1, stages=1, early=1),
+    Tiling(rows=2, outputs=4, inputs=512, splits=1, stages=1, early=2),
+    Tiling(rows=2, outputs=16, inputs=256, splits=1, stages=1, early=0),
+    Tiling(rows=8, outputs=64, inputs=128, splits=4, stages=5, early=2),
+    Tiling(rows=16, outputs=64, inputs=128, splits=1, stages=5, early=2),
+    Tiling(rows=32, outputs=64, inputs=128, splits=5, stages=3, early=2),
+    Tiling(rows=64, outputs=64, inputs=128, splits=2, stages=2, early=0),
 ]
 
 
@@ -59,18 +61,21 @@ def test_memory_is_touched_between_waiting_and_letting_go(
     from compiled_llm_ops import triton_linear as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"BN": tiling.outputs, "BK": tiling.inputs, "STAGES": tiling.stages, "PDL": True}
-    kernel = kernels._skinny_linear_one_or_two_rows
-    if tiling.rows > 2:
+    constants = {"BN": tiling.outputs, "BK": tiling.inputs, "EARLY": tiling.early, "PDL": True}
+    if tiling.rows <= 2:
+        kernel = kernels._skinny_linear_one_or_two_rows
+        constants |= {"ROWS": tiling.rows, "MASKED": tiling.inputs == 512}
+    else:
         kernel = kernels._skinny_linear_tensor_cores
-        constants |= {"BM": tiling.rows, "SPLITS": tiling.splits, "PREFETCH": tiling.prefetch}
+        constants |= {"BM": tiling.rows, "SPLITS": tiling.splits, "STAGES": tiling.stages}
     types = {**dict.fromkeys("xwy", "*bf16"), **dict.fromkeys("MNK", "i32"), "partials": "*fp32", "arrivals": "*i32"}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True}).asm["ptx"]
     found = re.findall(r"griddepcontrol\.\w+|cp\.async\.\w+|(?:ld|st|atom)\.global", code)
     before = found.index("griddepcontrol.wait")
-    assert set(found[:before]) == ({"cp.async.bulk"} if tiling.prefetch else set())
+    asked = "ld.global" if tiling.rows <= 2 else "cp.async.bulk"
+    assert set(found[:before]) == ({asked} if tiling.early else set()), "of nothing but weights: no other is read there"
     if tiling.splits == 1:
         after = found.index("griddepcontrol.launch_dependents")
         assert set(found[after + 1 :]) == {"st.global"}

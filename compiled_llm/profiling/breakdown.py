@@ -100,7 +100,6 @@ def moved_by_decode(nbytes: StepBytes, batch: int) -> dict[str, int | None]:
     return {
         "matrix products": nbytes.weights,
         "attention": batch * nbytes.kv_per_row,
-        "page append": batch * nbytes.kv_written,
     }
 
 

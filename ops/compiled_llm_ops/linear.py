@@ -38,14 +38,14 @@ def skinny_linear(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def has_kernel(weight: Tensor) -> bool:
-    """Whether ``skinny_linear`` has something better than ``torch.mm`` for some number of rows from 2 on.
+    """Whether ``skinny_linear`` has something better than ``torch.mm`` for some number of rows.
 
     Args:
         weight: ``[O, I]``, contiguous; may be a fake tensor.
     """
     if weight.device.type == "cpu":
         return weight.dtype is torch.float32
-    return any(_tiling(m, weight) is not None for m in range(2, MOST_ROWS + 1))
+    return any(_tiling(m, weight) is not None for m in range(1, MOST_ROWS + 1))
 
 
 def _check(rows: Tensor, weight: Tensor) -> None:

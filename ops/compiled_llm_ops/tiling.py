@@ -9,6 +9,15 @@ from typing import NamedTuple
 
 TILE, BLOCK = 64, 128
 MOST_ROWS = 64
+WIDE_BLOCK = 1024
+"""Inputs that a program without tensor cores multiplies at a time."""
+
+EARLY_NUMBERS = 2**14
+"""Weights that a program of 128 threads holds in registers, two in each: 64 registers of a thread."""
+
+MOST_OUTPUTS_OF_TWO = 64
+"""Outputs for each multiprocessor up to which two rows are multiplied without tensor cores."""
+
 SHARED_MEMORY = 227 * 1024
 """Bytes a multiprocessor of compute capability 9.0 has."""
 
@@ -17,12 +26,12 @@ class Tiling(NamedTuple):
     """One way to cut a product up; a program multiplies all rows with a tile of the weight.
 
     Attributes:
-        rows: rows the tile has room for; 2 stands for the kernel without tensor cores.
+        rows: rows the tile has room for; 1 and 2 stand for the kernel without tensor cores.
         outputs: outputs in a tile.
         inputs: inputs that a program multiplies at a time.
         splits: programs that share a tile, each with a range of the inputs.
-        stages: blocks of inputs on their way at a time.
-        prefetch: whether a program asks for its first weights before the kernel in front has ended.
+        stages: blocks of inputs on their way at a time, with tensor cores.
+        early: blocks of weights that a program asks for before the kernel in front has ended.
     """
 
     rows: int
@@ -30,7 +39,7 @@ class Tiling(NamedTuple):
     inputs: int
     splits: int
     stages: int
-    prefetch: bool
+    early: int
 
 
 def choose(m: int, n: int, k: int, processors: int = 132) -> Tiling | None:
@@ -46,11 +55,11 @@ def choose(m: int, n: int, k: int, processors: int = 132) -> Tiling | None:
         k: inputs.
         processors: multiprocessors of the device.
     """
-    if not 1 <= m <= MOST_ROWS or n % 16 or k % BLOCK:
+    if m == 1 or (m == 2 and n <= MOST_OUTPUTS_OF_TWO * processors):
+        return _without_tensor_cores(m, n, k, processors)
+    if not 2 <= m <= MOST_ROWS or n % 16 or k % BLOCK:
         return None
     tiles, blocks = -(-n // TILE), k // BLOCK
-    if m <= 2 and (tiling := _without_tensor_cores(n, k, processors)):
-        return tiling
     # A sum over splits costs about as long as reading 8 blocks.
     splits = max(1, min(processors // tiles, blocks // 4, 8)) if blocks >= 16 else 1
     rows = max(16 if splits <= 2 else 8, 1 << (m - 1).bit_length())
@@ -64,12 +73,15 @@ def choose(m: int, n: int, k: int, processors: int = 132) -> Tiling | None:
     # One wave: as much on its way as fits. Several: three programs on a multiprocessor at once, so that one of them
     # always reads.
     stages = 5 if waves == 1 else SHARED_MEMORY // 3 // ((TILE + rows) * BLOCK * 2)
-    return Tiling(rows, TILE, BLOCK, splits, stages, prefetch=waves == 1)
+    return Tiling(rows, TILE, BLOCK, splits, stages, early=2 if waves == 1 else 0)
 
 
-def _without_tensor_cores(n: int, k: int, processors: int) -> Tiling | None:
-    """Return the tiling with the smallest tiles of which four on each multiprocessor are all, if there is one."""
-    for outputs, inputs in ((4, 1024), (8, 512), (16, 256)):
-        if n <= 4 * processors * outputs and k % inputs == 0:
-            return Tiling(2, outputs, inputs, splits=1, stages=min(4, k // inputs), prefetch=False)
-    return None
+def _without_tensor_cores(m: int, n: int, k: int, processors: int) -> Tiling | None:
+    """Return the tiling of a kernel whose programs hold all their weights before they wait, where registers suffice."""
+    if k % 16:
+        return None
+    outputs = 4 if n >= 16 * processors else 2
+    blocks = -(-k // WIDE_BLOCK)
+    if blocks * outputs * WIDE_BLOCK <= EARLY_NUMBERS:
+        return Tiling(m, outputs, WIDE_BLOCK, splits=1, stages=1, early=blocks)
+    return Tiling(m, outputs, 2 * WIDE_BLOCK, splits=1, stages=1, early=1)

@@ -1,8 +1,8 @@
 """Triton kernels for products of few rows with a weight, which read the weight near the bandwidth of memory.
 
-Both begin while the kernel in front of them ends (programmatic dependent launch). For that, nothing but weights may be
-asked for before ``gdc_wait``, and the next kernel is let go only after the last read: a kernel of Inductor's waits only
-for the one directly in front of it, and may write where our inputs were.
+Both begin while the kernel in front of them ends (programmatic dependent launch), and have weights on their way by
+then. Nothing but weights may be asked for before ``gdc_wait``, and the next kernel is let go only after the last read:
+a kernel of Inductor's waits only for the one directly in front of it, and may write where our inputs were.
 
 Shapes: M rows, N outputs, K inputs.
 """
@@ -58,7 +58,7 @@ def _skinny_linear_tensor_cores(
     BK: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile of y over one range of K; the last program of a tile sums what all have found, in order.
@@ -72,8 +72,8 @@ def _skinny_linear_tensor_cores(
     w_block, x_block = w_rows[:, None] + offs_k[None, :], x + offs_m[:, None] * K + offs_k[None, :]
     live = offs_m[:, None] < M
     if PDL:
-        if PREFETCH:
-            _prefetch(w_rows + first * BK, tl.minimum(end - first, 2) * BK * 2, BN)
+        if EARLY:
+            _prefetch(w_rows + first * BK, tl.minimum(end - first, EARLY) * BK * 2, BN)
         gdc_wait()
     # Tensor cores take 64 rows of their first operand at a time, and as few as 8 columns of the second.
     acc = tl.zeros([BN, BM], tl.float32)
@@ -99,26 +99,52 @@ def _skinny_linear_tensor_cores(
             tl.store(arrivals + tile, 0)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
+def _load_block(at, offs_k, k, K, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(at, mask=k + offs_k < K, other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
 def _skinny_linear_one_or_two_rows(
-    x, w, y, M, N, K, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
+    x,
+    w,
+    y,
+    N,
+    K,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EARLY: tl.constexpr,
+    MASKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """BN outputs of each row over all of K; weights go straight to registers. One row is computed twice."""
+    """BN outputs of each row over all of K; weights go straight to registers, the first EARLY blocks before waiting."""
     offs_n, offs_k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     w_block = w + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]
-    x_first, x_last = x + offs_k, x + (M - 1) * K + offs_k
-    first, last = tl.zeros([BN, BK], tl.float32), tl.zeros([BN, BK], tl.float32)
+    early = ()
+    for block in tl.static_range(EARLY):
+        early += (_load_block(w_block + block * BK, offs_k[None, :], block * BK, K, MASKED),)  # type: ignore[assignment]
     if PDL:
         gdc_wait()
-    for k in tl.range(0, K // BK, num_stages=STAGES):
-        weights = tl.load(w_block + k * BK).to(tl.float32)
-        first += weights * tl.load(x_first + k * BK).to(tl.float32)[None, :]
-        last += weights * tl.load(x_last + k * BK).to(tl.float32)[None, :]
+    first, second = tl.zeros([BN, BK], tl.float32), tl.zeros([BN, BK], tl.float32)
+    for block in tl.static_range(EARLY):
+        weights, at = early[block].to(tl.float32), x + block * BK + offs_k  # type: ignore[var-annotated]
+        first += weights * _load_block(at, offs_k, block * BK, K, MASKED).to(tl.float32)[None, :]
+        if ROWS == 2:
+            second += weights * _load_block(at + K, offs_k, block * BK, K, MASKED).to(tl.float32)[None, :]
+    for k in tl.range(EARLY * BK, K, BK, num_stages=1):
+        weights = _load_block(w_block + k, offs_k[None, :], k, K, MASKED).to(tl.float32)
+        first += weights * _load_block(x + k + offs_k, offs_k, k, K, MASKED).to(tl.float32)[None, :]
+        if ROWS == 2:
+            second += weights * _load_block(x + K + k + offs_k, offs_k, k, K, MASKED).to(tl.float32)[None, :]
     if PDL:
         gdc_launch_dependents()
-    offs_m = tl.arange(0, 2)
-    acc = tl.where(offs_m[None, :] == 0, tl.sum(first, 1)[:, None], tl.sum(last, 1)[:, None])
-    _store(y, acc, offs_n, offs_m, M, N)
+    keep = offs_n < N
+    tl.store(y + offs_n, tl.sum(first, 1).to(y.dtype.element_ty), mask=keep)
+    if ROWS == 2:
+        tl.store(y + N + offs_n, tl.sum(second, 1).to(y.dtype.element_ty), mask=keep)
 
 
 def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, pdl: bool = True) -> Tensor:
@@ -134,11 +160,12 @@ def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, pdl: bool = True) 
     y = rows.new_empty(m, n)
     tiles = -(-n // tiling.outputs)
     shared: dict[str, Any] = {
-        "BN": tiling.outputs, "BK": tiling.inputs, "STAGES": tiling.stages, "PDL": pdl, "num_warps": 4,
+        "BN": tiling.outputs, "BK": tiling.inputs, "EARLY": tiling.early, "PDL": pdl, "num_warps": 4,
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
-    if tiling.rows == 2:
-        _skinny_linear_one_or_two_rows[(tiles,)](rows, weight, y, m, n, k, **shared)
+    if tiling.rows <= 2:
+        masked = k % tiling.inputs > 0
+        _skinny_linear_one_or_two_rows[(tiles,)](rows, weight, y, n, k, ROWS=m, MASKED=masked, **shared)
         return y
     partials, arrivals = y, y  # neither is touched by the only program of a tile
     if tiling.splits > 1:
@@ -146,6 +173,6 @@ def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, pdl: bool = True) 
         arrivals = zeros.take(tiles, rows.device)
     _skinny_linear_tensor_cores[(tiles * tiling.splits,)](
         rows, weight, y, partials, arrivals, m, n, k,
-        BM=tiling.rows, SPLITS=tiling.splits, PREFETCH=tiling.prefetch, **shared,
+        BM=tiling.rows, SPLITS=tiling.splits, STAGES=tiling.stages, **shared,
     )  # fmt: skip
     return y
