@@ -161,7 +161,7 @@ class Programs:
         forget_when_gone(self, [*self.functions.values(), self._embedded_function])
         self._passes: list[Pass] = [FusedProducts(weights)] if weights is not None and weights.groups else []
         shared = _options(device)
-        decode = {**shared, "triton.cudagraphs": self.recorded}
+        decode = {**shared, **_fewer_kernels(device), "triton.cudagraphs": self.recorded}
         options = {
             PREFILL: {**shared, "triton.cudagraphs": False},
             DECODE_ONE: {**decode, **(_few_rows(config, device) or _one_row(device))},
@@ -242,6 +242,12 @@ def _options(device: torch.device) -> dict[str, Any]:
         return {"post_grad_custom_pre_pass": SkinnyProducts()}
     # A kernel begins while the one before it ends (programmatic dependent launch), from Hopper on.
     return {"triton.enable_pdl": torch.cuda.get_device_capability(device) >= (9, 0)}
+
+
+def _fewer_kernels(device: torch.device) -> dict[str, Any]:
+    """Return Inductor's further options for steps whose kernels take as long to start as to run."""
+    # Norm and rotary embedding of queries, and those of keys: one kernel with two parts that know nothing of each other.
+    return {"combo_kernels": True} if device.type == "cuda" else {}
 
 
 def _few_rows(config: WrapConfig, device: torch.device) -> dict[str, Any]:

@@ -233,6 +233,7 @@ def test_inductor_knows_every_option_that_is_passed_to_it():
     passed = {
         "triton.cudagraphs",
         "triton.enable_pdl",
+        "combo_kernels",
         "coordinate_descent_tuning",
         "post_grad_custom_pre_pass",
     }

@@ -666,6 +666,7 @@ def test_tilings_of_measured_products():
     assert choose(8, 4096, 4096) == Tiling(16, 64, 128, 2, 5, 2)
     assert choose(8, 1024, 3072) == Tiling(8, 64, 128, 6, 5, 2)
     assert choose(32, 24576, 4096) == Tiling(32, 64, 128, 1, 3, 0)
+    assert choose(32, 6144, 4096) == Tiling(32, 64, 128, 1, 6, 0)
     assert choose(2, 4096, 12288) == Tiling(2, 4, 2048, 1, 1, 1)
     assert choose(1, 1024, 3072) == Tiling(1, 2, 1024, 1, 1, 3)
     assert choose(1, 151936, 1024) == Tiling(1, 4, 1024, 1, 1, 1)

@@ -66,14 +66,16 @@ def choose(m: int, n: int, k: int, processors: int = 132) -> Tiling | None:
     programs = tiles * splits
     waves = -(-programs // processors)
     # Multiprocessors with one program less than others end early. cuBLAS has other tiles for that, but is slow itself
-    # with weights below 16 MB, if only a third of the multiprocessors have something to do at all.
-    uneven = programs < (0.85 * waves if n * k >= 2**23 else 1 / 3) * processors
+    # with weights below 16 MB, if only a third of the multiprocessors have something to do at all; with many rows it
+    # gains less from them.
+    many = waves == 1 and rows >= 32
+    uneven = programs < ((0.7 if many else 0.85 * waves) if n * k >= 2**23 else 1 / 3) * processors
     if uneven or (rows == MOST_ROWS and splits > 2):
         return None
     # One wave: as much on its way as fits. Several: three programs on a multiprocessor at once, so that one of them
     # always reads.
-    stages = 5 if waves == 1 else SHARED_MEMORY // 3 // ((TILE + rows) * BLOCK * 2)
-    return Tiling(rows, TILE, BLOCK, splits, stages, early=2 if waves == 1 else 0)
+    stages = 5 + many if waves == 1 else SHARED_MEMORY // 3 // ((TILE + rows) * BLOCK * 2)
+    return Tiling(rows, TILE, BLOCK, splits, stages, early=2 if waves == 1 and not many else 0)
 
 
 def _without_tensor_cores(m: int, n: int, k: int, processors: int) -> Tiling | None:
