@@ -246,7 +246,7 @@ def _options(device: torch.device) -> dict[str, Any]:
 
 def _fewer_kernels(device: torch.device) -> dict[str, Any]:
     """Return Inductor's further options for steps whose kernels take as long to start as to run."""
-    # Norm and rotary embedding of queries, and those of keys: one kernel with two parts that know nothing of each other.
+    # Norm and rotary embedding of queries, and those of keys: one kernel of two parts that do not read each other.
     return {"combo_kernels": True} if device.type == "cuda" else {}
 
 
