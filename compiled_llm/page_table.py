@@ -50,6 +50,7 @@ class PagePool:
     Attributes:
         page_size: tokens in a page.
         total: how many pages there are.
+        changes: how often pages that somebody has were shared or given back.
         lock: whoever has it sees no other thread change anything.
     """
 
@@ -60,6 +61,7 @@ class PagePool:
         self._free = list(range(pages - 1, NULL_PAGE, -1))
         self._owners = [0] * pages
         self._reserved = 0
+        self.changes = 0
         # Re-entrant: the garbage collector may give back a dropped row's pages in the middle of any call.
         self.lock = threading.RLock()
 
@@ -101,6 +103,7 @@ class PagePool:
     def share(self, pages: Sequence[int]) -> None:
         """Count one more owner of each page."""
         with self.lock:
+            self.changes += 1
             for page in pages:
                 self._owners[page] += 1
 
@@ -123,6 +126,7 @@ class PagePool:
 
     def _disown(self, pages: Iterable[int]) -> int:
         before = len(self._free)
+        self.changes += 1
         for page in pages:
             self._owners[page] -= 1
             if self._owners[page] == 0:
@@ -207,6 +211,11 @@ class Row:
     def limit(self) -> int:
         """Tokens that the row's pages, taken and promised, can hold."""
         return (len(self.pages) + self._reserved) * self._pool.page_size
+
+    @property
+    def room(self) -> int:
+        """Tokens that the row can grow by before it enters another page."""
+        return len(self.pages) * self._pool.page_size - self.length
 
     def reserve(self, tokens: int) -> None:
         """Have room for ``tokens`` in all.

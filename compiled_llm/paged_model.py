@@ -51,7 +51,7 @@ from compiled_llm.prefill import (
 from compiled_llm.progress import ProgressDisplay
 from compiled_llm.recordings import Key, Recordings, Step, StepInputs
 from compiled_llm.sampler import Sampler
-from compiled_llm.staging import Staging
+from compiled_llm.staging import Readbacks, Staging
 from compiled_llm.watch import Guards
 from compiled_llm_ops import PageTable
 
@@ -113,6 +113,7 @@ class PagedModel:
         self.pool = PagePool(count, config.page_size)
         self._head_dims = [layer.head_dim for layer in layers]
         self.staging = Staging(self.device)
+        self.readbacks = Readbacks(self.device)
         self.planner = Planner(
             attention_groups(layers, config.page_size, model.dtype, self.device), config, self.device
         )
@@ -166,6 +167,10 @@ class PagedModel:
     def ready_buckets(self) -> list[int]:
         """The decode buckets that are compiled, and on CUDA recorded."""
         return sorted(bucket for bucket in self._ready if isinstance(bucket, int))
+
+    def is_ready(self, bucket: int) -> bool:
+        """Whether a decode bucket is compiled, and on CUDA recorded."""
+        return bucket in self._ready
 
     def make_prefill_ready(self, embedded: bool = False, waiting: int = 0) -> None:
         """Compile prefill, if it is not compiled yet.
