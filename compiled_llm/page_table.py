@@ -255,6 +255,9 @@ class Row:
             OutOfPagesError: pages that were not promised are needed and not free; nothing changed.
         """
         copies = tokens > 0 and self._writes_into_shared(self.length)  # asked once: other threads may fork and free
+        if tokens <= self.room and not copies:  # as most rows do in most steps
+            self.length += tokens
+            return None
         missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._reserved) + copies
         if missing:
             self._pool.reserve(missing)
@@ -402,14 +405,14 @@ def build_table(rows: Sequence[Stored], queries: Sequence[int], page_size: int, 
         padded: B, at least ``len(rows)``.
     """
     null = padded - len(rows)
-    counts = [len(row.pages) for row in rows] + [1] * null
-    last = [row.length - (len(row.pages) - 1) * page_size for row in rows] + [1] * null
-    indices = list(chain.from_iterable(row.pages for row in rows)) + [NULL_PAGE] * null
+    pages = [row.pages for row in rows] + [[NULL_PAGE]] * null
+    indptr = _starts([len(own) for own in pages])
+    lengths = np.array([row.length for row in rows] + [1] * null, dtype=np.int32)
     return HostTable(
         qo_indptr=_starts([*queries, *[1] * null]),
-        indptr=_starts(counts),
-        indices=np.array(indices, dtype=np.int32),
-        last_page_len=np.array(last, dtype=np.int32),
+        indptr=indptr,
+        indices=np.fromiter(chain.from_iterable(pages), dtype=np.int32, count=indptr[-1]),
+        last_page_len=lengths - (np.diff(indptr) - 1) * np.int32(page_size),
     )
 
 

@@ -52,13 +52,10 @@ class Runner:
         self._tokens: Tensor | None = None
         self._bucket = 0
         # What the decode buffers said of each row, if they are ours, before the rows went on by _gone_on tokens:
-        # anything else must be uploaded anew.
+        # anything else must be uploaded anew. The rows can go on as long as _gone_on is less than _limit, when one of
+        # them enters a page; unless by then, after _changes of the pool, pages have been shared or given back.
         self._left: list[tuple[Row, int, int]] = []
-        self._gone_on = 0
-        # How many steps the rows can go on by before one of them enters a page, if by then none of their pages has
-        # been shared or given back.
-        self._room = 0
-        self._changes = 0
+        self._gone_on = self._limit = self._changes = 0
         self._logits: Tensor | None = None
         self._launched: deque[tuple[list[Row], Readback]] = deque()
         self._finalizer = weakref.finalize(self, _free, self.rows)
@@ -287,7 +284,7 @@ class Runner:
             self._tokens = self.paged.buffers.bucket(self.paged.bucket_for(len(self._order))).tokens.clone()
         if self._logits is not None:
             self._logits = self._logits.clone()  # the next replay overwrites them
-        self._left, self._room = [], 0
+        self._left, self._limit = [], 0
 
     def _check_room(self, rows: int) -> None:
         if rows > self.max_rows:
@@ -302,7 +299,7 @@ class Runner:
 
     def _forget(self) -> None:
         """Hold no next tokens any more."""
-        self._order, self._tokens, self._left, self._room = [], None, [], 0
+        self._order, self._tokens, self._left, self._limit = [], None, [], 0
 
     # ---- in the executor
 
@@ -339,7 +336,7 @@ class Runner:
         embeddings: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         batch = [Extension(*extension) for extension in zip(rows, ids, positions, strict=True)]
-        self._room = 0
+        self._left, self._limit = [], 0
         with self._grown(rows, [len(extension.ids) for extension in batch]):
             logits, tokens = self.paged.prefill(batch, keep, embeddings)
         for row, row_positions in zip(rows, positions, strict=True):
@@ -365,9 +362,8 @@ class Runner:
         bucket = self._bucket = self._bucket_for(len(rows))
         cause: Upload = "rows joined, left or went back" if paged.owned_by(self) else "a call moved its rows in"
         paged.make_decode_ready(bucket, waiting=len(rows), unchanged=unchanged)
-        gone_on, changes = self._gone_on, paged.pool.changes
-        left = [(row, row.length - gone_on, row.position - gone_on) for row in rows]
-        seated = paged.owned_by(self) and self._left == left
+        changes = paged.pool.changes
+        seated = (unchanged and self._are_as_left()) or self._are_as_seated()
         if not seated and forced is None:
             self.unseat()
             forced = self._next_tokens()
@@ -390,20 +386,32 @@ class Runner:
         for row in rows:
             row.position += 1
         self._order, self._tokens = list(rows), None
-        self._left, self._gone_on = [(row, row.length, row.position) for row in rows], 0
-        self._room, self._changes = min(row.room for row in rows), changes
+        if seated:
+            self._gone_on += 1
+        else:
+            self._left, self._gone_on = [(row, row.length, row.position) for row in rows], 0
+        self._limit, self._changes = self._gone_on + min(row.room for row in rows), changes
         return self._taken_part(logits, tokens)
 
     def _can_go_on(self) -> bool:
         """Whether the decode buffers, as the last step left them, say all there is to say of the next one."""
+        return self._gone_on < self._limit and self._are_as_left() and self.paged.is_ready(self._bucket)
+
+    def _are_as_left(self) -> bool:
+        """Whether the rows are those of the last step, in its pages, if nobody else has touched them."""
         paged = self.paged
         return (
-            self._gone_on < self._room
+            bool(self._left)
             and self._changes == paged.pool.changes
             and self._order == self.rows
             and paged.owned_by(self)
-            and paged.is_ready(self._bucket)
         )
+
+    def _are_as_seated(self) -> bool:
+        """Whether the decode buffers say of each row what is so."""
+        gone_on = self._gone_on
+        now = [(row, row.length - gone_on, row.position - gone_on) for row in self.rows]
+        return self.paged.owned_by(self) and self._left == now
 
     def _go_on(self) -> tuple[list[Row], Tensor]:
         """Run a step of the same rows in the same pages."""
