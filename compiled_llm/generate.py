@@ -289,10 +289,11 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
 
 
 def _append(call: Call, sequences: _Sequences, tokens: Sequence[int]) -> list[int]:
-    """Take one token a row; where code of the user's looks at it, another loop may run meanwhile."""
-    if not sequences.callbacks:
+    """Take one token a row; another loop may run meanwhile if it waits, or if code of the user's looks at the token."""
+    turn = call.runtime.turn
+    if not (sequences.callbacks or turn.wanted):
         return sequences.append(tokens)
-    with call.runtime.turn.yielded(), allowed():
+    with turn.yielded(), allowed():
         return sequences.append(tokens)
 
 
