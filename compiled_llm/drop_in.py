@@ -5,6 +5,7 @@
 | ``GenerationMixin._sample`` | the loop is ours | generate accepts a decoding method of the model's own |
 | ``._beam_search``, ``._assisted_decoding`` | pages go back at the end | a loop closes the cache it was given |
 | ``._prepare_cache_for_generation`` | rows instead of tensors | a model can name its cache class |
+| ``._prepare_generation_config`` | what takes long in it is kept | it deep-copies nothing |
 | ``GenerationConfig._mask_length`` | how wide a mask of ones was (from 5.23) | the mask stays |
 | ``Cache._is_user_defined`` | whose cache it is | generate says so |
 """
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -88,6 +90,13 @@ class WrappedModel:
         if (paths := _taken.get()) is not None:
             paths.append(path)
         self.compiled.counters.took(path, reason)
+
+    def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any) -> Any:
+        own = super()._prepare_generation_config  # type: ignore[misc]
+        if own.__func__ is not GenerationMixin._prepare_generation_config:  # it may look at anything
+            return own(generation_config, **kwargs)
+        model = cast(Any, self)
+        return self.compiled.settings.prepared(own, model.config, model.generation_config, generation_config, kwargs)
 
     def _prepare_cache_for_generation(
         self,

@@ -274,11 +274,10 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
                 chosen = runner.drain()  # the first tokens do not wait for decode to be compiled
             if not chosen:
                 continue
-            with call.runtime.turn.yielded(), allowed():
-                ended = sequences.append([chosen.get(row, 0) for row in rows])
-            if call.returns_cache:
+            ended = _append(call, sequences, [chosen.get(row, 0) for row in rows])
+            if ended and call.returns_cache:
                 ends.update({rows[index]: sequences.generated for index in ended})
-            else:
+            elif ended:
                 for index in ended:
                     runner.release(rows[index])
         if call.returns_cache:
@@ -287,6 +286,15 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     if call.returns_cache:
         cache.count(sequences.generated - 1)
     return sequences.finish()
+
+
+def _append(call: Call, sequences: _Sequences, tokens: Sequence[int]) -> list[int]:
+    """Take one token a row; another loop may run meanwhile if it waits, or if code of the user's looks at the token."""
+    turn = call.runtime.turn
+    if not (sequences.callbacks or turn.wanted):
+        return sequences.append(tokens)
+    with turn.yielded(), allowed():
+        return sequences.append(tokens)
 
 
 def _begun(call: Call, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
@@ -376,6 +384,7 @@ class _Sequences:
         generated: G, how many tokens each row has got.
         most_new: how many it can get at most.
         pad_token: what follows in a row that has ended.
+        callbacks: what looks at each step's tokens, criteria and a streamer.
     """
 
     def __init__(self, call: Call) -> None:
@@ -396,6 +405,7 @@ class _Sequences:
         self._custom: list[Callable[..., Any]] = [
             entry for entry in call.criteria if type(entry) not in (MaxLengthCriteria, EosTokenCriteria)
         ]
+        self.callbacks = [*self._custom, *([] if call.streamer is None else [call.streamer])]
         self._scores: tuple[Tensor, ...] | None = () if self._wants("output_scores") else None
         self._logits: tuple[Tensor, ...] | None = () if self._wants("output_logits") else None
 
@@ -405,9 +415,8 @@ class _Sequences:
     @property
     def may_change_model(self) -> bool:
         """Whether code runs between steps that nobody knows to leave the model alone."""
-        callbacks = [*self._custom, *([] if self._call.streamer is None else [self._call.streamer])]
         return not all(
-            type(callback) in _HARMLESS or getattr(callback, "leaves_model_alone", False) for callback in callbacks
+            type(callback) in _HARMLESS or getattr(callback, "leaves_model_alone", False) for callback in self.callbacks
         )
 
     @property
@@ -446,6 +455,8 @@ class _Sequences:
             ended.update(row for row, flag in enumerate(flags.tolist()) if flag)
         if self._call.streamer is not None:
             self._call.streamer.put(torch.tensor(tokens))
+        if not ended:
+            return []
         self._running = running - ended
         return sorted(running & ended) if self._pads else []
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from types import FrameType
+from typing import Any
 
 
 class _State:
@@ -37,17 +38,36 @@ def guarded_by(guard: threading.RLock) -> None:
     _workers.guard = guard
 
 
-@contextmanager
-def held() -> Iterator[None]:
+class held(ContextDecorator):  # noqa: N801
     """Hold Ctrl-C back for the block, except where it is ``allowed``."""
-    if _workers.guard is not None:
-        with _workers.guard:
-            _arrive()
-            yield
-        return
-    if not _is_ours_to_hold():
+
+    _holding: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        if _workers.guard is not None:
+            self._holding = _guarded(_workers.guard)
+        elif _State.allowed and _is_ours_to_hold():  # inside ``held`` there is nothing left to do
+            self._holding = _held()
+        if self._holding is not None:
+            self._holding.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._holding is not None:
+            self._holding.__exit__(*error)
+
+    def _recreate_cm(self) -> held:
+        return held()
+
+
+@contextmanager
+def _guarded(guard: threading.RLock) -> Iterator[None]:
+    with guard:
+        _arrive()
         yield
-        return
+
+
+@contextmanager
+def _held() -> Iterator[None]:
     before, outermost = _State.allowed, not _State.handles
     try:
         _State.allowed = False
@@ -108,7 +128,7 @@ def _on_interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    return threading.get_ident() == threading.main_thread().ident
 
 
 def _is_ours_to_hold() -> bool:

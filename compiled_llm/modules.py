@@ -35,20 +35,22 @@ class InnerHooks:
     def __init__(self) -> None:
         """Look at nothing yet."""
         self._children: Children | None = None
-        self._hooks: list[tuple[int, dict[int, Any]]] = []
+        self._modules: list[int] = []
+        self._hooks: list[dict[int, Any]] = []
 
     def of(self, model: nn.Module) -> frozenset[tuple[int, int]]:
         """Return what identifies each hook; the model is the same one each time."""
         if self._children is None or not self._children.hold():
             modules = list(model.modules())
             self._children = Children(modules)
-            self._hooks = [
-                (id(module), hooks)
-                for module in modules
-                if module is not model
-                for hooks in (module._forward_hooks, module._forward_pre_hooks)
-            ]
-        return frozenset((module, hook) for module, hooks in self._hooks if hooks for hook in hooks)
+            inner = [module for module in modules if module is not model]
+            self._modules = [id(module) for module in inner for _ in range(2)]
+            self._hooks = [hooks for module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        if not any(self._hooks):
+            return frozenset()
+        return frozenset(
+            (module, hook) for module, hooks in zip(self._modules, self._hooks, strict=True) for hook in hooks
+        )
 
 
 def same(before: list[Any], now: list[Any]) -> bool:

@@ -50,6 +50,7 @@ class PagePool:
     Attributes:
         page_size: tokens in a page.
         total: how many pages there are.
+        changes: how often pages that somebody has were shared or given back.
         lock: whoever has it sees no other thread change anything.
     """
 
@@ -60,6 +61,7 @@ class PagePool:
         self._free = list(range(pages - 1, NULL_PAGE, -1))
         self._owners = [0] * pages
         self._reserved = 0
+        self.changes = 0
         # Re-entrant: the garbage collector may give back a dropped row's pages in the middle of any call.
         self.lock = threading.RLock()
 
@@ -101,6 +103,7 @@ class PagePool:
     def share(self, pages: Sequence[int]) -> None:
         """Count one more owner of each page."""
         with self.lock:
+            self.changes += 1
             for page in pages:
                 self._owners[page] += 1
 
@@ -123,6 +126,7 @@ class PagePool:
 
     def _disown(self, pages: Iterable[int]) -> int:
         before = len(self._free)
+        self.changes += 1
         for page in pages:
             self._owners[page] -= 1
             if self._owners[page] == 0:
@@ -208,6 +212,11 @@ class Row:
         """Tokens that the row's pages, taken and promised, can hold."""
         return (len(self.pages) + self._reserved) * self._pool.page_size
 
+    @property
+    def room(self) -> int:
+        """Tokens that the row can grow by before it enters another page."""
+        return len(self.pages) * self._pool.page_size - self.length
+
     def reserve(self, tokens: int) -> None:
         """Have room for ``tokens`` in all.
 
@@ -246,6 +255,9 @@ class Row:
             OutOfPagesError: pages that were not promised are needed and not free; nothing changed.
         """
         copies = tokens > 0 and self._writes_into_shared(self.length)  # asked once: other threads may fork and free
+        if tokens <= self.room and not copies:  # as most rows do in most steps
+            self.length += tokens
+            return None
         missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._reserved) + copies
         if missing:
             self._pool.reserve(missing)
@@ -393,14 +405,14 @@ def build_table(rows: Sequence[Stored], queries: Sequence[int], page_size: int, 
         padded: B, at least ``len(rows)``.
     """
     null = padded - len(rows)
-    counts = [len(row.pages) for row in rows] + [1] * null
-    last = [row.length - (len(row.pages) - 1) * page_size for row in rows] + [1] * null
-    indices = list(chain.from_iterable(row.pages for row in rows)) + [NULL_PAGE] * null
+    pages = [row.pages for row in rows] + [[NULL_PAGE]] * null
+    indptr = _starts([len(own) for own in pages])
+    lengths = np.array([row.length for row in rows] + [1] * null, dtype=np.int32)
     return HostTable(
         qo_indptr=_starts([*queries, *[1] * null]),
-        indptr=_starts(counts),
-        indices=np.array(indices, dtype=np.int32),
-        last_page_len=np.array(last, dtype=np.int32),
+        indptr=indptr,
+        indices=np.fromiter(chain.from_iterable(pages), dtype=np.int32, count=indptr[-1]),
+        last_page_len=lengths - (np.diff(indptr) - 1) * np.int32(page_size),
     )
 
 

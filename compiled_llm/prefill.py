@@ -146,6 +146,11 @@ def pack(
     return packed, table
 
 
+def as_bytes(packed: Packed) -> NDArray[np.uint8]:
+    """Return all columns, one after the other."""
+    return np.concatenate([column.view(np.uint8) for column in packed])
+
+
 def chunks(batch: Sequence[Extension], most: int, page_size: int) -> Iterator[list[Extension]]:
     """Cut packed tokens into pieces of at most ``most``; a row that is cut attends to its earlier pieces in pages."""
     chunk: list[Extension] = []

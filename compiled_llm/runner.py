@@ -51,8 +51,11 @@ class Runner:
         self._order: list[Row] = []
         self._tokens: Tensor | None = None
         self._bucket = 0
-        # What the decode buffers say of each row, if they are ours: anything else must be uploaded anew.
+        # What the decode buffers said of each row, if they are ours, before the rows went on by _gone_on tokens:
+        # anything else must be uploaded anew. The rows can go on as long as _gone_on is less than _limit, when one of
+        # them enters a page; unless by then, after _changes of the pool, pages have been shared or given back.
         self._left: list[tuple[Row, int, int]] = []
+        self._gone_on = self._limit = self._changes = 0
         self._logits: Tensor | None = None
         self._launched: deque[tuple[list[Row], Readback]] = deque()
         self._finalizer = weakref.finalize(self, _free, self.rows)
@@ -281,7 +284,7 @@ class Runner:
             self._tokens = self.paged.buffers.bucket(self.paged.bucket_for(len(self._order))).tokens.clone()
         if self._logits is not None:
             self._logits = self._logits.clone()  # the next replay overwrites them
-        self._left = []
+        self._left, self._limit = [], 0
 
     def _check_room(self, rows: int) -> None:
         if rows > self.max_rows:
@@ -296,19 +299,21 @@ class Runner:
 
     def _forget(self) -> None:
         """Hold no next tokens any more."""
-        self._order, self._tokens, self._left = [], None, []
+        self._order, self._tokens, self._left, self._limit = [], None, [], 0
 
     # ---- in the executor
 
     def _launch(self, forced: Tensor | None, unchanged: bool = False) -> None:
         if self._pending:
             rows, tokens = self._prefill_pending()
+        elif unchanged and forced is None and self._can_go_on():
+            rows, tokens = self._go_on()
         elif self.rows:
             rows, tokens = self._decode(forced, unchanged)
         else:
             raise RuntimeError("step: there are no rows; admit a prompt first")
         self.steps += 1
-        self._launched.append((rows, Readback(tokens)))
+        self._launched.append((rows, self.paged.readbacks.start(tokens)))
 
     def _prefill_pending(self) -> tuple[list[Row], Tensor]:
         rows = [row for row, _, _ in self._pending]
@@ -331,6 +336,7 @@ class Runner:
         embeddings: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         batch = [Extension(*extension) for extension in zip(rows, ids, positions, strict=True)]
+        self._left, self._limit = [], 0
         with self._grown(rows, [len(extension.ids) for extension in batch]):
             logits, tokens = self.paged.prefill(batch, keep, embeddings)
         for row, row_positions in zip(rows, positions, strict=True):
@@ -356,7 +362,8 @@ class Runner:
         bucket = self._bucket = self._bucket_for(len(rows))
         cause: Upload = "rows joined, left or went back" if paged.owned_by(self) else "a call moved its rows in"
         paged.make_decode_ready(bucket, waiting=len(rows), unchanged=unchanged)
-        seated = paged.owned_by(self) and self._left == [(row, row.length, row.position) for row in rows]
+        changes = paged.pool.changes
+        seated = (unchanged and self._are_as_left()) or self._are_as_seated()
         if not seated and forced is None:
             self.unseat()
             forced = self._next_tokens()
@@ -379,9 +386,55 @@ class Runner:
         for row in rows:
             row.position += 1
         self._order, self._tokens = list(rows), None
-        self._left = [(row, row.length, row.position) for row in rows]
-        self._logits = logits[: len(rows)]
-        return list(rows), tokens[: len(rows)]
+        if seated:
+            self._gone_on += 1
+        else:
+            self._left, self._gone_on = [(row, row.length, row.position) for row in rows], 0
+        self._limit, self._changes = self._gone_on + min(row.room for row in rows), changes
+        return self._taken_part(logits, tokens)
+
+    def _can_go_on(self) -> bool:
+        """Whether the decode buffers, as the last step left them, say all there is to say of the next one."""
+        return self._gone_on < self._limit and self._are_as_left() and self.paged.is_ready(self._bucket)
+
+    def _are_as_left(self) -> bool:
+        """Whether the rows are those of the last step, in its pages, if nobody else has touched them."""
+        paged = self.paged
+        return (
+            bool(self._left)
+            and self._changes == paged.pool.changes
+            and self._order == self.rows
+            and paged.owned_by(self)
+        )
+
+    def _are_as_seated(self) -> bool:
+        """Whether the decode buffers say of each row what is so."""
+        gone_on = self._gone_on
+        now = [(row, row.length - gone_on, row.position - gone_on) for row in self.rows]
+        return self.paged.owned_by(self) and self._left == now
+
+    def _go_on(self) -> tuple[list[Row], Tensor]:
+        """Run a step of the same rows in the same pages."""
+        try:
+            logits, tokens = self.paged.run_decode(self._bucket)
+            with held():
+                self._gone_on += 1
+                for row in self._order:
+                    row.length += 1
+                    row.position += 1
+        except BaseException:  # the buffers may have advanced
+            self._forget()
+            self.paged.claim(None)
+            raise
+        return self._taken_part(logits, tokens)
+
+    def _taken_part(self, logits: Tensor, tokens: Tensor) -> tuple[list[Row], Tensor]:
+        """Keep the logits of the rows that took part in a decode step; return the rows, and their tokens."""
+        rows = len(self._order)
+        if rows < self._bucket:
+            logits, tokens = logits[:rows], tokens[:rows]
+        self._logits = logits
+        return self._order, tokens
 
     def _bucket_for(self, rows: int) -> int:
         """Return the smallest bucket for so many rows; where there were more, the smallest that is ready.
@@ -426,7 +479,7 @@ class Runner:
 
     def _read(self) -> dict[Row, int]:
         rows, readback = self._launched.popleft()
-        return dict(zip(rows, readback.result().tolist(), strict=True))
+        return dict(zip(rows, readback.result(), strict=True))
 
 
 @held()

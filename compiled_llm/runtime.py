@@ -22,6 +22,7 @@ from compiled_llm.modules import InnerHooks
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.paged_model import PagedModel
 from compiled_llm.runner import Runner
+from compiled_llm.settings import KnownSettings
 from compiled_llm.stats import Counters, Stats
 from compiled_llm.turn import Turn
 
@@ -39,6 +40,7 @@ class CompiledModel:
         hooks: those on its inner modules.
         counts_unmasked: whether it numbers unmasked tokens where it is given no positions.
         attention: switches between paged attention and the model's own.
+        settings: what calls of ``generate`` were asked for so far.
         turn: whose loop runs.
         counters: what ran where; read them through ``stats``.
         journal: what happened on the device side; read it through ``explain``.
@@ -75,6 +77,7 @@ class CompiledModel:
         # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
         self._made_for: tuple[Hashable, ...] = ()
         self._allocation = threading.Lock()
+        self.settings = KnownSettings()
         self.turn = Turn()
 
     def warmup(self, batch_sizes: Iterable[int] | None = None) -> None:

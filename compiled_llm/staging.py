@@ -7,6 +7,7 @@ the host waits only when it is that many uploads ahead.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,20 +69,41 @@ def _aligned(nbytes: int) -> int:
 class Readback:
     """Tokens on their way to the host; ``result`` waits for this copy alone, not for what was queued after it."""
 
-    def __init__(self, tokens: Tensor) -> None:
-        """Start copying ``tokens`` ``[B]`` int64; they may be overwritten by later work on the stream."""
-        self._event: torch.cuda.Event | None = None
-        if tokens.device.type == "cuda":
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = tokens.clone()
+    def __init__(self, rows: int, device: torch.device, idle: list[Readback]) -> None:
+        """Allocate for ``rows`` tokens; ``idle`` gets this back once they have been read."""
+        cuda = device.type == "cuda"
+        self._host = torch.empty(rows, dtype=torch.int64, pin_memory=cuda)
+        self._array: NDArray[np.int64] = self._host.numpy()
+        self._event = torch.cuda.Event() if cuda else None
+        self._idle = idle
 
-    def result(self) -> NDArray[np.int64]:
-        """Return the tokens."""
+    def start(self, tokens: Tensor) -> None:
+        """Start copying ``tokens`` ``[B]`` int64; they may be overwritten by later work on the stream."""
+        self._host.copy_(tokens, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def result(self) -> list[int]:
+        """Return the tokens, once."""
         if self._event is not None:
             self._event.synchronize()
-        array: NDArray[np.int64] = self._host.numpy()
-        return array
+        tokens: list[int] = self._array.tolist()
+        self._idle.append(self)
+        return tokens
+
+
+class Readbacks:
+    """Those of one model: to allocate pinned memory and an event takes longer than to copy a step's tokens."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Allocate nothing yet."""
+        self._device = device
+        self._idle: defaultdict[int, list[Readback]] = defaultdict(list)
+
+    def start(self, tokens: Tensor) -> Readback:
+        """Start copying ``tokens`` ``[B]`` int64."""
+        rows = tokens.shape[0]
+        idle = self._idle[rows]
+        readback = idle.pop() if idle else Readback(rows, self._device, idle)
+        readback.start(tokens)
+        return readback

@@ -16,8 +16,14 @@ class Turn:
         """Start free."""
         self._condition = threading.Condition()
         self._holder: object | None = None
+        self._waiting = 0
         self._loops: set[object] = set()
         self._local = threading.local()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether others wait for the turn."""
+        return self._waiting > 0
 
     @contextmanager
     def taken(self, fits: Callable[[], bool]) -> Iterator[None]:
@@ -59,6 +65,10 @@ class Turn:
                     self._holder = mine
 
     def _wait_until(self, predicate: Callable[[], bool]) -> None:
-        while not predicate():
-            self._condition.wait(timeout=0.2)
-            check()
+        self._waiting += 1
+        try:
+            while not predicate():
+                self._condition.wait(timeout=0.2)
+                check()
+        finally:
+            self._waiting -= 1

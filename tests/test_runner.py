@@ -97,7 +97,7 @@ class Schedule:
             for index, row in enumerate(took_part):
                 self.left[row] -= 1
                 self.twins[row].feed([self.twins[row].next if tokens is None else int(tokens[index])])
-        arrived = self.runner.step(tokens)
+        arrived = self.runner.step(tokens, unchanged=True)
         assert arrived == self.expected, "tokens of the step before, of the rows that took part in it"
         torch.testing.assert_close(
             self.runner.logits(), torch.stack([self.twins[row].logits for row in took_part]), **TOLERANCE
@@ -214,6 +214,41 @@ def test_rewind_between_steps_gives_huggingfaces_logits(model, runner, seed):
         runner.step(torch.tensor([token]))
         twin.feed([token])
         torch.testing.assert_close(runner.logits()[0], twin.logits, **TOLERANCE)
+
+
+def test_a_fork_between_steps_keeps_what_it_holds(model, runner, seed):
+    rng = np.random.default_rng(seed)
+    prompts = [prompt_of(length, rng) for length in (4, 6)]
+    twins = [Alone(tiny_qwen3(**OVERRIDES), prompt) for prompt in prompts]
+    for prompt in prompts:
+        runner.admit(prompt, 20)
+    runner.step()
+    forks = []
+    for number in range(12):
+        if number % 4 < 2:  # in a row, and after steps that looked at no row
+            fork = runner.fork()
+            forks.append((fork, fork.stored(0)))
+        runner.step(unchanged=True)
+        for twin in twins:
+            twin.feed([twin.next])
+        torch.testing.assert_close(runner.logits(), torch.stack([twin.logits for twin in twins]), **TOLERANCE)
+    for fork, held in forks:
+        assert all(map(torch.equal, fork.stored(0), held))
+
+
+def test_a_rewind_within_a_page_between_steps_is_seen(model, runner, seed):
+    """The token that comes next stays the same, whatever is forgotten before it."""
+    prompt = prompt_of(4, np.random.default_rng(seed))
+    row, twin = runner.admit(prompt, 30), Alone(tiny_qwen3(**OVERRIDES), prompt)
+    runner.step()
+    for _ in range(3):  # the last one enters a page and stays in it
+        runner.step(unchanged=True)
+        twin.feed([twin.next])
+    following = twin.next
+    row.rewind(row.length - 1)
+    runner.step(unchanged=True)
+    again = Alone(tiny_qwen3(**OVERRIDES), [*twin.fed[:-1], following])
+    torch.testing.assert_close(runner.logits()[0], again.logits, **TOLERANCE)
 
 
 # ---- pages

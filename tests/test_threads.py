@@ -508,6 +508,25 @@ def test_ctrl_c_interrupts_a_long_call_on_the_device_thread():
     assert in_thread(lambda: thread.call(lambda: 7)) == 7
 
 
+def test_a_turn_says_whether_others_wait_for_it():
+    turn = Turn()
+
+    def take() -> None:
+        with turn.taken(fits=lambda: True):
+            pass
+
+    with turn.taken(fits=lambda: True):
+        assert not turn.wanted
+        other = start(take)
+        until = time.monotonic() + PATIENCE
+        while not turn.wanted and time.monotonic() < until:
+            time.sleep(0.01)
+        assert turn.wanted
+        with turn.yielded():  # as a loop does then
+            other.result(timeout=PATIENCE)
+    assert not turn.wanted
+
+
 def test_ctrl_c_while_waiting_for_the_turn_does_not_break_anothers_turn(model):
     runtime = model.compiled
     holds, ended = threading.Event(), threading.Event()

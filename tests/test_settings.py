@@ -1,0 +1,113 @@
+"""What ``generate`` makes of its settings is what HuggingFace makes of them, at the first call and at later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+import compiled_llm
+from conftest import tiny_qwen3
+
+pytestmark = pytest.mark.core
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"max_new_tokens": 5, "do_sample": False},
+    {"max_new_tokens": 5, "do_sample": 0},
+    {"do_sample": True, "temperature": 0.5, "top_k": None},
+    {"eos_token_id": None, "max_length": 30},
+    {"eos_token_id": [3, 4], "suppress_tokens": (7,), "bad_words_ids": [[3], [4, 5]]},
+    {"output_attentions": True, "return_dict_in_generate": True},
+    {"attention_mask": torch.ones(1, 3), "logits_to_keep": 1, "max_new_tokens": 2},
+    {"use_cache": False},
+    {"eos_token_id": torch.tensor([3])},
+    {"watermarking_config": {"bias": 2.5}, "do_sample": True},
+    {"of_nobody": 3, "nor": "this"},
+    {"generation_config": GenerationConfig(max_new_tokens=7, eos_token_id=[9])},
+    {"generation_config": GenerationConfig(max_new_tokens=7), "temperature": 0.3},
+]
+
+
+@pytest.fixture
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A plain model and a wrapped one."""
+    return tiny_qwen3(num_hidden_layers=1), compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), progress=False)
+
+
+def prepared(model: PreTrainedModel, arguments: dict[str, Any]) -> Any:
+    config, model_inputs = model._prepare_generation_config(**{"generation_config": None, **arguments})
+    return {name: (type(value), repr(value)) for name, value in vars(config).items()}, model_inputs
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda arguments: ", ".join(arguments) or "none")
+def test_they_are_huggingfaces_each_time(arguments, pair):
+    plain, wrapped = pair
+    expected = prepared(plain, arguments)
+    for _ in range(3):
+        assert prepared(wrapped, arguments) == expected
+
+
+@pytest.mark.parametrize("first", range(len(ARGUMENTS)))
+def test_settings_that_resemble_each_other_are_told_apart(first, pair):
+    plain, wrapped = pair
+    for _ in range(2):
+        for arguments in (ARGUMENTS[first], *ARGUMENTS):
+            assert prepared(wrapped, arguments) == prepared(plain, arguments)
+
+
+def set_length(model: PreTrainedModel) -> None:
+    model.generation_config.max_length = 77
+
+
+def append_to_list(model: PreTrainedModel) -> None:
+    model.generation_config.eos_token_id.append(5)
+
+
+def new_config(model: PreTrainedModel) -> None:
+    model.generation_config = GenerationConfig(top_k=3, of_my_own=2)
+
+
+def tensor(model: PreTrainedModel) -> None:
+    model.generation_config.eos_token_id = torch.tensor([4, 5])
+
+
+@pytest.mark.parametrize("change", [set_length, append_to_list, new_config, tensor])
+def test_a_changed_generation_config_is_seen(change: Callable[[PreTrainedModel], None], pair):
+    for model in pair:
+        model.generation_config.eos_token_id = [2]
+    plain, wrapped = pair
+    before = prepared(wrapped, {})
+    for model in pair:
+        change(model)
+    assert prepared(wrapped, {}) == prepared(plain, {}) != before
+
+
+def test_a_config_that_controls_generation_is_refused_later_too(pair):
+    _, wrapped = pair
+    prepared(wrapped, {})
+    wrapped.config.top_k = 3
+    with pytest.raises(ValueError, match="modified the pretrained model configuration"):
+        prepared(wrapped, {})
+    wrapped.config.top_k = None
+    prepared(wrapped, {})
+
+
+def test_what_a_call_does_to_its_config_stays_its_own(pair):
+    _, wrapped = pair
+    expected = prepared(wrapped, {"eos_token_id": [3, 4]})
+    config, model_inputs = wrapped._prepare_generation_config(None, eos_token_id=[3, 4])
+    config.eos_token_id.append(9)
+    config.max_length = 1
+    model_inputs["more"] = 1
+    assert prepared(wrapped, {"eos_token_id": [3, 4]}) == expected
+
+
+def test_bad_settings_are_refused_each_time(pair):
+    _, wrapped = pair
+    for _ in range(3):
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            wrapped.generate(torch.tensor([[3, 4]]), max_new_tokens=-1)
