@@ -25,13 +25,13 @@ def test_rows_share_programs_for_the_device_or_a_few_each(rows: int, together: i
     tiling = choose(rows, 8, 2, 128, 40_960, **H200)
     assert (tiling.together, tiling.programs) == (together, together * programs)
     busy = programs == 4 and rows > 4
-    assert (tiling.alone * tiling.block, tiling.least * tiling.block) == ((1024, 768) if busy else (384, 128))
+    assert (tiling.alone * tiling.block, tiling.least * tiling.block) == ((1024, 1024) if busy else (384, 128))
 
 
 def test_rows_that_cannot_be_long_get_one_program() -> None:
     tilings = [choose(64, 8, 2, 128, most_keys, **H200) for most_keys in (1024, 1025)]
     assert [(tiling.together, tiling.programs) for tiling in tilings] == [(1, 1), (32, 128)]
-    assert choose(2, 8, 2, 128, 600, **H200).budget == 10, "no more than there can be blocks for"
+    assert choose(2, 8, 2, 128, 600, **H200).programs == 10, "no more than there can be blocks for"
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,8 @@ ALONE = 3
 FEW = 4
 """Programs that there are for a row and kv head on average even if the device is busy without: one may be long."""
 
-BUSY_ALONE = 2**17
+BUSY_NUMBERS = 2**17
 """Numbers of keys that one program reads alone, where the others keep the device busy: 1,024 keys of size 128."""
-
-BUSY_NUMBERS = 3 * 2**15
-"""Numbers of keys in a share at least, likewise: 768 keys. Shares are rounded, so that they reach 1.5 times as many."""
 
 MOST_SHARES = 64
 """Programs that share a row at most: the last of them reads what all others found."""
@@ -34,10 +31,9 @@ class Tiling(NamedTuple):
 
     Attributes:
         together: rows that share programs, next to each other: 1 or up to MOST_ROWS.
-        budget: shares of one size that their keys are cut into. Each row gets as many as its own keys make when
-            rounded, and at least one.
+        programs: for each kv head of these rows; one for each row at least.
         alone: blocks up to which one program reads all keys of a row.
-        least: blocks in a share of this size, at least.
+        least: the size of a share in blocks, at least; rows are cut evenly into as few as are no larger.
         block: keys read at a time.
         stages: depth of the pipeline; with 5, two blocks and the page numbers of two more are on their way at a time,
             with 3, one.
@@ -45,17 +41,12 @@ class Tiling(NamedTuple):
     """
 
     together: int
-    budget: int
+    programs: int
     alone: int
     least: int
     block: int
     stages: int
     warps: int
-
-    @property
-    def programs(self) -> int:
-        """Programs for each kv head of rows that share them: one for each row, and fewer than the budget besides."""
-        return self.together - 1 + self.budget
 
 
 def choose(
@@ -88,11 +79,11 @@ def choose(
         numbers, stages, warps = 2**13, 5 if items <= 3 * processors else 3, 2
     splits, alone, least = processors // items, ALONE, 1
     if splits < FEW:
-        splits, alone, least = FEW, BUSY_ALONE // numbers, BUSY_NUMBERS // numbers
+        splits, alone, least = FEW, BUSY_NUMBERS // numbers, BUSY_NUMBERS // numbers
     block = numbers // head_dim
     blocks = -(-most_keys // block)
     if blocks <= alone:
         return Tiling(1, 1, alone, least, block, stages, warps)
     together = -(-rows // -(-rows // MOST_ROWS))
-    budget = min((splits - 1) * together + 1, together * min(blocks, MOST_SHARES))
-    return Tiling(together, budget, alone, least, block, stages, warps)
+    programs = together * min(splits, blocks, MOST_SHARES)
+    return Tiling(together, programs, alone, least, block, stages, warps)

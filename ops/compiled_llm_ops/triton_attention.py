@@ -130,21 +130,27 @@ def _of(own, numbers):
 
 
 @triton.jit
-def _share(blocks, program, budget, alone, least, MOST: tl.constexpr):
+def _shares(blocks, size, alone, MOST: tl.constexpr):
+    """Return how many programs share each row if their shares are of up to so many blocks; without a row, none."""
+    return tl.where(blocks > alone, tl.minimum(tl.cdiv(blocks, size), MOST), tl.minimum(blocks, 1))
+
+
+@triton.jit
+def _share(blocks, program, programs, together, alone, least, MOST: tl.constexpr):
     """Return the row of ``program`` as a mask, its first program, how many they are, and the share: blocks from, to.
 
     ``blocks`` ``[ROWS]`` holds zeros where there is no row, and so does the mask of programs past the end.
 
-    The size of a share is what cuts all blocks into ``budget`` pieces, and a row has as many shares as sizes fit into
-    its blocks, rounded, and at least one. Since n > 1 shares take (n - 1/2) * size blocks or more, and all rows have
-    budget * size at most, the shares after each row's first are fewer than ``budget``. Since n is no more than the
-    row's blocks, none is empty.
+    The size of a share is what cuts all blocks into as many pieces as there are programs. Rows end in smaller ones: if
+    these make too many shares, the size is what leaves one program for the end of each row but one, which is enough
+    whatever the lengths. Rows of like lengths need no such reserve.
 
     Rows that are shared come first: the longest shares are theirs.
     """
-    size = tl.maximum(tl.cdiv(tl.sum(blocks), budget), least)
-    shares = tl.maximum((2 * blocks + size) // (2 * size), 1)
-    shares = tl.where(blocks > alone, tl.minimum(shares, MOST), tl.minimum(blocks, 1))
+    total = tl.sum(blocks)
+    shares = _shares(blocks, tl.maximum(tl.cdiv(total, programs), least), alone, MOST)
+    fewer = _shares(blocks, tl.maximum(tl.cdiv(total, programs - together + 1), least), alone, MOST)
+    shares = tl.where(tl.sum(shares) <= programs, shares, fewer)
     shared = tl.where(shares > 1, shares, 0)
     single = tl.where(shares == 1, 1, 0)
     ends = tl.where(shares > 1, tl.cumsum(shared), tl.sum(shared) + tl.cumsum(single))
@@ -158,11 +164,11 @@ def _share(blocks, program, budget, alone, least, MOST: tl.constexpr):
     return own, first, count, begin, end
 
 
-@triton.jit(do_not_specialize=["rows", "together", "budget", "window_left", "alone", "least"])
+@triton.jit(do_not_specialize=["rows", "together", "window_left", "alone", "least"])
 def _decode_paged_attention(
     query, key, value, pages, indptr, indices, last_page_len, out, lse, partials, partial_lses, arrivals,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
-    rows, together, budget, window_left, alone, least, scale, cap,
+    rows, together, window_left, alone, least, scale, cap,
     ROWS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
     CAPPED: tl.constexpr, PDL: tl.constexpr,
@@ -188,7 +194,7 @@ def _decode_paged_attention(
     lengths = (end_pages - first_pages - 1) * PAGE + tl.load(last_page_len + numbers, mask=there, other=0)
     firsts = tl.maximum(lengths - 1 - window_left, 0)
     own, first_program, count, begin, end = _share(
-        tl.cdiv(lengths - firsts, BLOCK), program, budget, alone, least, MOST
+        tl.cdiv(lengths - firsts, BLOCK), program, programs, together, alone, least, MOST
     )
     if count > 0:
         row, length, first = _of(own, numbers), _of(own, lengths), _of(own, firsts)
@@ -295,7 +301,7 @@ def decode(
     }  # fmt: skip
     _decode_paged_attention[(kv_heads, groups, tiling.programs)](
         query, key, value, pages, indptr, indices, last_page_len, out, lse, partials, partial_lses, arrivals,
-        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.together, tiling.budget,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.together,
         window_left if window_left >= 0 else 2**31 - 1, tiling.alone, tiling.least, factor, cap, **constants,
     )  # fmt: skip
     return out
