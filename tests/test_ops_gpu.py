@@ -386,7 +386,7 @@ def test_head_size_without_kernels_is_padded(group: int, seed: int, workspace: W
 @seeded
 def test_one_long_row_is_split_over_the_device(seed: int, workspace: Workspace) -> None:
     for group in (2, 8):
-        for lengths in ([20_000], [40_960], [20_000, 1, 500], [5000, *[100] * 149]):
+        for lengths in ([20_000], [40_960], [20_000, 1, 500], [*[160] * 7, 32_768], [5000, *[100] * 149]):
             decode_once(geometry_of(group), 128, lengths, seed)
     prefill_once(geometry_of(8), 128, [20_000], [7], workspace, static=False, seed=seed)
 
@@ -506,7 +506,7 @@ def test_replays_see_the_table_that_was_captured(seed: int, workspace: Workspace
 def test_decode_replays_on_several_streams_at_once(seed: int) -> None:
     """Recordings from one stream, replayed on others at the same time, with launches outside of them in between."""
     given = []
-    for lengths in ([5000], [700, 3000], [40, 1, 900, 16]):
+    for lengths in ([5000], [700, 3000], [*[40] * 40, 6000, 1, 900]):
         rows = Rows([geometry_of(2)], lengths, max(lengths), 128, seed)
         (layer,) = rows.layers
         given.append((layer, rows.queries(layer, len(lengths)), rows.newest(layer), on_device(rows.table())))

@@ -11,32 +11,37 @@ ALONE = 3
 """Blocks that one program reads as fast as several that have to merge what they found."""
 
 FEW = 4
-"""Programs that a row and kv head gets even if the device is busy without: one row may be longer than all others."""
+"""Programs that there are for a row and kv head on average even if the device is busy without: one may be long."""
 
 BUSY_NUMBERS = 2**17
 """Numbers of keys that one program reads alone, where the others keep the device busy: 1,024 keys of size 128."""
 
-MOST_SPLITS = 64
+MOST_SHARES = 64
 """Programs that share a row at most: the last of them reads what all others found."""
+
+MOST_ROWS = 32
+"""Rows that share programs at most: one for each thread of a warp, which sums their numbers in one instruction."""
 
 LARGE_PROGRAM = 160 * 1024
 """Bytes of shared memory that a program with blocks of 16,384 numbers needs."""
 
 
 class Tiling(NamedTuple):
-    """How programs share the keys of a row, and how each of them reads its own.
+    """How programs share the keys of rows, and how each of them reads its own.
 
     Attributes:
-        splits: programs for each row and kv head, at most.
+        together: rows that share programs, next to each other: 1 or up to MOST_ROWS.
+        programs: for each kv head of these rows; one for each row at least.
         alone: blocks up to which one program reads all keys of a row.
-        least: blocks that each of several programs reads at least.
+        least: the size of a share in blocks, at least; rows are cut evenly into as few as are no larger.
         block: keys read at a time.
         stages: depth of the pipeline; with 5, two blocks and the page numbers of two more are on their way at a time,
             with 3, one.
         warps: in a program.
     """
 
-    splits: int
+    together: int
+    programs: int
     alone: int
     least: int
     block: int
@@ -49,10 +54,12 @@ def choose(
 ) -> Tiling:
     """Return how keys are shared, from what never changes: not from lengths, since a recorded launch is replayed.
 
-    The rules are fitted to times on an H200, rows of 160 to 32,768 keys at batch 1 to 64. What they say in short: as
-    much on its way on each multiprocessor as fits, in one large program or in several small ones; and rows are split
-    only while that occupies multiprocessors that would be idle. A few programs are there for rows that are much longer
-    than the others, which nobody knows here. Those without keys end at once.
+    The shapes of programs are fitted to times on an H200, rows of 160 to 32,768 keys at batch 1 to 64. What they say
+    in short: as much on its way on each multiprocessor as fits, in one large program or in several small ones.
+
+    There are as many programs as occupy multiprocessors that would be idle, and a few for each row in any case: one
+    row may be much longer than the others, which nobody knows here. Those without keys end at once. Where no row can
+    be long, each has one.
 
     Args:
         rows: B.
@@ -75,4 +82,8 @@ def choose(
         splits, alone, least = FEW, BUSY_NUMBERS // numbers, BUSY_NUMBERS // numbers
     block = numbers // head_dim
     blocks = -(-most_keys // block)
-    return Tiling(1 if blocks <= alone else min(splits, blocks, MOST_SPLITS), alone, least, block, stages, warps)
+    if blocks <= alone:
+        return Tiling(1, 1, alone, least, block, stages, warps)
+    together = -(-rows // -(-rows // MOST_ROWS))
+    programs = together * min(splits, blocks, MOST_SHARES)
+    return Tiling(together, programs, alone, least, block, stages, warps)

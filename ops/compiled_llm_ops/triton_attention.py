@@ -4,8 +4,8 @@ Before it attends, it writes the row's newest key and value into the pages: a la
 longer than the writing.
 
 A plan would have to follow the rows' lengths. Here the grid depends on nothing that changes from step to step, so a
-recorded launch holds for ever: each row has as many programs as the longest table could use, and each program finds
-its keys on the device, from the page table of the moment. Those that find none end at once.
+recorded launch holds for ever. Rows share its programs: each program computes from the page table of the moment how
+their keys are dealt out, as a plan on the host would, and reads its own share. Those without any end at once.
 
 Like the kernels of ``triton_linear``, it may begin while the kernel in front of it ends (programmatic dependent
 launch): it touches no memory before ``gdc_wait``, and reads none after ``gdc_launch_dependents``.
@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.arrivals import zeros
-from compiled_llm_ops.attention_tiling import Tiling
+from compiled_llm_ops.attention_tiling import MOST_ROWS, MOST_SHARES, Tiling
 
 MERGED_NUMBERS = 2**12
 """Numbers of partial results that are summed at a time."""
@@ -123,65 +123,111 @@ def _store(out, lse, values, lses, first_head, ROWS: tl.constexpr, GROUP: tl.con
         tl.store(lse + first_head + offs_g, lses, mask=offs_g < GROUP)
 
 
-@triton.jit(do_not_specialize=["window_left", "alone", "least"])
+@triton.jit
+def _of(own, numbers):
+    """Return the number of the one row that is the program's own, or 0 where there is none."""
+    return tl.sum(tl.where(own, numbers, 0))
+
+
+@triton.jit
+def _shares(blocks, size, alone, MOST: tl.constexpr):
+    """Return how many programs share each row if their shares are of up to so many blocks; without a row, none."""
+    return tl.where(blocks > alone, tl.minimum(tl.cdiv(blocks, size), MOST), tl.minimum(blocks, 1))
+
+
+@triton.jit
+def _share(blocks, program, programs, together, alone, least, MOST: tl.constexpr):
+    """Return the row of ``program`` as a mask, its first program, how many they are, and the share: blocks from, to.
+
+    ``blocks`` ``[ROWS]`` holds zeros where there is no row, and so does the mask of programs past the end.
+
+    The size of a share is what cuts all blocks into as many pieces as there are programs. Rows end in smaller ones: if
+    these make too many shares, the size is what leaves one program for the end of each row but one, which is enough
+    whatever the lengths. Rows of like lengths need no such reserve.
+
+    Rows that are shared come first: the longest shares are theirs.
+    """
+    total = tl.sum(blocks)
+    shares = _shares(blocks, tl.maximum(tl.cdiv(total, programs), least), alone, MOST)
+    fewer = _shares(blocks, tl.maximum(tl.cdiv(total, programs - together + 1), least), alone, MOST)
+    shares = tl.where(tl.sum(shares) <= programs, shares, fewer)
+    shared = tl.where(shares > 1, shares, 0)
+    single = tl.where(shares == 1, 1, 0)
+    ends = tl.where(shares > 1, tl.cumsum(shared), tl.sum(shared) + tl.cumsum(single))
+    own = (program >= ends - shares) & (program < ends)
+    smaller = _of(own, blocks // tl.maximum(shares, 1))
+    count = _of(own, shares)
+    first = _of(own, ends) - count
+    split, larger = program - first, _of(own, blocks) - smaller * count  # so many have one block more
+    begin = split * smaller + tl.minimum(split, larger)
+    end = begin + smaller + tl.where(split < larger, 1, 0)
+    return own, first, count, begin, end
+
+
+@triton.jit(do_not_specialize=["rows", "together", "window_left", "alone", "least"])
 def _decode_paged_attention(
     query, key, value, pages, indptr, indices, last_page_len, out, lse, partials, partial_lses, arrivals,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
-    window_left, alone, least, scale, cap,
-    GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+    rows, together, window_left, alone, least, scale, cap,
+    ROWS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr,
+    DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some keys of one row and kv head; where several programs share them, the last to end merges all results.
 
     The program with the last keys writes the newest of them first.
 
-    ``partials`` holds a [PADDED, D'] for each program and ``partial_lses`` a [PADDED]; ``arrivals`` holds a zero for
-    each row and kv head, which it is again afterwards.
+    Axes of the grid: kv heads, groups of rows, programs, so that programs without keys start last. A group is
+    ``together`` rows, at most ROWS. ``partials`` holds a [PADDED, D'] for each program and ``partial_lses`` a
+    [PADDED]; ``arrivals`` holds a zero for each row and kv head, which it is again afterwards.
     """
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads, splits = tl.num_programs(1), tl.num_programs(2)
-    ROWS: tl.constexpr = max(PADDED, 16)  # tensor cores take no fewer
-    offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, DIM)
+    head, group, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads, programs = tl.num_programs(0), tl.num_programs(2)
+    HEADS: tl.constexpr = max(PADDED, 16)  # tensor cores take no fewer
+    offs_r, offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, HEADS), tl.arange(0, DIM)
+    numbers = group * together + offs_r
+    there = (offs_r < together) & (numbers < rows)
     if PDL:
         gdc_wait()
-    first_page, end_page = tl.load(indptr + row), tl.load(indptr + row + 1)
-    last = tl.load(last_page_len + row)
-    length = (end_page - first_page - 1) * PAGE + last
-    first = tl.maximum(length - 1 - window_left, 0)
-    blocks = tl.cdiv(length - first, BLOCK)
-    each = tl.maximum(tl.cdiv(blocks, splits), least)
-    if blocks <= alone:
-        each = blocks
-    active = tl.cdiv(blocks, each)
-    if split < active:
+    first_pages = tl.load(indptr + numbers, mask=there, other=0)
+    end_pages = tl.load(indptr + numbers + 1, mask=there, other=1)  # no row: no keys
+    lengths = (end_pages - first_pages - 1) * PAGE + tl.load(last_page_len + numbers, mask=there, other=0)
+    firsts = tl.maximum(lengths - 1 - window_left, 0)
+    own, first_program, count, begin, end = _share(
+        tl.cdiv(lengths - firsts, BLOCK), program, programs, together, alone, least, MOST
+    )
+    if count > 0:
+        row, length, first = _of(own, numbers), _of(own, lengths), _of(own, firsts)
         wanted = (offs_g[:, None] < GROUP) & (offs_d[None, :] < HEAD)
         q_at = query + row * row_stride + (head * GROUP + offs_g)[:, None] * head_stride + offs_d[None, :]
         q = tl.load(q_at, mask=wanted, other=0.0)
         head_pages, values_offset = pages + head * (PAGE * DIM), heads * (PAGE * DIM)
-        if split == active - 1:
-            number = tl.load(indices + end_page - 1).to(tl.int64)
-            slot_at = head_pages + number * (2 * values_offset) + (last - 1) * DIM
+        own_indices = indices + _of(own, first_pages)
+        if first + end * BLOCK >= length:
+            newest = length - 1
+            number = tl.load(own_indices + newest // PAGE).to(tl.int64)
+            slot_at = head_pages + number * (2 * values_offset) + (newest % PAGE) * DIM
             key_at = key + row * key_row_stride + head * key_head_stride
             value_at = value + row * value_row_stride + head * value_head_stride
             _append(key_at, value_at, slot_at, values_offset, HEAD, DIM)
         values, lses = _attend(
-            q, head_pages, indices + first_page, values_offset, first, length,
-            split * each, tl.minimum((split + 1) * each, blocks), scale, cap,
+            q, head_pages, own_indices, values_offset, first, length, begin, end, scale, cap,
             PAGE, DIM, BLOCK, CAPPED, STAGES,
         )  # fmt: skip
         item = row * heads + head
-        if active == 1:
+        if count == 1:
             if PDL:
                 gdc_launch_dependents()
-            _store(out, lse, values, lses, item * GROUP, ROWS, GROUP, HEAD, DIM)
+            _store(out, lse, values, lses, item * GROUP, HEADS, GROUP, HEAD, DIM)
         else:
-            own, used = (item * splits + split) * PADDED + offs_g, offs_g < PADDED
-            own_values = partials + own[:, None] * DIM + offs_d[None, :]
+            slots = (group * heads + head) * programs
+            slot, used = (slots + program) * PADDED + offs_g, offs_g < PADDED
+            own_values = partials + slot[:, None] * DIM + offs_d[None, :]
             tl.store(own_values, values, mask=used[:, None], cache_modifier=".cg")
-            tl.store(partial_lses + own, lses, mask=used, cache_modifier=".cg")
+            tl.store(partial_lses + slot, lses, mask=used, cache_modifier=".cg")
             tl.debug_barrier()  # every thread's part is written before one of them says so
-            if tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu") == active - 1:
-                merged, merged_lses = _merge(partials, partial_lses, item * splits, active, PADDED, DIM, CHUNK)
+            if tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu") == count - 1:
+                merged, merged_lses = _merge(partials, partial_lses, slots + first_program, count, PADDED, DIM, CHUNK)
                 _store(out, lse, merged, merged_lses, item * GROUP, PADDED, GROUP, HEAD, DIM)
                 tl.store(arrivals + item, 0)
 
@@ -238,22 +284,24 @@ def decode(
     group = heads // kv_heads
     padded = triton.next_power_of_2(group)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    groups = -(-rows // tiling.together)
     # The only program of a row and kv head touches none of these; their types would make it another kernel.
-    sharing = rows * kv_heads * tiling.splits if tiling.splits > 1 else 0
-    partials = torch.empty((sharing, padded, stored), dtype=torch.float32, device=query.device)
-    partial_lses = torch.empty((sharing, padded), dtype=torch.float32, device=query.device)
-    arrivals = zeros.take(rows * kv_heads, query.device) if sharing else indptr
+    slots = kv_heads * tiling.programs * groups if tiling.programs > 1 else 0
+    partials = torch.empty((slots, padded, stored), dtype=torch.float32, device=query.device)
+    partial_lses = torch.empty((slots, padded), dtype=torch.float32, device=query.device)
+    arrivals = zeros.take(rows * kv_heads, query.device) if slots else indptr
     factor, cap = scale * math.log2(math.e), 0.0
     if logits_soft_cap > 0:
         factor, cap = scale / logits_soft_cap, logits_soft_cap * math.log2(math.e)
     constants: dict[str, Any] = {
+        "ROWS": 1 if tiling.together == 1 else MOST_ROWS, "MOST": MOST_SHARES,
         "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "BLOCK": tiling.block, "CHUNK": max(1, MERGED_NUMBERS // (padded * stored)), "STAGES": tiling.stages,
         "CAPPED": cap > 0, "PDL": pdl, "num_warps": tiling.warps, **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
-    _decode_paged_attention[(rows, kv_heads, tiling.splits)](
+    _decode_paged_attention[(kv_heads, groups, tiling.programs)](
         query, key, value, pages, indptr, indices, last_page_len, out, lse, partials, partial_lses, arrivals,
-        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.together,
         window_left if window_left >= 0 else 2**31 - 1, tiling.alone, tiling.least, factor, cap, **constants,
     )  # fmt: skip
     return out
