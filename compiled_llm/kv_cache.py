@@ -102,8 +102,9 @@ def allocate_pages(
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # PyTorch writes its zeros; NumPy asks the operating system for memory that is zero.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    # PyTorch writes its zeros; NumPy asks the operating system for memory that is zero. And no view of it: of each,
+    # Dynamo would trace what it is a view of as well, with a symbolic size.
+    return torch.frombuffer(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8), dtype=dtype).resize_(shape)
 
 
 def mark_static(tensor: Tensor) -> Tensor:

@@ -6,11 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from compiled_llm.kv_cache import bucket_for, buckets_up_to
+from compiled_llm.kv_cache import allocate_pages, bucket_for, buckets_up_to
+from compiled_llm.layers import Layer
 from compiled_llm.page_table import NULL_PAGE, OutOfPagesError, PagePool, Promise, Row, Span, build_table
 
 pytestmark = pytest.mark.core
@@ -391,3 +393,16 @@ def test_every_batch_has_the_smallest_bucket_that_holds_it(most):
         assert bucket in buckets
         assert bucket >= rows
         assert not [other for other in buckets if rows <= other < bucket]
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_are_zeros_and_no_views(dtype):
+    """Dynamo would trace what they are views of as well, layer by layer."""
+    layer = Layer(query_heads=4, kv_heads=2, head_dim=16, window_left=-1, logits_soft_cap=0.0)
+    for pages in allocate_pages(3, [layer, layer], 4, dtype, torch.device("cpu")):
+        assert torch.equal(pages, torch.zeros(3, 2, 2, 4, 16, dtype=dtype))
+        assert pages.is_contiguous()
+        assert not pages._is_view()
