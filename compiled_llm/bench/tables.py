@@ -195,7 +195,7 @@ def _roofline_note(result: Roofline) -> str:
         "runs without the profiler."
     )
     if result.host_us is not None:
-        note += f" Launching a step takes the host {result.host_us:,.0f} us (idle device, median)."
+        note += f" Launching a step takes the host {result.host_us:,.0f} us (idle device, mean, page entries included)."
     return note
 
 
