@@ -93,7 +93,7 @@ class WrappedModel:
 
     def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any) -> Any:
         own = super()._prepare_generation_config  # type: ignore[misc]
-        if own.__func__ is not GenerationMixin._prepare_generation_config:  # it may look at anything
+        if own.__func__ is not vars(GenerationMixin)["_prepare_generation_config"]:  # it may look at anything
             return own(generation_config, **kwargs)
         model = cast(Any, self)
         return self.compiled.settings.prepared(own, model.config, model.generation_config, generation_config, kwargs)
