@@ -18,7 +18,7 @@ import torch
 import compiled_llm
 
 PACKAGES = ("transformers", "flashinfer-python", "triton", "numpy")
-CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
+CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
