@@ -32,7 +32,7 @@ NAME = "compiled_llm"
 BATCH_ARGUMENT = "paged_batch"
 
 
-class Packed(NamedTuple):
+class PackedTokens(NamedTuple):
     """Where the tokens of rows that have any number of new ones go.
 
     Attributes:
@@ -61,7 +61,7 @@ class PagedBatch(NamedTuple):
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
-    packed: Packed | None = None
+    packed: PackedTokens | None = None
 
 
 def attention_forward(
@@ -137,7 +137,7 @@ def _attend_lse(batch: PagedBatch, given: States, options: tuple[float, int, flo
     return paged_attention_lse(*_appended(batch, batch.packed, given), *table, *options)
 
 
-def _appended(batch: PagedBatch, packed: Packed, given: States) -> tuple[Tensor, Tensor, Tensor]:
+def _appended(batch: PagedBatch, packed: PackedTokens, given: States) -> tuple[Tensor, Tensor, Tensor]:
     """Write the new keys and values, and return what attends over them: the queries, the pages, and whose they are."""
     query, key, value, pages = given
     to = (packed.token_rows, packed.token_positions, batch.indptr, batch.indices, batch.last_page_len)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.attention import BATCH_ARGUMENT, Packed, PagedBatch
+from compiled_llm.attention import BATCH_ARGUMENT, PackedTokens, PagedBatch
 from compiled_llm.compat import forget_when_gone, graph_count, own_copy
 from compiled_llm.config import WrapConfig
 from compiled_llm.fused import FusedWeights
@@ -86,7 +86,7 @@ def _prefill(
         indptr=inputs.indptr,
         indices=inputs.indices,
         last_page_len=inputs.last_page_len,
-        packed=Packed(inputs.token_rows, inputs.token_positions, inputs.qo_indptr),
+        packed=PackedTokens(inputs.token_rows, inputs.token_positions, inputs.qo_indptr),
     )
     out = forward(
         model,
