@@ -24,7 +24,7 @@ from compiled_llm.bench.local import LocalSession, tokens_to_hold
 from compiled_llm.bench.report import Latency, Report, Roofline, Startup
 from compiled_llm.bench.step_profiler import StepProfiler
 from compiled_llm.bench.tables import tables_of
-from compiled_llm.bench.timing import Timing, TokenClock, timed
+from compiled_llm.bench.timing import Spread, Timing, TokenClock, timed
 from compiled_llm.bench.workload import SAMPLING, Workload, workloads
 from compiled_llm.commands import app
 from compiled_llm.profiling.breakdown import Kernel, Kind, kernels_of, kinds_of, moved_by_decode
@@ -270,6 +270,22 @@ def test_number_of_runs_is_that_asked_for() -> None:
         assert result.first.runs == result.decode.runs == result.end_to_end.runs == runs
 
 
+def test_percentiles_need_a_hundred_runs() -> None:
+    times = [float(number) for number in range(200, 0, -1)]
+    assert Spread.of_times(times).p99 == 198.0
+    assert Spread.of_times(times[:99]).p99 is None
+    assert Spread.of_rates(times).p99 is None
+
+
+def test_the_first_tokens_percentile_is_shown_where_there_is_one() -> None:
+    first = [0.001 * number for number in range(1, 101)]
+    for runs, shown in ((first, "1.00 / 50.5 / 99.0"), (first[:99], "1.00 / 50.0")):
+        result = one_latency("a", first_s=runs, total_s=[2.0] * len(runs))
+        (table,) = tables_of(new_report(latency=[result]))
+        assert table.rows[0][2] == shown
+        assert ("99th percentile" in (table.note or "")) == (len(runs) == 100)
+
+
 def test_best_is_never_worse_than_the_median() -> None:
     timings = [Timing(first / 7, first / 7 + total / 3) for first, total in itertools.product(range(1, 5), repeat=2)]
     (result,) = measured(FakeContender("a", timings), runs=7).latency
@@ -390,7 +406,7 @@ def test_json_holds_everything(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "deep" / "results.json").read_text())
     assert found["machine"]["commit"] == "abc123"
     figures = found["latency"][0]["figures"]
-    assert figures["first_s"] == {"best": 0.25, "median": 0.5, "runs": 3}
+    assert figures["first_s"] == {"best": 0.25, "median": 0.5, "runs": 3, "p99": None}
     assert figures["decode_tokens_per_s"]["median"] == 8.0
     assert found["roofline"][0]["figures"]["of_bandwidth"] == pytest.approx(50_000 / 100e-6 / 1e9)
 

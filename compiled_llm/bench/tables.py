@@ -106,7 +106,7 @@ def _latency_row(result: Latency, base: Latency | None) -> list[str]:
     return [
         result.contender,
         str(result.batch),
-        _pair(result.first, 1e3),
+        _pair(result.first, 1e3) + ("" if result.first.p99 is None else f" / {_number(result.first.p99 * 1e3)}"),
         _pair(result.decode),
         "" if base is None else f"{result.decode.median / base.decode.median:.2f}",
         "" if result.of_ceiling is None else f"{result.of_ceiling:.0%}",
@@ -125,7 +125,8 @@ def _number(value: float) -> str:
 def _note(group: Sequence[Latency]) -> str:
     runs = sorted({result.first.runs for result in group})
     counts = " or ".join(map(str, runs))
-    return f"Best / median of {counts} runs; ratios and shares are of medians."
+    p99 = " (the first token's third figure is the 99th percentile)" if any(r.first.p99 for r in group) else ""
+    return f"Best / median{p99} of {counts} runs; ratios and shares are of medians."
 
 
 def _sampling(results: Sequence[Latency]) -> Iterator[Table]:
