@@ -105,7 +105,8 @@ def attention_forward(
         )
     if isinstance(paged_batch, LayerProbe):
         return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, kwargs)
-    given = (_pack(query), _pack(key), _pack(value), paged_batch.pages[module.layer_idx])  # type: ignore[index]
+    states = (_pack(query, paged_batch), _pack(key, paged_batch), _pack(value, paged_batch))
+    given = (*states, paged_batch.pages[module.layer_idx])  # type: ignore[index]
     options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         -1 if sliding_window is None else sliding_window - 1,
@@ -145,9 +146,9 @@ def _appended(batch: PagedBatch, packed: PackedTokens, given: States) -> tuple[T
     return query, pages, packed.qo_indptr
 
 
-def _pack(states: Tensor) -> Tensor:
-    """``[1, H, T, D]`` or ``[B, H, 1, D]`` to ``[T, H, D]``."""
-    return states.transpose(1, 2).flatten(0, 1)
+def _pack(states: Tensor, batch: PagedBatch) -> Tensor:
+    """``[1, H, T, D]`` or in decode ``[B, H, 1, D]`` to ``[T, H, D]``, a view."""
+    return states.transpose(1, 2).squeeze(1 if batch.packed is None else 0)
 
 
 def attention_configs(model: PreTrainedModel) -> list[PretrainedConfig]:

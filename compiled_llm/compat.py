@@ -15,6 +15,7 @@
 | Inductor's ``trace`` options, the logger of ``_inductor.debug`` | its code, kernels by node | an API gives them |
 | ``custom_graph_pass`` of Inductor | a pass of ours in its graphs | torch documents it |
 | ``torch._inductor.compile`` inside a backend | passes of ours, and pieces, before Inductor | torch documents it |
+| ``TritonKernel._filter_pdl`` of Inductor | kernels that wait before they touch memory | Inductor's always do |
 | ``torch._dispatch.python`` | running a graph on symbolic sizes | torch propagates a graph's sizes in public |
 | ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is; caching a piece | a graph says it |
 | ``UntypedStorage._cdata`` | which fake tensors share memory | fake tensors have addresses |
@@ -26,6 +27,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import logging
@@ -352,9 +354,9 @@ def inputs_by_tensor(graph: fx.Graph) -> Callable[[Tensor], fx.Node | None]:
     return lambda tensor: fakes.get(id(modes[0].from_tensor(tensor, static_shapes=True))) if modes else None
 
 
-def example_of(placeholder: fx.Node) -> Any:
-    """Return the fake tensor, or the symbolic size, that stands for an input of a graph as Dynamo has made it."""
-    return placeholder.meta["example_value"]
+def example_of(node: fx.Node) -> Any:
+    """Return the fake tensor, or the symbolic size, that stands for a node of a graph as Dynamo has made it."""
+    return node.meta["example_value"]
 
 
 @contextmanager
@@ -377,7 +379,27 @@ def compile_with_inductor(
     module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """Return what Inductor makes of a graph, as ``torch.compile`` would call it from inside a backend."""
+    _make_kernels_wait_first()
     return cast(Callable[..., Any], torch._inductor.compile(module, list(inputs), dict(options)))
+
+
+@functools.cache
+def _make_kernels_wait_first() -> None:
+    """Let each kernel that Inductor launches before the one in front has ended wait for that before anything else.
+
+    Inductor leaves waiting out where a kernel does not read what the one directly in front of it writes. That one may
+    have been let go while others still ran, as kernels of ours are; it may even be writing what the new one overwrites.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+
+    remove_repeated = TritonKernel._filter_pdl
+
+    def wait_first(kernel: TritonKernel, code: Any) -> None:
+        if kernel._enable_pdl_codegen():
+            code._lines.insert(0, kernel.GDC_WAIT)
+        remove_repeated(kernel, code)
+
+    TritonKernel._filter_pdl = wait_first
 
 
 def storage_number(tensor: Tensor) -> int:

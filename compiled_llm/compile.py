@@ -22,7 +22,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.fused import FusedWeights
 from compiled_llm.inductor import Inductor, Pass
 from compiled_llm.kv_cache import DecodeInputs
-from compiled_llm.passes import FusedProducts, SkinnyProducts
+from compiled_llm.passes import FusedProducts, NormedSums, PreparedInAttention, SkinnyProducts
 from compiled_llm.sampling import SamplingTables, choose
 from compiled_llm.watch import Guards
 
@@ -116,7 +116,6 @@ def _decode(
     Returns:
         ``[B, V]`` logits in the model's dtype and ``[B]`` int64, the next tokens, ``NOT_A_TOKEN`` where there is none.
     """
-    inputs.last_page_len.add_(1)
     batch = PagedBatch(pages, inputs.indptr, inputs.indices, inputs.last_page_len)
     out = forward(
         model,
@@ -127,6 +126,7 @@ def _decode(
     )
     logits: Tensor = out.logits[:, -1]
     inputs.positions.add_(1)
+    inputs.last_page_len.add_(1)  # not before the layers: decode attention reads the table early
     chosen = choose(logits, inputs.slots, inputs.positions, tables)
     inputs.tokens.copy_(chosen.clamp(min=0))
     return logits, chosen
@@ -159,7 +159,7 @@ class Programs:
         self.decode_many_function = own_copy(_decode)
         self._embedded_function = own_copy(_prefill)
         forget_when_gone(self, [*self.functions.values(), self._embedded_function])
-        self._passes: list[Pass] = [FusedProducts(weights)] if weights is not None and weights.groups else []
+        self._fused: list[Pass] = [FusedProducts(weights)] if weights is not None and weights.groups else []
         shared = _options(device)
         decode = {**shared, **_fewer_kernels(device), "triton.cudagraphs": self.recorded}
         options = {
@@ -178,7 +178,9 @@ class Programs:
 
     def _compiled(self, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         in_pieces = self._config.records_on(self._device.type)
-        return compiled(function, self._config, Inductor(options, self._passes, in_pieces=in_pieces))
+        decodes = function in (self.decode_one_function, self.decode_many_function)
+        passes = [*(_decode_passes(self._config, self._device) if decodes else []), *self._fused]
+        return compiled(function, self._config, Inductor(options, passes, in_pieces=in_pieces))
 
     def prefill(
         self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
@@ -234,6 +236,15 @@ class Programs:
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         return {name: graph_count(function) for name, function in self.functions.items()}
+
+
+def _decode_passes(config: WrapConfig, device: torch.device) -> list[Pass]:
+    """Return what is done to the graph of a decode step before Inductor sees it."""
+    if device.type == "cpu":  # what Inductor makes of a norm is faster than the op
+        return []
+    # Launching an op's kernel costs the host more than launching one of Inductor's.
+    norms: list[Pass] = [NormedSums()] if config.mode != "compile" else []
+    return [PreparedInAttention(), *norms]
 
 
 def _options(device: torch.device) -> dict[str, Any]:

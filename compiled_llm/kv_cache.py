@@ -119,7 +119,7 @@ class DecodeInputs(NamedTuple):
     Attributes:
         tokens: ``[B]`` int64, the token each row feeds in; the next one afterwards.
         positions: ``[B]`` int64, its rotary position; one more afterwards.
-        last_page_len: ``[B]`` int32, tokens in the row's last page without this one; with it afterwards.
+        last_page_len: ``[B]`` int32, tokens in the row's last page with this one; with the next one afterwards.
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         slots: ``[B]`` int64, each row's entry in the sampling tables.

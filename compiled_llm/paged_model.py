@@ -500,7 +500,7 @@ class PagedModel:
         self.staging.upload(
             [
                 (positions, inputs.positions),
-                (table.last_page_len - 1, inputs.last_page_len),
+                (table.last_page_len, inputs.last_page_len),
                 (table.indptr, inputs.indptr),
                 (table.indices, inputs.indices),
                 (self.sampler.slots(rows, bucket), inputs.slots),

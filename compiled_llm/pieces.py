@@ -25,6 +25,7 @@ _ATTENTIONS = (
     torch.ops.compiled_llm.decode_attention.default,
     torch.ops.compiled_llm.decode_attention_lse.default,
 )
+_VIEWS = ("squeeze", "transpose", "view", torch.narrow)
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
@@ -81,13 +82,19 @@ def _symbols(description: str) -> list[str]:
 
 def cut(module: fx.GraphModule) -> list[Piece]:
     """Cut a graph in front of each attention; the pieces run one after the other."""
-    parts: list[list[fx.Node]] = [[]]
+    numbers: dict[fx.Node, int] = {}
+    count = 1
     for node in module.graph.nodes:
-        if node.target in _ATTENTIONS:
-            parts.append([])
+        count += node.target in _ATTENTIONS
         if node.op not in ("placeholder", "output"):
-            parts[-1].append(node)
-    numbers = {node: number for number, nodes in enumerate(parts) for node in nodes}
+            numbers[node] = count - 1
+    for node in reversed(numbers):
+        # Views are made where they are read: a piece that gives tensors of its own only is like others of its kind.
+        if node.target in _VIEWS and node.users:
+            numbers[node] = min(numbers.get(user, numbers[node]) for user in node.users)
+    parts: list[list[fx.Node]] = [[] for _ in range(count)]
+    for node, number in numbers.items():
+        parts[number].append(node)
     return [_piece(nodes, numbers) for nodes in parts]
 
 

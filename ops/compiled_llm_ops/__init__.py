@@ -7,6 +7,7 @@ fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kerne
 from compiled_llm_ops.attention import paged_attention, paged_attention_lse
 from compiled_llm_ops.decode import decode_attention, decode_attention_lse
 from compiled_llm_ops.linear import skinny_linear
+from compiled_llm_ops.norm import add_rms_norm
 from compiled_llm_ops.pages import append_paged_kv
 from compiled_llm_ops.plans import AttentionPlan, Geometry, PageTable, find_plan, register_plan
 from compiled_llm_ops.sampling import NOT_A_TOKEN, sample_tokens, uniform_numbers, uniform_of
@@ -16,6 +17,7 @@ __all__ = [
     "AttentionPlan",
     "Geometry",
     "PageTable",
+    "add_rms_norm",
     "append_paged_kv",
     "decode_attention",
     "decode_attention_lse",

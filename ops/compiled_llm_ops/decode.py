@@ -1,5 +1,8 @@
 """Decode: one new token a row, whose keys and values are written into the pages, and whose query attends over them.
 
+Queries and keys may come as the layer's product made them: the op norms them and turns them by their position
+(rotary embedding), if it is given what for.
+
 Two ops rather than an optional output: ``decode_attention``, and ``decode_attention_lse`` which also returns the
 log-sum-exp.
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +26,30 @@ from compiled_llm_ops.library import check_int32, define
 
 _SIGNATURE = (
     "(Tensor query, Tensor key, Tensor value, Tensor(a!) pages, Tensor indptr, Tensor indices, Tensor last_page_len, "
-    "float scale, int window_left=-1, float logits_soft_cap=0.0)"
+    "float scale, int window_left=-1, float logits_soft_cap=0.0, Tensor? query_norm=None, Tensor? key_norm=None, "
+    "float epsilon=0.0, Tensor? cos=None, Tensor? sin=None, bool settled=False)"
 )
+
+
+class Arguments(NamedTuple):
+    """What both ops take; see ``decode_attention``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    scale: float
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    epsilon: float = 0.0
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    settled: bool = False
 
 
 def decode_attention(
@@ -38,6 +63,12 @@ def decode_attention(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """Write each row's newest key and value into its pages, then attend with its query over all of them.
 
@@ -46,7 +77,7 @@ def decode_attention(
 
     Args:
         query: ``[B, H, D]``, any strides; H a multiple of K.
-        key: ``[B, K, D]``, any strides.
+        key: ``[B, K, D]``, any strides, of the query's dtype.
         value: ``[B, K, D]``, like ``key``.
         pages: ``[P, 2, K, S, D']`` with D' >= D, written in place; columns past D are zero, and left alone.
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
@@ -55,6 +86,16 @@ def decode_attention(
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
+        query_norm: ``[D]`` of the query's dtype: each head of the query is divided by its root mean square, and
+            multiplied with this, first. None where it comes as it is to be.
+        key_norm: ``[D]``, the same for the key.
+        epsilon: is added to both mean squares.
+        cos: ``[B, D]`` of the query's dtype: query and key are turned by their position, after their norm. None where
+            they come turned, or are not turned at all.
+        sin: ``[B, D]``, belongs to ``cos``.
+        settled: whether all but ``query``, ``key``, ``value``, ``cos`` and ``sin`` was written before the kernel
+            directly in front began; of ``pages``, the tokens that are in there already. CUDA reads it while that
+            kernel ends.
 
     Returns:
         ``[B, H, D]``, contiguous, of the query's dtype.
@@ -63,10 +104,11 @@ def decode_attention(
         ValueError: shapes or dtypes do not fit together.
 
     Source:
-        On CUDA a Triton kernel of our own after Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
+        On CUDA a Triton kernel of our own after Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Norm and
+        rotary embedding as in Llama and Qwen3 (https://arxiv.org/abs/2104.09864), in float32 on CUDA.
     """
-    given = (query, key, value, pages, indptr, indices, last_page_len)
-    out: Tensor = _decode_attention(*given, scale, window_left, logits_soft_cap)
+    given = (query, key, value, pages, indptr, indices, last_page_len, scale, window_left, logits_soft_cap)
+    out: Tensor = _decode_attention(*given, query_norm, key_norm, epsilon, cos, sin, settled)
     return out
 
 
@@ -81,12 +123,18 @@ def decode_attention_lse(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``decode_attention`` that also returns the log-sum-exp of each query's logits.
 
     Args:
         query: ``[B, H, D]``, any strides; H a multiple of K.
-        key: ``[B, K, D]``, any strides.
+        key: ``[B, K, D]``, any strides, of the query's dtype.
         value: ``[B, K, D]``, like ``key``.
         pages: ``[P, 2, K, S, D']`` with D' >= D, written in place; columns past D are zero, and left alone.
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
@@ -95,6 +143,16 @@ def decode_attention_lse(
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
+        query_norm: ``[D]`` of the query's dtype: each head of the query is divided by its root mean square, and
+            multiplied with this, first. None where it comes as it is to be.
+        key_norm: ``[D]``, the same for the key.
+        epsilon: is added to both mean squares.
+        cos: ``[B, D]`` of the query's dtype: query and key are turned by their position, after their norm. None where
+            they come turned, or are not turned at all.
+        sin: ``[B, D]``, belongs to ``cos``.
+        settled: whether all but ``query``, ``key``, ``value``, ``cos`` and ``sin`` was written before the kernel
+            directly in front began; of ``pages``, the tokens that are in there already. CUDA reads it while that
+            kernel ends.
 
     Returns:
         ``[B, H, D]`` of the query's dtype, and ``[B, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
@@ -107,20 +165,13 @@ def decode_attention_lse(
         On CUDA the Triton kernel of ``decode_attention``, after Flash-Decoding
         (https://pytorch.org/blog/flash-decoding/).
     """
-    given = (query, key, value, pages, indptr, indices, last_page_len)
-    out, lse = _decode_attention_lse(*given, scale, window_left, logits_soft_cap)
+    given = (query, key, value, pages, indptr, indices, last_page_len, scale, window_left, logits_soft_cap)
+    out, lse = _decode_attention_lse(*given, query_norm, key_norm, epsilon, cos, sin, settled)
     return out, lse
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-) -> None:
+def _check(given: Arguments) -> None:
+    query, key, value, pages, indptr, indices, last_page_len = given[:7]
     if query.dim() != 3 or pages.dim() != 5 or pages.shape[1] != 2:
         raise ValueError(
             "decode_attention: query must be [B, H, D] and pages [P, 2, K, S, D]; got "
@@ -144,14 +195,45 @@ def _check(
             f"{tuple(indptr.shape)} and {tuple(last_page_len.shape)}"
         )
     check_int32("decode_attention", indptr=indptr, indices=indices, last_page_len=last_page_len)
+    _check_preparation(given)
+
+
+def _check_preparation(given: Arguments) -> None:
+    """Check what queries and keys are normed and turned with."""
+    rows, _, head_dim = given.query.shape
+    if (given.cos is None) is not (given.sin is None):
+        raise ValueError("decode_attention: cos and sin must be given together")
+    if given.cos is not None and head_dim % 2:
+        raise ValueError(f"decode_attention: heads of size {head_dim} cannot be turned: the size is odd")
+    sizes = {"query_norm": (head_dim,), "key_norm": (head_dim,), "cos": (rows, head_dim), "sin": (rows, head_dim)}
+    for name, size in sizes.items():
+        tensor = getattr(given, name)
+        if tensor is not None and (tensor.shape != size or tensor.dtype != given.query.dtype):
+            raise ValueError(
+                f"decode_attention: {name} must be {size} {given.query.dtype}; got {tuple(tensor.shape)} {tensor.dtype}"
+            )
 
 
 # ---- CPU: in plain PyTorch
 
 
-def _append(key: Tensor, value: Tensor, pages: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> None:
-    page = indices[indptr[1:] - 1]
-    pages[page, :, :, last_page_len - 1, : key.shape[2]] = torch.stack([key, value], dim=1).to(pages.dtype)
+def _prepared(states: Tensor, norm: Tensor | None, given: Arguments) -> Tensor:
+    """Return ``[B, heads, D]`` queries or keys, normed and turned as HuggingFace's models do it."""
+    if norm is not None:
+        numbers = states.float()
+        numbers = numbers * torch.rsqrt(numbers.pow(2).mean(-1, keepdim=True) + given.epsilon)
+        states = norm * numbers.to(states.dtype)
+    if given.cos is not None and given.sin is not None:
+        first, second = states.chunk(2, -1)
+        states = states * given.cos[:, None] + torch.cat([-second, first], -1) * given.sin[:, None]
+    return states
+
+
+def _append(given: Arguments) -> None:
+    pages, key = given.pages, _prepared(given.key, given.key_norm, given)
+    page = given.indices[given.indptr[1:] - 1]
+    newest = torch.stack([key, given.value], dim=1).to(pages.dtype)
+    pages[page, :, :, given.last_page_len - 1, : key.shape[2]] = newest
 
 
 def _one_each(rows: int) -> Tensor:
@@ -159,44 +241,25 @@ def _one_each(rows: int) -> Tensor:
     return torch.arange(rows + 1, dtype=torch.int32)
 
 
-def _cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> Tensor:
-    _check(query, key, value, pages, indptr, indices, last_page_len)
-    _append(key, value, pages, indptr, indices, last_page_len)
-    starts = indptr.tolist()
+def _cpu(*arguments: Any) -> Tensor:
+    given = Arguments(*arguments)
+    _check(given)
+    _append(given)
+    query = _prepared(given.query, given.query_norm, given)
+    starts = given.indptr.tolist()
     counts = [end - start for start, end in pairwise(starts)]
-    if logits_soft_cap > 0 or len(counts) * max(counts) > 2 * sum(counts):
-        table = (_one_each(len(query)), indptr, indices, last_page_len)
-        return paged_attention(query, pages, *table, scale, window_left, logits_soft_cap)
-    return _attend(query, pages, starts, indices, last_page_len.tolist(), scale, window_left)
+    if given.logits_soft_cap > 0 or len(counts) * max(counts) > 2 * sum(counts):
+        return paged_attention(query, given.pages, _one_each(len(query)), *given[4:10])
+    lengths = given.last_page_len.tolist()
+    return _attend(query, given.pages, starts, given.indices, lengths, given.scale, given.window_left)
 
 
-def _cpu_lse(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    _check(query, key, value, pages, indptr, indices, last_page_len)
-    _append(key, value, pages, indptr, indices, last_page_len)
-    table = (_one_each(len(query)), indptr, indices, last_page_len)
-    return paged_attention_lse(query, pages, *table, scale, window_left, logits_soft_cap)
+def _cpu_lse(*arguments: Any) -> tuple[Tensor, Tensor]:
+    given = Arguments(*arguments)
+    _check(given)
+    _append(given)
+    query = _prepared(given.query, given.query_norm, given)
+    return paged_attention_lse(query, given.pages, _one_each(len(query)), *given[4:10])
 
 
 def _attend(
@@ -254,100 +317,43 @@ def _device(device: torch.device) -> _Device:
     )
 
 
-def _launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int,
-    logits_soft_cap: float,
-    lse: Tensor | None,
-) -> Tensor:
+def _launch(given: Arguments, lse: Tensor | None) -> Tensor:
     from compiled_llm_ops import triton_attention
 
-    _, _, kv_heads, page_size, padded = pages.shape
-    rows, heads, _ = query.shape
-    device = _device(query.device)
+    _, _, kv_heads, page_size, padded = given.pages.shape
+    rows, heads, _ = given.query.shape
+    device = _device(given.query.device)
     # Nothing that changes from step to step: a recorded launch is replayed with rows of other lengths.
-    most_keys = indices.shape[0] * page_size
-    most_keys = most_keys if window_left < 0 else min(most_keys, window_left + 1)
+    most_keys = given.indices.shape[0] * page_size
+    most_keys = most_keys if given.window_left < 0 else min(most_keys, given.window_left + 1)
     tiling = attention_tiling.choose(
         rows, kv_heads, heads // kv_heads, padded, most_keys, device.processors, device.shared_memory
     )
-    given = (query, key, value, pages, indptr, indices, last_page_len)
-    with torch.cuda.device(query.device):  # Triton launches on the current one
-        return triton_attention.decode(*given, scale, window_left, logits_soft_cap, lse, tiling=tiling, pdl=device.pdl)
+    with torch.cuda.device(given.query.device):  # Triton launches on the current one
+        return triton_attention.decode(given, lse, tiling=tiling, pdl=device.pdl)
 
 
-def _cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> Tensor:
-    given = (query, key, value, pages, indptr, indices, last_page_len)
-    _check(*given)
-    return _launch(*given, scale, window_left, logits_soft_cap, None)
+def _cuda(*arguments: Any) -> Tensor:
+    given = Arguments(*arguments)
+    _check(given)
+    return _launch(given, None)
 
 
-def _cuda_lse(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    given = (query, key, value, pages, indptr, indices, last_page_len)
-    _check(*given)
-    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    return _launch(*given, scale, window_left, logits_soft_cap, lse), lse
+def _cuda_lse(*arguments: Any) -> tuple[Tensor, Tensor]:
+    given = Arguments(*arguments)
+    _check(given)
+    lse = torch.empty(given.query.shape[:2], dtype=torch.float32, device=given.query.device)
+    return _launch(given, lse), lse
 
 
 # ---- fakes
 
 
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> Tensor:
+def _fake(query: Tensor, *_: Any) -> Tensor:
     return query.new_empty(query.shape)
 
 
-def _fake_lse(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def _fake_lse(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
 
 

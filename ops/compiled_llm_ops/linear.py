@@ -14,13 +14,14 @@ from compiled_llm_ops.library import define
 from compiled_llm_ops.tiling import MOST_ROWS, Tiling, choose
 
 
-def skinny_linear(rows: Tensor, weight: Tensor) -> Tensor:
+def skinny_linear(rows: Tensor, weight: Tensor, settled: bool = False) -> Tensor:
     """``rows @ weight.T`` that reads the weight at memory speed where there are few rows.
 
     Args:
         rows: ``[M, I]``, any strides.
-        weight: ``[O, I]``, contiguous, of the same dtype. On CUDA it must not be written by the kernel directly in
-            front on the stream: with one or two rows it is read before that kernel has ended.
+        weight: ``[O, I]``, contiguous, of the same dtype.
+        settled: whether ``weight`` was written before the kernel directly in front began. CUDA reads it while that
+            kernel ends.
 
     Returns:
         ``[M, O]``, contiguous.
@@ -34,7 +35,7 @@ def skinny_linear(rows: Tensor, weight: Tensor) -> Tensor:
         capability 9.0, float16 or bfloat16 and up to 64 rows, Triton kernels of our own where they were faster than
         cuBLAS (``compiled_llm_ops.tiling``), else cuBLAS. The same inputs give the same bits each time.
     """
-    out: Tensor = _skinny_linear(rows, weight)
+    out: Tensor = _skinny_linear(rows, weight, settled)
     return out
 
 
@@ -61,7 +62,7 @@ def _weight_goes_left(count: int, outputs: int) -> bool:
     return count <= 4 or (count <= 8 and outputs >= 8192)
 
 
-def _cpu(rows: Tensor, weight: Tensor) -> Tensor:
+def _cpu(rows: Tensor, weight: Tensor, settled: bool = False) -> Tensor:
     _check(rows, weight)
     count, outputs = rows.shape[0], weight.shape[0]
     if not _weight_goes_left(count, outputs):
@@ -85,7 +86,7 @@ def _tiling(count: int, weight: Tensor) -> Tiling | None:
     return choose(count, weight.shape[0], weight.shape[1], processors)
 
 
-def _cuda(rows: Tensor, weight: Tensor) -> Tensor:
+def _cuda(rows: Tensor, weight: Tensor, settled: bool = False) -> Tensor:
     _check(rows, weight)
     tiling = _tiling(rows.shape[0], weight)
     rows = rows.contiguous()
@@ -94,11 +95,13 @@ def _cuda(rows: Tensor, weight: Tensor) -> Tensor:
     from compiled_llm_ops.triton_linear import multiply
 
     with torch.cuda.device(rows.device):  # Triton launches on the current one
-        return multiply(rows, weight, tiling)
+        return multiply(rows, weight, tiling, settled=settled)
 
 
-def _fake(rows: Tensor, weight: Tensor) -> Tensor:
+def _fake(rows: Tensor, weight: Tensor, settled: bool = False) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[0])
 
 
-_skinny_linear = define("skinny_linear(Tensor rows, Tensor weight) -> Tensor", fake=_fake, cpu=_cpu, cuda=_cuda)
+_skinny_linear = define(
+    "skinny_linear(Tensor rows, Tensor weight, bool settled=False) -> Tensor", fake=_fake, cpu=_cpu, cuda=_cuda
+)

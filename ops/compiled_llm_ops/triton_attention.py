@@ -8,7 +8,7 @@ recorded launch holds for ever. Rows share its programs: each program computes f
 their keys are dealt out, as a plan on the host would, and reads its own share. Those without any end at once.
 
 Like the kernels of ``triton_linear``, it may begin while the kernel in front of it ends (programmatic dependent
-launch): it touches no memory before ``gdc_wait``, and reads none after ``gdc_launch_dependents``.
+launch). Before ``gdc_wait`` it reads the page table only, and that only if it is told to be settled.
 
 Shapes: B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same as stored,
 P pages, S page size, N entries of the page table.
@@ -20,7 +20,7 @@ P pages, S page size, N entries of the page table.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -30,6 +30,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.arrivals import zeros
 from compiled_llm_ops.attention_tiling import MOST_ROWS, MOST_SHARES, Tiling
+
+if TYPE_CHECKING:
+    from compiled_llm_ops.decode import Arguments
 
 MERGED_NUMBERS = 2**12
 """Numbers of partial results that are summed at a time."""
@@ -41,6 +44,33 @@ DTYPES = (torch.float16, torch.bfloat16)
 def _capped(logits, cap):
     """``cap * tanh(logits)``."""
     return cap - 2.0 * cap / (tl.exp2(logits * 2.8853900817779268) + 1.0)  # 2 / ln 2
+
+
+@triton.jit
+def _prepared(heads_at, offs_d, there, norm, cos_at, sin_at, epsilon, HEAD: tl.constexpr):
+    """Return heads ``[M, D']``: normed if there is a weight for it, then turned if there are cosines; else as they are.
+
+    ``heads_at`` and ``offs_d`` are ``[M, 1]`` and ``[1, D']``; the second half of a head is turned against the first.
+    """
+    states = tl.load(heads_at + offs_d, mask=there, other=0.0)
+    if (norm is None) and (cos_at is None):
+        return states
+    dtype = states.dtype
+    in_head, second = offs_d < HEAD, offs_d >= HEAD // 2
+    mates_d = tl.where(second, offs_d - HEAD // 2, offs_d + HEAD // 2)
+    states = states.to(tl.float32)
+    factor = tl.full([states.shape[0], 1], 1.0, tl.float32)
+    if norm is not None:
+        factor = tl.rsqrt(tl.sum(states * states, 1) / HEAD + epsilon)[:, None]
+        states = states * factor * tl.load(norm + offs_d, mask=in_head, other=0.0).to(tl.float32)
+    if cos_at is not None:
+        mates = tl.load(heads_at + mates_d, mask=there, other=0.0).to(tl.float32)
+        if norm is not None:
+            mates = mates * factor * tl.load(norm + mates_d, mask=in_head, other=0.0).to(tl.float32)
+        cos = tl.load(cos_at + offs_d, mask=in_head, other=0.0).to(tl.float32)
+        sin = tl.load(sin_at + offs_d, mask=in_head, other=0.0).to(tl.float32)
+        states = states * cos + tl.where(second, mates, -mates) * sin
+    return states.to(dtype)
 
 
 @triton.jit
@@ -76,17 +106,6 @@ def _attend(
         largest = larger
     total = tl.sum(weight_sums, 1)
     return acc / total[:, None], largest + tl.log2(total)
-
-
-@triton.jit
-def _append(key_at, value_at, slot_at, values_offset, HEAD: tl.constexpr, DIM: tl.constexpr):
-    """Write a key and a value into a slot, before any thread of the program reads it."""
-    offs_d = tl.arange(0, DIM)
-    there = offs_d < HEAD
-    key, value = tl.load(key_at + offs_d, mask=there), tl.load(value_at + offs_d, mask=there)
-    tl.store(slot_at + offs_d, key.to(slot_at.dtype.element_ty), mask=there)
-    tl.store(slot_at + values_offset + offs_d, value.to(slot_at.dtype.element_ty), mask=there)
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -166,12 +185,13 @@ def _share(blocks, program, programs, together, alone, least, MOST: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows", "together", "window_left", "alone", "least"])
 def _decode_paged_attention(
-    query, key, value, pages, indptr, indices, last_page_len, out, lse, partials, partial_lses, arrivals,
+    query, key, value, pages, indptr, indices, last_page_len, query_norm, key_norm, cos, sin,
+    out, lse, partials, partial_lses, arrivals,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
-    rows, together, window_left, alone, least, scale, cap,
+    rows, together, window_left, alone, least, scale, cap, epsilon,
     ROWS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    CAPPED: tl.constexpr, PDL: tl.constexpr,
+    CAPPED: tl.constexpr, PDL: tl.constexpr, SETTLED: tl.constexpr,
 ):  # fmt: skip
     """Some keys of one row and kv head; where several programs share them, the last to end merges all results.
 
@@ -184,10 +204,10 @@ def _decode_paged_attention(
     head, group, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, programs = tl.num_programs(0), tl.num_programs(2)
     HEADS: tl.constexpr = max(PADDED, 16)  # tensor cores take no fewer
-    offs_r, offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, HEADS), tl.arange(0, DIM)
+    offs_r, offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, HEADS), tl.arange(0, DIM)[None, :]
     numbers = group * together + offs_r
     there = (offs_r < together) & (numbers < rows)
-    if PDL:
+    if PDL and not SETTLED:
         gdc_wait()
     first_pages = tl.load(indptr + numbers, mask=there, other=0)
     end_pages = tl.load(indptr + numbers + 1, mask=there, other=1)  # no row: no keys
@@ -198,31 +218,39 @@ def _decode_paged_attention(
     )
     if count > 0:
         row, length, first = _of(own, numbers), _of(own, lengths), _of(own, firsts)
-        wanted = (offs_g[:, None] < GROUP) & (offs_d[None, :] < HEAD)
-        q_at = query + row * row_stride + (head * GROUP + offs_g)[:, None] * head_stride + offs_d[None, :]
-        q = tl.load(q_at, mask=wanted, other=0.0)
         head_pages, values_offset = pages + head * (PAGE * DIM), heads * (PAGE * DIM)
         own_indices = indices + _of(own, first_pages)
+        newest = length - 1
+        number = tl.load(own_indices + newest // PAGE).to(tl.int64)
+        slot_at = head_pages + number * (2 * values_offset) + (newest % PAGE) * DIM
+        if PDL and SETTLED:
+            gdc_wait()
+        in_head = offs_d < HEAD
+        cos_at, sin_at = cos, sin
+        if cos is not None:
+            cos_at, sin_at = cos + row * HEAD, sin + row * HEAD
+        q_at = query + row * row_stride + (head * GROUP + offs_g)[:, None] * head_stride
+        q = _prepared(q_at, offs_d, (offs_g[:, None] < GROUP) & in_head, query_norm, cos_at, sin_at, epsilon, HEAD)
         if first + end * BLOCK >= length:
-            newest = length - 1
-            number = tl.load(own_indices + newest // PAGE).to(tl.int64)
-            slot_at = head_pages + number * (2 * values_offset) + (newest % PAGE) * DIM
-            key_at = key + row * key_row_stride + head * key_head_stride
-            value_at = value + row * value_row_stride + head * value_head_stride
-            _append(key_at, value_at, slot_at, values_offset, HEAD, DIM)
+            key_at = key + row * key_row_stride + head * key_head_stride + tl.zeros([1, 1], tl.int32)
+            k = _prepared(key_at, offs_d, in_head, key_norm, cos_at, sin_at, epsilon, HEAD)
+            v = tl.load(value + row * value_row_stride + head * value_head_stride + offs_d, mask=in_head)
+            tl.store(slot_at + offs_d, k.to(pages.dtype.element_ty), mask=in_head)
+            tl.store(slot_at + values_offset + offs_d, v.to(pages.dtype.element_ty), mask=in_head)
+            tl.debug_barrier()  # written before any thread of the program reads it
         values, lses = _attend(
             q, head_pages, own_indices, values_offset, first, length, begin, end, scale, cap,
             PAGE, DIM, BLOCK, CAPPED, STAGES,
         )  # fmt: skip
+        if PDL:
+            gdc_launch_dependents()
         item = row * heads + head
         if count == 1:
-            if PDL:
-                gdc_launch_dependents()
             _store(out, lse, values, lses, item * GROUP, HEADS, GROUP, HEAD, DIM)
         else:
             slots = (group * heads + head) * programs
             slot, used = (slots + program) * PADDED + offs_g, offs_g < PADDED
-            own_values = partials + slot[:, None] * DIM + offs_d[None, :]
+            own_values = partials + slot[:, None] * DIM + offs_d
             tl.store(own_values, values, mask=used[:, None], cache_modifier=".cg")
             tl.store(partial_lses + slot, lses, mask=used, cache_modifier=".cg")
             tl.debug_barrier()  # every thread's part is written before one of them says so
@@ -232,35 +260,12 @@ def _decode_paged_attention(
                 tl.store(arrivals + item, 0)
 
 
-def decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    lse: Tensor | None = None,
-    *,
-    tiling: Tiling,
-    pdl: bool,
-) -> Tensor:
+def decode(given: Arguments, lse: Tensor | None, *, tiling: Tiling, pdl: bool) -> Tensor:
     """Launch attention of one query a row. All is on one device, the current one.
 
     Args:
-        query: ``[B, H, D]`` float16 or bfloat16, any strides.
-        key: ``[B, K, D]``, any strides, of each row's newest token.
-        value: ``[B, K, D]``, likewise.
-        pages: ``[P, 2, K, S, D']``, contiguous, D' a power of two from 64 on, and at least D; written.
-        indptr: ``[B + 1]`` int32; each row has a page at least.
-        indices: ``[N]`` int32.
-        last_page_len: ``[B]`` int32.
-        scale: factor on the logits.
-        window_left: tokens visible to the left of each query; -1 for all.
-        logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
+        given: as ``decode_attention`` takes it, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
+            contiguous, with D' a power of two from 64 on; each row has a page at least.
         lse: ``[B, H]`` float32, contiguous, written: the log-sum-exp in base 2. None where it is not wanted.
         tiling: how keys are shared and read; block times D' a power of two.
         pdl: begin before the kernel in front has ended; needs compute capability 9.0.
@@ -275,12 +280,18 @@ def decode(
         Flash-Decoding (https://pytorch.org/blog/flash-decoding/), with its second launch folded into the first;
         results and log-sum-exp as of FlashInfer's decode kernels (https://arxiv.org/abs/2501.01005).
     """
-    if query.dtype not in DTYPES:
-        raise ValueError(f"decode_attention: no kernel for {query.dtype} queries; use torch.bfloat16 or torch.float16")
-    if not pages.is_contiguous():
+    if given.query.dtype not in DTYPES:
+        raise ValueError(
+            f"decode_attention: no kernel for {given.query.dtype} queries; use torch.bfloat16 or torch.float16"
+        )
+    if not given.pages.is_contiguous():
         raise ValueError("decode_attention: pages must be contiguous")
-    query, key, value = (states if states.stride(2) == 1 else states.contiguous() for states in (query, key, value))
-    (rows, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, pages.shape
+    query, key, value = (states if states.stride(2) == 1 else states.contiguous() for states in given[:3])
+    query_norm, key_norm, cos, sin = (
+        tensor if tensor is None else tensor.contiguous()
+        for tensor in (given.query_norm, given.key_norm, given.cos, given.sin)
+    )
+    (rows, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, given.pages.shape
     group = heads // kv_heads
     padded = triton.next_power_of_2(group)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -289,19 +300,22 @@ def decode(
     slots = kv_heads * tiling.programs * groups if tiling.programs > 1 else 0
     partials = torch.empty((slots, padded, stored), dtype=torch.float32, device=query.device)
     partial_lses = torch.empty((slots, padded), dtype=torch.float32, device=query.device)
-    arrivals = zeros.take(rows * kv_heads, query.device) if slots else indptr
-    factor, cap = scale * math.log2(math.e), 0.0
-    if logits_soft_cap > 0:
-        factor, cap = scale / logits_soft_cap, logits_soft_cap * math.log2(math.e)
+    arrivals = zeros.take(rows * kv_heads, query.device) if slots else given.indptr
+    factor, cap = given.scale * math.log2(math.e), 0.0
+    if given.logits_soft_cap > 0:
+        factor, cap = given.scale / given.logits_soft_cap, given.logits_soft_cap * math.log2(math.e)
     constants: dict[str, Any] = {
         "ROWS": 1 if tiling.together == 1 else MOST_ROWS, "MOST": MOST_SHARES,
         "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "BLOCK": tiling.block, "CHUNK": max(1, MERGED_NUMBERS // (padded * stored)), "STAGES": tiling.stages,
-        "CAPPED": cap > 0, "PDL": pdl, "num_warps": tiling.warps, **({"launch_pdl": True} if pdl else {}),
+        "CAPPED": cap > 0, "PDL": pdl, "SETTLED": given.settled, "num_warps": tiling.warps,
+        **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     _decode_paged_attention[(kv_heads, groups, tiling.programs)](
-        query, key, value, pages, indptr, indices, last_page_len, out, lse, partials, partial_lses, arrivals,
+        query, key, value, given.pages, given.indptr, given.indices, given.last_page_len,
+        query_norm, key_norm, cos, sin, out, lse, partials, partial_lses, arrivals,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.together,
-        window_left if window_left >= 0 else 2**31 - 1, tiling.alone, tiling.least, factor, cap, **constants,
+        given.window_left if given.window_left >= 0 else 2**31 - 1, tiling.alone, tiling.least, factor, cap,
+        given.epsilon, **constants,
     )  # fmt: skip
     return out

@@ -1,8 +1,9 @@
 """Triton kernels for products of few rows with a weight, which read the weight near the bandwidth of memory.
 
 Both begin while the kernel in front of them ends (programmatic dependent launch), and have weights on their way by
-then. Nothing but weights may be asked for before ``gdc_wait``, and the next kernel is let go only after the last read:
-a kernel of Inductor's waits only for the one directly in front of it, and may write where our inputs were.
+then: nothing else may be asked for before ``gdc_wait``. They let the next kernel go after it, never before: whoever has
+waited knows that all kernels in front have ended, if each of them waited as well (Inductor's are made to, see
+``compat``).
 
 Shapes: M rows, N outputs, K inputs.
 """
@@ -75,6 +76,7 @@ def _skinny_linear_tensor_cores(
         if EARLY:
             _prefetch(w_rows + first * BK, tl.minimum(end - first, EARLY) * BK * 2, BN)
         gdc_wait()
+        gdc_launch_dependents()
     # Tensor cores take 64 rows of their first operand at a time, and as few as 8 columns of the second.
     acc = tl.zeros([BN, BM], tl.float32)
     for k in tl.range(first, end, num_stages=STAGES):
@@ -82,8 +84,6 @@ def _skinny_linear_tensor_cores(
         rows = tl.load(x_block + k * BK, mask=live, other=0.0, eviction_policy="evict_last")
         acc = tl.dot(weights, rows.T, acc)
     if SPLITS == 1:
-        if PDL:
-            gdc_launch_dependents()
         _store(y, acc, offs_n, offs_m, M, N)
     else:
         own = tl.arange(0, BN)[:, None] * BM + offs_m[None, :]
@@ -118,15 +118,18 @@ def _skinny_linear_one_or_two_rows(
     BK: tl.constexpr,
     EARLY: tl.constexpr,
     MASKED: tl.constexpr,
+    SETTLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BN outputs of each row over all of K; weights go straight to registers, the first EARLY blocks before waiting."""
+    """BN outputs of each row over all of K; weights go straight to registers, if they are settled before waiting."""
     offs_n, offs_k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     w_block = w + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]
+    if PDL and not SETTLED:
+        gdc_wait()
     early = ()
     for block in tl.static_range(EARLY):
         early += (_load_block(w_block + block * BK, offs_k[None, :], block * BK, K, MASKED),)  # type: ignore[assignment]
-    if PDL:
+    if PDL and SETTLED:
         gdc_wait()
     first, second = tl.zeros([BN, BK], tl.float32), tl.zeros([BN, BK], tl.float32)
     for block in tl.static_range(EARLY):
@@ -147,13 +150,14 @@ def _skinny_linear_one_or_two_rows(
         tl.store(y + N + offs_n, tl.sum(second, 1).to(y.dtype.element_ty), mask=keep)
 
 
-def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, pdl: bool = True) -> Tensor:
+def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, settled: bool = True, pdl: bool = True) -> Tensor:
     """Return ``rows @ weight.T``.
 
     Args:
         rows: ``[M, K]``, contiguous, float16 or bfloat16.
         weight: ``[N, K]``, likewise, beginning at a multiple of 16 bytes.
         tiling: from ``choose``.
+        settled: whether the weight was written before the kernel in front began.
         pdl: begin before the kernel in front has ended; needs compute capability 9.0.
     """
     (m, k), n = rows.shape, weight.shape[0]
@@ -165,7 +169,9 @@ def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, pdl: bool = True) 
     }  # fmt: skip
     if tiling.rows <= 2:
         masked = k % tiling.inputs > 0
-        _skinny_linear_one_or_two_rows[(tiles,)](rows, weight, y, n, k, ROWS=m, MASKED=masked, **shared)
+        _skinny_linear_one_or_two_rows[(tiles,)](
+            rows, weight, y, n, k, ROWS=m, MASKED=masked, SETTLED=settled, **shared
+        )
         return y
     partials, arrivals = y, y  # neither is touched by the only program of a tile
     if tiling.splits > 1:

@@ -1,0 +1,60 @@
+"""A Triton kernel for the norms of a decode step, which the host of no compiled graph pays for: it is recorded.
+
+Like the kernels of ``triton_linear`` it begins while the kernel in front of it ends (programmatic dependent launch).
+"""
+
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# pyright: reportIndexIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _add_rms_norm(
+    states, update, weight, total, normed, epsilon,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row in each program."""
+    offs = tl.arange(0, BLOCK)
+    there = offs < INPUTS
+    at = tl.program_id(0).to(tl.int64) * INPUTS + offs
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first, second = tl.load(states + at, mask=there, other=0.0), tl.load(update + at, mask=there, other=0.0)
+    factors = tl.load(weight + offs, mask=there, other=0.0).to(tl.float32)
+    dtype = total.dtype.element_ty
+    sums = (first.to(tl.float32) + second.to(tl.float32)).to(dtype)
+    tl.store(total + at, sums, mask=there)
+    numbers = sums.to(tl.float32)
+    numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / INPUTS + epsilon)
+    tl.store(normed + at, (numbers.to(dtype).to(tl.float32) * factors).to(dtype), mask=there)
+
+
+def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float, *, pdl: bool) -> tuple[Tensor, Tensor]:
+    """Launch the kernel. All is contiguous, of one dtype, and on one device, the current one.
+
+    Args:
+        states: ``[..., I]``.
+        update: ``[..., I]``.
+        weight: ``[I]``.
+        epsilon: is added to the mean square.
+        pdl: begin before the kernel in front has ended; needs compute capability 9.0.
+
+    Returns:
+        ``[..., I]``, the sum, and ``[..., I]``, the normed sum.
+    """
+    total, normed = torch.empty_like(states), torch.empty_like(states)
+    inputs = states.shape[-1]
+    block = triton.next_power_of_2(inputs)
+    _add_rms_norm[(states.numel() // inputs,)](
+        states, update, weight, total, normed, epsilon, INPUTS=inputs, BLOCK=block, PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16), **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return total, normed
