@@ -394,12 +394,12 @@ def _make_kernels_wait_first() -> None:
 
     remove_repeated = TritonKernel._filter_pdl
 
-    def wait_first(kernel: TritonKernel, code: Any) -> None:
+    def wait_first(kernel: Any, code: Any) -> None:
         if kernel._enable_pdl_codegen():
             code._lines.insert(0, kernel.GDC_WAIT)
         remove_repeated(kernel, code)
 
-    TritonKernel._filter_pdl = wait_first
+    setattr(TritonKernel, "_filter_pdl", wait_first)  # noqa: B010
 
 
 def storage_number(tensor: Tensor) -> int:

@@ -46,9 +46,9 @@ class PreparedInAttention:
             query, key = map(_raw, node.args[:2])
             if query is not None and key is not None and query.goes_with(key):
                 _prepare_inside(graph, node, query, key, flat)
-        if _settled(attentions):
+        if attentions and _table_is_settled(attentions):
             for node in attentions:
-                node.args = _arguments(node)._replace(settled=True)
+                node.args = _arguments(node)._replace(overlap=True)
 
 
 class _Raw(NamedTuple):
@@ -96,7 +96,7 @@ def _raw(packed: Any) -> _Raw | None:
 
 
 def _fits(weight: fx.Node, states: Tensor) -> bool:
-    example = example_of(weight)
+    example: Tensor = example_of(weight)
     return example.shape == states.shape[-1:] and example.dtype == states.dtype
 
 
@@ -156,7 +156,7 @@ def _norm_sum(graph: fx.Graph, normed: fx.Node, found: Found, own: Sequence[fx.N
     if any((summand.shape, summand.dtype) != (example.shape, example.dtype) for summand in summands):
         return
     with graph.inserting_before(total):
-        both = graph.call_function(_add_rms_norm, (*total.args, found["weight"], found["epsilon"]))
+        both = graph.call_function(_add_rms_norm, (*total.args, found["weight"], found["epsilon"], True))
         for number, node in enumerate((total, normed)):
             result = graph.call_function(operator.getitem, (both, number))
             result.meta.update(node.meta)
@@ -171,7 +171,7 @@ def _arguments(attention: fx.Node) -> Any:
     return Arguments(*arguments)
 
 
-def _settled(attentions: Sequence[fx.Node]) -> bool:
+def _table_is_settled(attentions: Sequence[fx.Node]) -> bool:
     """Return whether nothing in the graph touches a page table before the last attention has read it."""
     tables: set[Any] = {entry for node in attentions for entry in node.args[4:7]}
     users = {user for entry in tables for user in entry.users if user < attentions[-1]}

@@ -20,11 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 import compiled_llm_ops
 from compiled_llm_ops import (
     AttentionPlan,
     Geometry,
+    add_rms_norm,
     append_paged_kv,
     decode_attention,
     decode_attention_lse,
@@ -316,7 +318,15 @@ def decode_cases() -> list[tuple[Any, ...]]:
     cases = [(*batch.decode_arguments(), *own) for batch, own in zip(batches, ((), (3,), (-1, 1.5)), strict=True)]
     query, key, value, *others = Batch(*MIXES["decode"], dtype=torch.bfloat16).filled().decode_arguments()
     strided = (states.transpose(0, 1).contiguous().transpose(0, 1) for states in (query, key, value))
-    return [*cases, (*strided, *others)]
+    batch = Batch(*MIXES["decode"], padded=16).filled()
+    return [*cases, (*strided, *others), (*batch.decode_arguments(), -1, 0.0, *preparation(batch.query), True)]
+
+
+def preparation(query: Tensor) -> tuple[Any, ...]:
+    """What queries and keys are normed and turned with."""
+    rows, _, size = query.shape
+    norms, angles = torch.rand(2, size) + 0.5, (torch.rand(rows, size // 2) * 6).repeat(1, 2)
+    return (*norms.to(query.dtype), 0.01, angles.cos().to(query.dtype), angles.sin().to(query.dtype))
 
 
 def append_cases() -> list[tuple[Any, ...]]:
@@ -345,11 +355,16 @@ def linear_cases() -> list[tuple[Any, ...]]:
     return [(torch.randn(count, 5), weight) for count in (1, 4, 5)] + [(torch.randn(5, 3).T, weight)]
 
 
+def norm_cases() -> list[tuple[Any, ...]]:
+    return [(*torch.randn(2, *shape), torch.randn(shape[-1]), 1e-6) for shape in ((3, 16), (2, 1, 8))]
+
+
 def uniform_cases() -> list[tuple[Any, ...]]:
     return [(torch.randint(2**62, (count,)), torch.randint(4096, (count,))) for count in (1, 5)]
 
 
 CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
+    "add_rms_norm": norm_cases,
     "append_paged_kv": append_cases,
     "decode_attention": decode_cases,
     "decode_attention_lse": decode_cases,
@@ -539,6 +554,86 @@ def test_decode_refuses_what_does_not_fit_and_writes_nothing(attend, changes, me
         attend(*replaced(decode_attention, case, **changes))
     assert torch.equal(case[3], before)
     attend(*case)
+
+
+@pytest.mark.parametrize("attend", [decode_attention, decode_attention_lse])
+@pytest.mark.parametrize("given", ["norms", "query norm", "key norm", "positions", "all"])
+def test_decode_norms_and_turns_queries_and_keys_as_huggingface_does(attend, given, seed):
+    batch = Batch(*MIXES["decode"], padded=16).filled()
+    query, key, value, pages, *others = batch.decode_arguments()
+    query_norm, key_norm, epsilon, cos, sin = preparation(query)
+    query_norm = query_norm if given in ("norms", "query norm", "all") else None
+    key_norm = key_norm if given in ("norms", "key norm", "all") else None
+    turned = given in ("positions", "all")
+    states = {}
+    for name, heads, weight in (("query", query, query_norm), ("key", key, key_norm)):
+        if weight is not None:
+            norm = Qwen3RMSNorm(heads.shape[-1], epsilon)
+            norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+            heads = norm(heads)
+        states[name] = heads[:, :, None]
+    if turned:
+        states["query"], states["key"] = apply_rotary_pos_emb(
+            states["query"], states["key"], cos[:, None], sin[:, None]
+        )
+    expected_pages = pages.clone()
+    expected = attend(states["query"][:, :, 0], states["key"][:, :, 0], value, expected_pages, *others)
+    own = (query_norm, key_norm, epsilon, *((cos, sin) if turned else ()))
+    out = attend(query, key, value, pages, *others, -1, 0.0, *own)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    torch.testing.assert_close(pages, expected_pages, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("attend", [decode_attention, decode_attention_lse])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_norm": lambda norm: norm[1:]}, r"query_norm must be \(8,\) torch.float32; got \(7,\)"),
+        ({"key_norm": lambda norm: norm.double()}, r"key_norm must be \(8,\) torch.float32.*float64"),
+        ({"cos": lambda cos: cos[:2]}, r"cos must be \(4, 8\).*\(2, 8\)"),
+        ({"sin": lambda sin: sin[:, :4]}, r"sin must be \(4, 8\).*\(4, 4\)"),
+        ({"cos": lambda cos: None}, r"cos and sin must be given together"),
+    ],
+)
+def test_decode_refuses_what_queries_and_keys_cannot_be_prepared_with(attend, changes, message):
+    case = decode_cases()[-1]
+    before = case[3].clone()
+    with pytest.raises(ValueError, match=message):
+        attend(*replaced(decode_attention, case, **changes))
+    assert torch.equal(case[3], before)
+    attend(*case)
+
+
+def test_heads_of_odd_size_cannot_be_turned():
+    batch = Batch(*MIXES["decode"], head_dim=5, padded=8).filled()
+    angles = torch.zeros(4, 5)
+    with pytest.raises(ValueError, match=r"heads of size 5 cannot be turned"):
+        decode_attention(*batch.decode_arguments(), cos=angles, sin=angles)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_are_normed_as_huggingface_does_it(dtype, seed):
+    states, update = torch.randn(2, 3, 1, 16).to(dtype)
+    norm = Qwen3RMSNorm(16, 0.01).to(dtype)
+    norm.weight = torch.nn.Parameter(torch.randn(16).to(dtype), requires_grad=False)
+    total, normed = add_rms_norm(states, update, norm.weight, 0.01)
+    assert torch.equal(total, states + update)
+    assert torch.equal(normed, norm(states + update))
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (0, torch.zeros(3, 15), r"states and update must be \[..., I\] and weight \[I\]; got \(3, 15\)"),
+        (2, torch.zeros(15), r"\(3, 16\) and \(15,\)"),
+        (1, torch.zeros(3, 16).double(), r"of one dtype; got torch.float32, torch.float64"),
+    ],
+)
+def test_add_rms_norm_refuses_what_does_not_fit(place, wrong, message):
+    case = list(norm_cases()[0])
+    case[place] = wrong
+    with pytest.raises(ValueError, match=message):
+        add_rms_norm(*case)
 
 
 @pytest.mark.parametrize(

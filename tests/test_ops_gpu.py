@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm import compat
 from compiled_llm.sampling import NOT_A_TOKEN, Sampling, choose
 from compiled_llm_ops import (
     Geometry,
     PageTable,
+    add_rms_norm,
     decode_attention,
     decode_attention_lse,
     sample_tokens,
@@ -286,6 +288,22 @@ def decode_once(geometry: Geometry, head_dim: int, lengths: Sequence[int], seed:
         assert torch.equal(again, out), "the same inputs give the same bits"
 
 
+def preparation_of(
+    rows: Rows, count: int, head_dim: int, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Weights of the norms of queries and keys, and cosines and sines of each row's position."""
+    query_norm, key_norm = rows.random((2, head_dim), dtype)
+    angles = (rows.random((count, head_dim // 2), torch.float32) * 3).repeat(1, 2)
+    return (query_norm, key_norm), angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def prepared(states: Tensor, norm: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys as the layer would norm and turn them, in float32."""
+    states = torch.nn.functional.rms_norm(states.float(), states.shape[-1:], norm.float(), 0.01)
+    first, second = states.chunk(2, -1)
+    return states * cos.float()[:, None] + torch.cat([-second, first], -1) * sin.float()[:, None]
+
+
 def prefill_once(
     geometry: Geometry,
     head_dim: int,
@@ -535,6 +553,46 @@ def test_decode_replays_on_several_streams_at_once(seed: int) -> None:
 
 
 @seeded
+@by_dtype
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (2, 96), (4, 128), (8, 64), (2, 256)])
+@pytest.mark.parametrize("lengths", [[1], [160], [1, 16, 17, 700], [3000] * 40], ids=str)
+def test_decode_norms_and_turns_queries_and_keys(
+    group: int, head_dim: int, lengths: list[int], dtype: torch.dtype, seed: int
+) -> None:
+    rows = Rows([geometry_of(group, dtype, head_dim)], lengths, max(lengths), head_dim, seed)
+    (layer,) = rows.layers
+    columns = on_device(rows.table())
+    query = rows.queries(layer, len(lengths))[..., :head_dim] * 3
+    key, value = rows.newest(layer)
+    norms, cos, sin = preparation_of(rows, len(lengths), head_dim, dtype)
+    ready = [prepared(states, norm, cos, sin).to(dtype) for states, norm in zip((query, key), norms, strict=True)]
+    expected = decode(layer, ready[0], (ready[1], value), columns)
+    pages = layer.pages.clone()
+    rows.forget_newest()
+    options = options_of(layer.geometry)
+    given = (query, key, value, layer.pages, *columns[1:], *options, *norms, 0.01, cos, sin)
+    for overlap in (False, True):
+        out, lse = decode_attention_lse(*given, overlap)
+        tolerance = 2e-3 if dtype is torch.float16 else 1.6e-2
+        close(layer.pages.float(), pages.float(), tolerance, "pages")
+        close(out.float(), expected[0].float(), 2 * tolerance, "out")
+        close(lse, expected[1], 5 * tolerance, "lse")
+        assert torch.equal(decode_attention(*given, overlap), out)
+
+
+@seeded
+@by_dtype
+@pytest.mark.parametrize("shape", [(1, 1024), (64, 1, 4096), (3, 5000)], ids=str)
+def test_sums_are_normed(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    states, update, weight = (torch.randn(size, generator=generator).to(dtype) for size in (shape, shape, shape[-1:]))
+    total, normed = add_rms_norm(states.cuda(), update.cuda(), weight.cuda(), 1e-6)
+    expected_total, expected = add_rms_norm(states, update, weight, 1e-6)
+    assert torch.equal(total.cpu(), expected_total)
+    close(normed.cpu().float(), expected.float(), 1e-3 if dtype is torch.float16 else 8e-3, "normed")
+
+
+@seeded
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="kernels do not overlap"
 )
@@ -544,13 +602,16 @@ def test_decode_waits_for_what_is_in_front_of_it(lengths: list[int], seed: int) 
     rows = Rows([geometry_of(2)], lengths, max(lengths), 128, seed)
     (layer,) = rows.layers
     columns, scale = on_device(rows.table()), scale_of(layer.geometry)
-    before = columns.last_page_len - 1
+    norms, cos, sin = preparation_of(rows, len(lengths), 128, torch.bfloat16)
+    preparation = (-1, 0.0, *norms, 0.01, cos, sin)
+    compat._make_kernels_wait_first()
 
     def chain(query: Tensor) -> Tensor:
-        advanced = columns._replace(last_page_len=before + 1)
         for _ in range(12):
-            out = decode_attention(query, query[:, :2], query[:, 2:], layer.pages, *advanced[1:], scale)
-            query = torch.nn.functional.rms_norm(out + query, (128,))
+            key, value = query[:, :2], query[:, 2:]
+            out = decode_attention(query, key, value, layer.pages, *columns[1:], scale, *preparation, overlap=True)
+            total, query = add_rms_norm(out, query, norms[0], 1e-6, overlap=True)
+            query = torch.nn.functional.rms_norm(out + query + total, (128,))
         return query
 
     compiled = torch.compile(chain, options={"triton.enable_pdl": True}, fullgraph=True)
@@ -902,7 +963,7 @@ def test_skinny_linear_replays_on_several_streams_at_once(n: int, k: int, seed: 
     for rows, weight in given:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=recording):
-            outputs.append([skinny_linear(rows + 0, weight) for _ in range(20)])
+            outputs.append([skinny_linear(rows + 0, weight, overlap=True) for _ in range(20)])
         graphs.append(graph)
     streams = [torch.cuda.Stream() for _ in graphs]
     for repeat in range(30):
@@ -923,7 +984,7 @@ def test_skinny_linear_replays_on_several_streams_at_once(n: int, k: int, seed: 
 
 @seeded
 @hopper
-@pytest.mark.parametrize("m", [1, 2, 8])
+@pytest.mark.parametrize("m", [1, 2, 8, 64])
 def test_skinny_linear_waits_for_what_is_in_front_of_it(m: int, seed: int) -> None:
     """Chains of products, each of which reads what the one before wrote, between kernels that let go early."""
     rows, weight = product_of(m, 4096, 4096, torch.bfloat16, seed)
@@ -933,11 +994,15 @@ def test_skinny_linear_waits_for_what_is_in_front_of_it(m: int, seed: int) -> No
             rows = torch.nn.functional.rms_norm(product(rows, weight) + rows, (4096,))
         return rows
 
+    def overlapping(rows: Tensor, weight: Tensor) -> Tensor:
+        return skinny_linear(rows, weight, overlap=True)
+
+    compat._make_kernels_wait_first()
     compiled = torch.compile(chain, options={"triton.enable_pdl": True}, fullgraph=True)
-    expected = compiled(rows, skinny_linear)
+    expected = compiled(rows, overlapping)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = compiled(rows, skinny_linear)
+        out = compiled(rows, overlapping)
     for _ in range(50):
         out.zero_()
         graph.replay()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from compiled_llm_ops import attention_tiling, paged_attention_lse
 from compiled_llm_ops.attention_tiling import MOST_ROWS, MOST_SHARES, Tiling, choose
+from compiled_llm_ops.decode import Arguments, _prepared
 from interpreting import INTERPRETED, check_interpreted, interpreted, needs_triton, not_interpreted
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
@@ -106,13 +107,16 @@ def batch_of(lengths: Sequence[int], group: int, page_size: int, head_dim: int, 
     return Batch(query, key, value, pages, int32(starts), indices, int32(last))
 
 
-def launch(batch: Batch, tiling: int | Tiling, window_left: int = -1, soft_cap: float = 0.0) -> tuple[Tensor, Tensor]:
+def launch(
+    batch: Batch, tiling: int | Tiling, window_left: int = -1, soft_cap: float = 0.0, **preparation: Any
+) -> tuple[Tensor, Tensor]:
     """Attend with this tiling, or with so many programs besides one for each row."""
     from compiled_llm_ops.triton_attention import decode
 
     tiling = tiling_of(batch, tiling) if isinstance(tiling, int) else tiling
     lse = torch.empty(batch.query.shape[:2])
-    return decode(*batch, SCALE, window_left, soft_cap, lse, tiling=tiling, pdl=False), lse
+    given = Arguments(*batch, SCALE, window_left, soft_cap, **preparation)
+    return decode(given, lse, tiling=tiling, pdl=False), lse
 
 
 def tiling_of(batch: Batch, spare: int, alone: int = 2, least: int = 1, together: int = 0) -> Tiling:
@@ -248,7 +252,7 @@ def test_log_sum_exp_may_be_left_out(seed: int) -> None:
 
     batch = batch_of([40, 700], 17, 16, 64)
     out, _ = launch(batch, 3)
-    assert torch.equal(out, decode(*batch, SCALE, tiling=tiling_of(batch, 3), pdl=False))
+    assert torch.equal(out, decode(Arguments(*batch, SCALE), None, tiling=tiling_of(batch, 3), pdl=False))
 
 
 @interpreted
@@ -284,6 +288,36 @@ def test_rows_of_padding_are_harmless(spare: int, seed: int) -> None:
 
 
 @interpreted
+@SPARE
+@pytest.mark.parametrize(("head_dim", "stored"), [(64, 64), (96, 128)])
+@pytest.mark.parametrize("given", ["norms", "one norm", "positions", "both"])
+def test_queries_and_keys_are_normed_and_turned_first(
+    given: str, head_dim: int, stored: int, spare: int, seed: int
+) -> None:
+    batch = batch_of(LENGTHS, 3, 16, head_dim, stored)
+    angles = (torch.rand(len(LENGTHS), head_dim // 2) * 6).repeat(1, 2)
+    preparation: dict[str, Any] = {"epsilon": 0.1}
+    if given != "positions":
+        preparation["query_norm"] = torch.randn(head_dim).half()
+    if given in ("norms", "both"):
+        preparation["key_norm"] = torch.randn(head_dim).half()
+    if given in ("positions", "both"):
+        preparation |= {"cos": angles.cos().half(), "sin": angles.sin().half()}
+    arguments = Arguments(*batch, SCALE, **preparation)
+    query, key = (
+        _prepared(states.float(), None if norm is None else norm.float(), arguments)
+        for states, norm in ((batch.query, arguments.query_norm), (batch.key, arguments.key_norm))
+    )
+    pages = batch._replace(key=key.half()).appended()
+    out, lse = launch(batch, spare, **preparation)
+    torch.testing.assert_close(batch.pages, pages, rtol=2e-3, atol=2e-3, equal_nan=True)
+    one_each = torch.arange(len(query) + 1).int()
+    expected, expected_lse = paged_attention_lse(query, pages, one_each, *batch[4:], SCALE)
+    torch.testing.assert_close(out.float(), expected, rtol=3e-3, atol=3e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-2)
+
+
+@interpreted
 def test_counters_are_zero_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same ones serve launch after launch, over rows that grow and shrink."""
     from compiled_llm_ops import triton_attention
@@ -315,7 +349,7 @@ def test_batches_of_any_size_are_two_kernels(seed: int, monkeypatch: pytest.Monk
     assert alone == unshared
     assert shared == many
     assert (alone[0], {**alone[1], "ROWS": 32}) == shared
-    assert shared[0][9:12] == [torch.float32, torch.float32, torch.int32]
+    assert shared[0][13:16] == [torch.float32, torch.float32, torch.int32]
 
 
 @interpreted
@@ -459,17 +493,19 @@ COMPILED = [
 @not_interpreted
 @pytest.mark.parametrize(("dtype", "group", "head_dim", "rows", "changes"), COMPILED)
 @pytest.mark.parametrize("with_lse", [False, True], ids=["out", "out and lse"])
-def test_memory_is_touched_between_waiting_and_letting_go(
+@pytest.mark.parametrize("prepares", [False, True], ids=["as they are", "normed and turned"])
+def test_nothing_but_the_page_table_is_touched_before_waiting(
     dtype: str,
     group: int,
     head_dim: int,
     rows: int,
     changes: dict[str, Any],
     with_lse: bool,
+    prepares: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels in front may still write before `gdc_wait`, those behind may write after `gdc_launch_dependents`."""
+    """Kernels in front may still write before `gdc_wait`; whoever is let go relies on that this one has waited."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -484,14 +520,16 @@ def test_memory_is_touched_between_waiting_and_letting_go(
         "BLOCK": tiling.block, "CHUNK": max(1, module.MERGED_NUMBERS // (padded * head_dim)),
         "STAGES": tiling.stages, "CAPPED": False, "PDL": True, **changes,
         **({} if with_lse else {"lse": None}),
+        **({} if prepares else dict.fromkeys(("query_norm", "key_norm", "cos", "sin"))),
     }  # fmt: skip
     types = {
         **dict.fromkeys(("query", "key", "value", "pages", "out"), f"*{dtype}"),
+        **dict.fromkeys(("query_norm", "key_norm", "cos", "sin"), f"*{dtype}"),
         **dict.fromkeys(("lse", "partials", "partial_lses"), "*fp32"),
         **dict.fromkeys(("indptr", "indices", "last_page_len", "arrivals"), "*i32"),
         **dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i32"),
         **dict.fromkeys(("rows", "together", "window_left", "alone", "least"), "i32"),
-        **dict.fromkeys(("scale", "cap"), "fp32"),
+        **dict.fromkeys(("scale", "cap", "epsilon"), "fp32"),
     }
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
@@ -500,15 +538,13 @@ def test_memory_is_touched_between_waiting_and_letting_go(
     source = ASTSource(kernel, signature, places, aligned)
     made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tiling.warps, "launch_pdl": True})
     if group <= 16:
-        assert "STACK:0 " in resources_of(made.asm["cubin"], tmp_path / "cubin"), "registers spill"
+        (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
+        assert int(stack) <= (16 if prepares else 0), "registers spill"
     large = tiling.block * head_dim == 2**14
     assert made.metadata.shared <= (attention_tiling.LARGE_PROGRAM if large else 99 * 1024), "8.9 has no more"
-    touching = r"cp\.async\.\w+\.shared|(?:ld|st|atom)\.global"
-    code = made.asm["ptx"]
-    before, _ = code.split("griddepcontrol.wait")
-    assert not re.findall(touching, before)
-    _, after = code.split("griddepcontrol.launch_dependents")
-    alone, end = re.split(r"bra\.uni\s+", after, maxsplit=1)
-    assert set(re.findall(touching, alone)) == {"st.global"}
-    label = end.split(";")[0]
-    assert not re.findall(touching, code.split(f"{label}:")[1])
+    before, after = made.asm["ptx"].split("griddepcontrol.wait")
+    touched = re.findall(r"cp\.async\.\w+\.shared|(?:ld|st|atom)\.global", before)
+    assert touched == ["ld.global"] * len(touched)
+    assert len(touched) <= 4, "where the row's pages begin and end, its last length, the page of its newest token"
+    assert "griddepcontrol.launch_dependents" not in before
+    assert "griddepcontrol.launch_dependents" in after

@@ -51,10 +51,10 @@ def test_every_tiling_multiplies(tiling: Tiling, n: int, seed: int) -> None:
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
-def test_memory_is_touched_between_waiting_and_letting_go(
+def test_nothing_but_weights_is_touched_before_waiting(
     tiling: Tiling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels in front may still write before `gdc_wait`, those behind may write after `gdc_launch_dependents`."""
+    """Kernels in front may still write before `gdc_wait`; whoever is let go relies on that this one has waited."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -79,8 +79,4 @@ def test_memory_is_touched_between_waiting_and_letting_go(
     if tiling.rows <= 2:
         weights = tiling.early * tiling.outputs * tiling.inputs // 128  # a thread's, loaded one by one
         assert before == weights, "nothing else is read there"
-    if tiling.splits == 1:
-        after = found.index("griddepcontrol.launch_dependents")
-        assert set(found[after + 1 :]) == {"st.global"}
-    else:
-        assert "griddepcontrol.launch_dependents" not in found
+    assert found.index("griddepcontrol.launch_dependents") > before

@@ -23,11 +23,12 @@ from torch.nn.utils.rnn import pad_sequence
 from compiled_llm_ops import attention_tiling
 from compiled_llm_ops.attention import gather, paged_attention, paged_attention_lse
 from compiled_llm_ops.library import check_int32, define
+from compiled_llm_ops.overlap import possible
 
 _SIGNATURE = (
     "(Tensor query, Tensor key, Tensor value, Tensor(a!) pages, Tensor indptr, Tensor indices, Tensor last_page_len, "
     "float scale, int window_left=-1, float logits_soft_cap=0.0, Tensor? query_norm=None, Tensor? key_norm=None, "
-    "float epsilon=0.0, Tensor? cos=None, Tensor? sin=None, bool settled=False)"
+    "float epsilon=0.0, Tensor? cos=None, Tensor? sin=None, bool overlap=False)"
 )
 
 
@@ -49,7 +50,7 @@ class Arguments(NamedTuple):
     epsilon: float = 0.0
     cos: Tensor | None = None
     sin: Tensor | None = None
-    settled: bool = False
+    overlap: bool = False
 
 
 def decode_attention(
@@ -68,7 +69,7 @@ def decode_attention(
     epsilon: float = 0.0,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    settled: bool = False,
+    overlap: bool = False,
 ) -> Tensor:
     """Write each row's newest key and value into its pages, then attend with its query over all of them.
 
@@ -93,9 +94,9 @@ def decode_attention(
         cos: ``[B, D]`` of the query's dtype: query and key are turned by their position, after their norm. None where
             they come turned, or are not turned at all.
         sin: ``[B, D]``, belongs to ``cos``.
-        settled: whether all but ``query``, ``key``, ``value``, ``cos`` and ``sin`` was written before the kernel
-            directly in front began; of ``pages``, the tokens that are in there already. CUDA reads it while that
-            kernel ends.
+        overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
+            ``compiled_llm_ops.overlap``; the kernel directly in front must not write ``indptr``, ``indices`` or
+            ``last_page_len`` then.
 
     Returns:
         ``[B, H, D]``, contiguous, of the query's dtype.
@@ -108,7 +109,7 @@ def decode_attention(
         rotary embedding as in Llama and Qwen3 (https://arxiv.org/abs/2104.09864), in float32 on CUDA.
     """
     given = (query, key, value, pages, indptr, indices, last_page_len, scale, window_left, logits_soft_cap)
-    out: Tensor = _decode_attention(*given, query_norm, key_norm, epsilon, cos, sin, settled)
+    out: Tensor = _decode_attention(*given, query_norm, key_norm, epsilon, cos, sin, overlap)
     return out
 
 
@@ -128,7 +129,7 @@ def decode_attention_lse(
     epsilon: float = 0.0,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    settled: bool = False,
+    overlap: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``decode_attention`` that also returns the log-sum-exp of each query's logits.
 
@@ -150,9 +151,9 @@ def decode_attention_lse(
         cos: ``[B, D]`` of the query's dtype: query and key are turned by their position, after their norm. None where
             they come turned, or are not turned at all.
         sin: ``[B, D]``, belongs to ``cos``.
-        settled: whether all but ``query``, ``key``, ``value``, ``cos`` and ``sin`` was written before the kernel
-            directly in front began; of ``pages``, the tokens that are in there already. CUDA reads it while that
-            kernel ends.
+        overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
+            ``compiled_llm_ops.overlap``; the kernel directly in front must not write ``indptr``, ``indices`` or
+            ``last_page_len`` then.
 
     Returns:
         ``[B, H, D]`` of the query's dtype, and ``[B, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
@@ -166,7 +167,7 @@ def decode_attention_lse(
         (https://pytorch.org/blog/flash-decoding/).
     """
     given = (query, key, value, pages, indptr, indices, last_page_len, scale, window_left, logits_soft_cap)
-    out, lse = _decode_attention_lse(*given, query_norm, key_norm, epsilon, cos, sin, settled)
+    out, lse = _decode_attention_lse(*given, query_norm, key_norm, epsilon, cos, sin, overlap)
     return out, lse
 
 
@@ -304,7 +305,6 @@ def _attend(
 class _Device(NamedTuple):
     processors: int
     shared_memory: int
-    pdl: bool  # kernels may begin before those in front have ended
 
 
 @functools.cache
@@ -313,7 +313,6 @@ def _device(device: torch.device) -> _Device:
     return _Device(
         properties.multi_processor_count,
         properties.shared_memory_per_multiprocessor,
-        torch.cuda.get_device_capability(device) >= (9, 0),
     )
 
 
@@ -330,7 +329,8 @@ def _launch(given: Arguments, lse: Tensor | None) -> Tensor:
         rows, kv_heads, heads // kv_heads, padded, most_keys, device.processors, device.shared_memory
     )
     with torch.cuda.device(given.query.device):  # Triton launches on the current one
-        return triton_attention.decode(given, lse, tiling=tiling, pdl=device.pdl)
+        pdl = given.overlap and possible(given.query.device)
+        return triton_attention.decode(given, lse, tiling=tiling, pdl=pdl)
 
 
 def _cuda(*arguments: Any) -> Tensor:

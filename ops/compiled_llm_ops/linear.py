@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.library import define
+from compiled_llm_ops.overlap import possible
 from compiled_llm_ops.tiling import MOST_ROWS, Tiling, choose
 
 
-def skinny_linear(rows: Tensor, weight: Tensor, settled: bool = False) -> Tensor:
+def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
     """``rows @ weight.T`` that reads the weight at memory speed where there are few rows.
 
     Args:
         rows: ``[M, I]``, any strides.
         weight: ``[O, I]``, contiguous, of the same dtype.
-        settled: whether ``weight`` was written before the kernel directly in front began. CUDA reads it while that
-            kernel ends.
+        overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
+            ``compiled_llm_ops.overlap``; the kernel directly in front must not write ``weight`` then.
 
     Returns:
         ``[M, O]``, contiguous.
@@ -35,7 +36,7 @@ def skinny_linear(rows: Tensor, weight: Tensor, settled: bool = False) -> Tensor
         capability 9.0, float16 or bfloat16 and up to 64 rows, Triton kernels of our own where they were faster than
         cuBLAS (``compiled_llm_ops.tiling``), else cuBLAS. The same inputs give the same bits each time.
     """
-    out: Tensor = _skinny_linear(rows, weight, settled)
+    out: Tensor = _skinny_linear(rows, weight, overlap)
     return out
 
 
@@ -62,7 +63,7 @@ def _weight_goes_left(count: int, outputs: int) -> bool:
     return count <= 4 or (count <= 8 and outputs >= 8192)
 
 
-def _cpu(rows: Tensor, weight: Tensor, settled: bool = False) -> Tensor:
+def _cpu(rows: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
     _check(rows, weight)
     count, outputs = rows.shape[0], weight.shape[0]
     if not _weight_goes_left(count, outputs):
@@ -86,7 +87,7 @@ def _tiling(count: int, weight: Tensor) -> Tiling | None:
     return choose(count, weight.shape[0], weight.shape[1], processors)
 
 
-def _cuda(rows: Tensor, weight: Tensor, settled: bool = False) -> Tensor:
+def _cuda(rows: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
     _check(rows, weight)
     tiling = _tiling(rows.shape[0], weight)
     rows = rows.contiguous()
@@ -95,13 +96,13 @@ def _cuda(rows: Tensor, weight: Tensor, settled: bool = False) -> Tensor:
     from compiled_llm_ops.triton_linear import multiply
 
     with torch.cuda.device(rows.device):  # Triton launches on the current one
-        return multiply(rows, weight, tiling, settled=settled)
+        return multiply(rows, weight, tiling, pdl=overlap and possible(rows.device))
 
 
-def _fake(rows: Tensor, weight: Tensor, settled: bool = False) -> Tensor:
+def _fake(rows: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[0])
 
 
 _skinny_linear = define(
-    "skinny_linear(Tensor rows, Tensor weight, bool settled=False) -> Tensor", fake=_fake, cpu=_cpu, cuda=_cuda
+    "skinny_linear(Tensor rows, Tensor weight, bool overlap=False) -> Tensor", fake=_fake, cpu=_cpu, cuda=_cuda
 )

@@ -5,15 +5,16 @@ Shapes: M rows, I inputs.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.library import define
+from compiled_llm_ops.overlap import possible
 
 
-def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    states: Tensor, update: Tensor, weight: Tensor, epsilon: float, overlap: bool = False
+) -> tuple[Tensor, Tensor]:
     """Add, and divide each row of the sum by its root mean square.
 
     Args:
@@ -21,6 +22,8 @@ def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float)
         update: ``[..., I]``, like ``states``, of the same dtype.
         weight: ``[I]`` of the same dtype, multiplied with the normed rows.
         epsilon: is added to the mean square.
+        overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
+            ``compiled_llm_ops.overlap``.
 
     Returns:
         ``[..., I]``, the sum, and ``[..., I]``, the normed sum; both contiguous, of the same dtype.
@@ -32,7 +35,7 @@ def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float)
         https://arxiv.org/abs/1910.07467, rounded where HuggingFace's Llama does it: the sum, the normed row and the
         result; in between it is float32. On CUDA a Triton kernel of our own.
     """
-    total, normed = _add_rms_norm(states, update, weight, epsilon)
+    total, normed = _add_rms_norm(states, update, weight, epsilon, overlap)
     return total, normed
 
 
@@ -46,7 +49,9 @@ def _check(states: Tensor, update: Tensor, weight: Tensor) -> None:
         raise ValueError(f"add_rms_norm: all must be of one dtype; got {states.dtype}, {update.dtype}, {weight.dtype}")
 
 
-def _cpu(states: Tensor, update: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _cpu(
+    states: Tensor, update: Tensor, weight: Tensor, epsilon: float, overlap: bool = False
+) -> tuple[Tensor, Tensor]:
     _check(states, update, weight)
     total = states + update
     numbers = total.float()
@@ -54,27 +59,25 @@ def _cpu(states: Tensor, update: Tensor, weight: Tensor, epsilon: float) -> tupl
     return total, weight * numbers.to(total.dtype)
 
 
-@functools.cache
-def _pdl(device: torch.device) -> bool:
-    """Return whether kernels may begin before those in front of them have ended."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _cuda(states: Tensor, update: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _cuda(
+    states: Tensor, update: Tensor, weight: Tensor, epsilon: float, overlap: bool = False
+) -> tuple[Tensor, Tensor]:
     _check(states, update, weight)
     from compiled_llm_ops import triton_norm
 
     with torch.cuda.device(states.device):  # Triton launches on the current one
         given = (states.contiguous(), update.contiguous(), weight.contiguous())
-        return triton_norm.add_rms_norm(*given, epsilon, pdl=_pdl(states.device))
+        return triton_norm.add_rms_norm(*given, epsilon, pdl=overlap and possible(states.device))
 
 
-def _fake(states: Tensor, update: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _fake(
+    states: Tensor, update: Tensor, weight: Tensor, epsilon: float, overlap: bool = False
+) -> tuple[Tensor, Tensor]:
     return states.new_empty(states.shape), states.new_empty(states.shape)
 
 
 _add_rms_norm = define(
-    "add_rms_norm(Tensor states, Tensor update, Tensor weight, float epsilon) -> (Tensor, Tensor)",
+    "add_rms_norm(Tensor states, Tensor update, Tensor weight, float epsilon, bool overlap=False) -> (Tensor, Tensor)",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

@@ -7,8 +7,7 @@ A plan would have to follow the rows' lengths. Here the grid depends on nothing 
 recorded launch holds for ever. Rows share its programs: each program computes from the page table of the moment how
 their keys are dealt out, as a plan on the host would, and reads its own share. Those without any end at once.
 
-Like the kernels of ``triton_linear``, it may begin while the kernel in front of it ends (programmatic dependent
-launch). Before ``gdc_wait`` it reads the page table only, and that only if it is told to be settled.
+It may begin while the kernel in front of it ends (see ``overlap``), and reads the page table meanwhile.
 
 Shapes: B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same as stored,
 P pages, S page size, N entries of the page table.
@@ -191,7 +190,7 @@ def _decode_paged_attention(
     rows, together, window_left, alone, least, scale, cap, epsilon,
     ROWS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    CAPPED: tl.constexpr, PDL: tl.constexpr, SETTLED: tl.constexpr,
+    CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some keys of one row and kv head; where several programs share them, the last to end merges all results.
 
@@ -207,8 +206,6 @@ def _decode_paged_attention(
     offs_r, offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, HEADS), tl.arange(0, DIM)[None, :]
     numbers = group * together + offs_r
     there = (offs_r < together) & (numbers < rows)
-    if PDL and not SETTLED:
-        gdc_wait()
     first_pages = tl.load(indptr + numbers, mask=there, other=0)
     end_pages = tl.load(indptr + numbers + 1, mask=there, other=1)  # no row: no keys
     lengths = (end_pages - first_pages - 1) * PAGE + tl.load(last_page_len + numbers, mask=there, other=0)
@@ -223,7 +220,7 @@ def _decode_paged_attention(
         newest = length - 1
         number = tl.load(own_indices + newest // PAGE).to(tl.int64)
         slot_at = head_pages + number * (2 * values_offset) + (newest % PAGE) * DIM
-        if PDL and SETTLED:
+        if PDL:
             gdc_wait()
         in_head = offs_d < HEAD
         cos_at, sin_at = cos, sin
@@ -308,7 +305,7 @@ def decode(given: Arguments, lse: Tensor | None, *, tiling: Tiling, pdl: bool) -
         "ROWS": 1 if tiling.together == 1 else MOST_ROWS, "MOST": MOST_SHARES,
         "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "BLOCK": tiling.block, "CHUNK": max(1, MERGED_NUMBERS // (padded * stored)), "STAGES": tiling.stages,
-        "CAPPED": cap > 0, "PDL": pdl, "SETTLED": given.settled, "num_warps": tiling.warps,
+        "CAPPED": cap > 0, "PDL": pdl, "num_warps": tiling.warps,
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     _decode_paged_attention[(kv_heads, groups, tiling.programs)](

@@ -1,9 +1,6 @@
 """Triton kernels for products of few rows with a weight, which read the weight near the bandwidth of memory.
 
-Both begin while the kernel in front of them ends (programmatic dependent launch), and have weights on their way by
-then: nothing else may be asked for before ``gdc_wait``. They let the next kernel go after it, never before: whoever has
-waited knows that all kernels in front have ended, if each of them waited as well (Inductor's are made to, see
-``compat``).
+Both may begin while the kernel in front of them ends (see ``overlap``), and have weights on their way by then.
 
 Shapes: M rows, N outputs, K inputs.
 """
@@ -118,18 +115,15 @@ def _skinny_linear_one_or_two_rows(
     BK: tl.constexpr,
     EARLY: tl.constexpr,
     MASKED: tl.constexpr,
-    SETTLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BN outputs of each row over all of K; weights go straight to registers, if they are settled before waiting."""
+    """BN outputs of each row over all of K; weights go straight to registers, the first EARLY blocks before waiting."""
     offs_n, offs_k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     w_block = w + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]
-    if PDL and not SETTLED:
-        gdc_wait()
     early = ()
     for block in tl.static_range(EARLY):
         early += (_load_block(w_block + block * BK, offs_k[None, :], block * BK, K, MASKED),)  # type: ignore[assignment]
-    if PDL and SETTLED:
+    if PDL:
         gdc_wait()
     first, second = tl.zeros([BN, BK], tl.float32), tl.zeros([BN, BK], tl.float32)
     for block in tl.static_range(EARLY):
@@ -150,14 +144,13 @@ def _skinny_linear_one_or_two_rows(
         tl.store(y + N + offs_n, tl.sum(second, 1).to(y.dtype.element_ty), mask=keep)
 
 
-def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, settled: bool = True, pdl: bool = True) -> Tensor:
+def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, pdl: bool) -> Tensor:
     """Return ``rows @ weight.T``.
 
     Args:
         rows: ``[M, K]``, contiguous, float16 or bfloat16.
         weight: ``[N, K]``, likewise, beginning at a multiple of 16 bytes.
         tiling: from ``choose``.
-        settled: whether the weight was written before the kernel in front began.
         pdl: begin before the kernel in front has ended; needs compute capability 9.0.
     """
     (m, k), n = rows.shape, weight.shape[0]
@@ -169,9 +162,7 @@ def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, settled: bool = Tr
     }  # fmt: skip
     if tiling.rows <= 2:
         masked = k % tiling.inputs > 0
-        _skinny_linear_one_or_two_rows[(tiles,)](
-            rows, weight, y, n, k, ROWS=m, MASKED=masked, SETTLED=settled, **shared
-        )
+        _skinny_linear_one_or_two_rows[(tiles,)](rows, weight, y, n, k, ROWS=m, MASKED=masked, **shared)
         return y
     partials, arrivals = y, y  # neither is touched by the only program of a tile
     if tiling.splits > 1:

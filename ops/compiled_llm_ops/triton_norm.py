@@ -1,7 +1,4 @@
-"""A Triton kernel for the norms of a decode step, which the host of no compiled graph pays for: it is recorded.
-
-Like the kernels of ``triton_linear`` it begins while the kernel in front of it ends (programmatic dependent launch).
-"""
+"""A Triton kernel for the norms of a decode step, which may begin while the kernel in front ends (see ``overlap``)."""
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
