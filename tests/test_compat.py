@@ -8,11 +8,14 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.utils import IndentedBuffer
 from torch.profiler import profile
 
 import compiled_llm
@@ -53,6 +56,20 @@ class Warned(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_kernels_wait_before_anything_else(overlaps):
+    """A GPU runs what comes of it in `test_ops_gpu.py`."""
+    compat._make_kernels_wait_first()
+    code, wait, launch = IndentedBuffer(), TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
+    for line in ("a = 1", "b = load(a)", wait, launch, "c = load(b)", wait, launch, "store(c)"):
+        code.writeline(line)
+    kernel = SimpleNamespace(GDC_WAIT=wait, GDC_LAUNCH=launch, _enable_pdl_codegen=lambda: overlaps)
+    TritonKernel._filter_pdl(cast(TritonKernel, kernel), code)
+    lines = code.getvalue().splitlines()
+    waits = ([wait], []) if overlaps else ([], [wait])
+    assert lines == [*waits[0], "a = 1", "b = load(a)", *waits[1], "c = load(b)", launch, "store(c)"]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ dimension, P pages, S page size.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from compiled_llm import compat
 from compiled_llm.sampling import NOT_A_TOKEN, Sampling, choose
@@ -578,6 +580,27 @@ def test_decode_norms_and_turns_queries_and_keys(
         close(out.float(), expected[0].float(), 2 * tolerance, "out")
         close(lse, expected[1], 5 * tolerance, "lse")
         assert torch.equal(decode_attention(*given, overlap), out)
+
+
+def test_inductors_kernels_wait_before_they_touch_memory() -> None:
+    """Also those that read nothing, or nothing of what the kernel in front writes."""
+    compat._make_kernels_wait_first()
+
+    def steps(states: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        product = states @ states.T
+        sums = other.sum(1)
+        return product, torch.full_like(other, 2.0), sums, (other * product.sum()).softmax(1)
+
+    options = {"triton.enable_pdl": True}
+    given = (torch.randn(64, 64, device="cuda"), torch.randn(100, 70000, device="cuda"))
+    with fresh_cache():
+        _, (code,) = run_and_get_code(torch.compile(steps, options=options), *given)  # type: ignore[call-overload]
+    kernels = re.findall(r"\ndef triton_\w+\(.*?device_str", code, flags=re.S)
+    assert len(kernels) >= 3
+    for kernel in kernels:
+        access = re.search(r"tl\.(load|store)", kernel)
+        assert access is not None
+        assert kernel.index("gdc_wait") < access.start(), kernel
 
 
 @seeded
