@@ -63,8 +63,10 @@ logger = logging.getLogger("compiled_llm.uploads")
 
 # Cudagraph trees run a new shape once as it is, record it on the second call and replay it from the third.
 _CALLS_TO_RECORD = 3
-# Rows of two tokens, and tokens whose logits are kept, that prefill may be compiled with.
+# Rows, and tokens whose logits are kept, that prefill may be compiled with.
 _PREFILL_SIZES = ((3, 5), (10, 13))
+# Tokens of such a row on a GPU: its kernels are fitted to as many as they are compiled with.
+_PREFILL_TOKENS = 512
 
 
 class PagedModel:
@@ -186,12 +188,19 @@ class PagedModel:
         if program in self._ready:
             return
         with self._preparing(program, waiting):
-            rows, kept = next(sizes for sizes in _PREFILL_SIZES if self._distinct(*_symbols(*sizes)))
-            null = [null_extension(2, self.config.page_size) for _ in range(rows)]
-            embeddings = self._null_embeddings(2 * rows) if embedded else None
+            each = self._null_length()
+            rows, kept = next(sizes for sizes in _PREFILL_SIZES if self._distinct(*_symbols(*sizes, each)))
+            null = [null_extension(each, self.config.page_size) for _ in range(rows)]
+            embeddings = self._null_embeddings(each * rows) if embedded else None
             slots = self.sampler.slots([], kept - 1)
             self._launch_prefill(self._laid_out(null, np.zeros(kept, dtype=np.int64), slots, embeddings))
         self._ready.add(program)
+
+    def _null_length(self) -> int:
+        """Return how many tokens each row has that prefill is compiled with."""
+        if self.device.type == "cpu":
+            return 2
+        return max(2, min(_PREFILL_TOKENS, self.max_positions, self.config.prefill_tokens // 4))
 
     def _null_embeddings(self, tokens: int) -> Tensor:
         model = self._require_model()
@@ -537,9 +546,9 @@ class PagedModel:
         return model
 
 
-def _symbols(rows: int, kept: int) -> tuple[int, ...]:
-    """Return B, B + 1, T, L and C of a prefill of ``rows`` rows of two tokens."""
-    return rows, rows + 1, 2 * rows, kept, kept - 1
+def _symbols(rows: int, kept: int, each: int) -> tuple[int, ...]:
+    """Return B, B + 1, T, L and C of a prefill of ``rows`` rows of ``each`` tokens."""
+    return rows, rows + 1, each * rows, kept, kept - 1
 
 
 def _columns(inputs: PrefillInputs) -> PageTable:
