@@ -20,7 +20,7 @@ def skinny_linear(rows: Tensor, weight: Tensor) -> Tensor:
     Args:
         rows: ``[M, I]``, any strides.
         weight: ``[O, I]``, contiguous, of the same dtype. On CUDA it must not be written by the kernel directly in
-            front on the stream: with one or two rows it is read before that kernel has ended.
+            front on the stream: it is read before that kernel has ended.
 
     Returns:
         ``[M, O]``, contiguous.
