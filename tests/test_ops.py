@@ -741,7 +741,6 @@ def test_tilings_fit_the_product_and_the_device(processors):
                 tiling = choose(m, n, k, processors)
                 if tiling is None:
                     continue
-                blocks = -(-k // tiling.inputs)
                 assert m <= min(tiling.rows, 64)
                 if tiling.rows <= 2:
                     assert m == tiling.rows
@@ -749,20 +748,25 @@ def test_tilings_fit_the_product_and_the_device(processors):
                     assert tiling.early * tiling.inputs < k + tiling.inputs
                     assert tiling.early * tiling.inputs * tiling.outputs <= 128 * 128, "registers"
                     continue
-                assert n % 16 == k % tiling.inputs == 0
-                assert 1 <= tiling.splits <= min(8, blocks)
-                assert tiling.splits == 1 or -(-n // tiling.outputs) * tiling.splits <= processors
-                shared = tiling.stages * (tiling.outputs + tiling.rows) * tiling.inputs * 2
-                assert tiling.stages >= 1
-                assert shared <= 227 * 1024
+                assert n % 16 == k % 128 == 0
+                assert tiling.rows == 64 or tiling.outputs == 64, "what tensor cores take as their first operand"
+                assert tiling.tiles * tiling.outputs * tiling.rows <= 128 * 96, "registers"
+                shared = tiling.stages * (tiling.tiles * tiling.outputs + tiling.rows) * tiling.inputs * 2
+                assert tiling.stages >= 3
+                assert shared < 227 * 1024
 
 
 def test_tilings_of_measured_products():
-    assert choose(8, 4096, 4096) == Tiling(16, 64, 128, 2, 5, 2)
-    assert choose(8, 1024, 3072) == Tiling(8, 64, 128, 6, 5, 2)
-    assert choose(32, 24576, 4096) == Tiling(32, 64, 128, 1, 3, 0)
-    assert choose(32, 6144, 4096) == Tiling(32, 64, 128, 1, 6, 0)
-    assert choose(2, 4096, 12288) == Tiling(2, 4, 2048, 1, 1, 1)
-    assert choose(1, 1024, 3072) == Tiling(1, 2, 1024, 1, 1, 3)
-    assert choose(1, 151936, 1024) == Tiling(1, 4, 1024, 1, 1, 1)
-    assert choose(8, 6144, 4096) is choose(64, 1024, 2048) is choose(65, 4096, 4096) is None
+    assert choose(8, 4096, 4096) == Tiling(16, 64, 1, 256, 5, 1)
+    assert choose(8, 1024, 3072) == Tiling(16, 64, 1, 256, 5, 1)
+    assert choose(32, 24576, 4096) == Tiling(32, 64, 3, 128, 4, 1)
+    assert choose(32, 6144, 4096) == Tiling(32, 64, 1, 256, 4, 1)
+    assert choose(64, 24576, 4096) == Tiling(64, 64, 3, 128, 3, 1)
+    assert choose(64, 4096, 12288) == Tiling(64, 64, 1, 128, 7, 1)
+    assert choose(33, 2048, 2048) == Tiling(64, 32, 1, 256, 4, 1)
+    assert choose(64, 1024, 2048) == Tiling(64, 16, 1, 256, 5, 1)
+    assert choose(2, 4096, 12288) == Tiling(16, 64, 1, 256, 5, 1)
+    assert choose(2, 2048, 2048) == Tiling(2, 2, 1, 1024, 1, 2)
+    assert choose(1, 1024, 3072) == Tiling(1, 2, 1, 1024, 1, 3)
+    assert choose(1, 151936, 1024) == Tiling(1, 4, 1, 1024, 1, 1)
+    assert choose(8, 512, 4096) is choose(65, 4096, 4096) is None

@@ -985,7 +985,7 @@ def test_skinny_linear_leaves_what_does_not_fit_to_cublas(seed: int, monkeypatch
 @pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 4096), (6144, 1024)])
 def test_skinny_linear_replays_on_several_streams_at_once(n: int, k: int, seed: int) -> None:
     """Recordings from one stream, replayed on others at the same time, with launches outside of them in between."""
-    given = [product_of(m, n, k, torch.bfloat16, seed + m) for m in (1, 2, 8, 16, 32)]
+    given = [product_of(m, n, k, torch.bfloat16, seed + m) for m in (1, 2, 8, 16, 32, 64)]
     expected = [skinny_linear(rows, weight) for rows, weight in given]
     recording, graphs, outputs = torch.cuda.Stream(), [], []
     for rows, weight in given:
@@ -1012,7 +1012,7 @@ def test_skinny_linear_replays_on_several_streams_at_once(n: int, k: int, seed: 
 
 @seeded
 @hopper
-@pytest.mark.parametrize("m", [1, 2, 8, 64])
+@pytest.mark.parametrize("m", [1, 2, 8, 32, 64])
 def test_skinny_linear_waits_for_what_is_in_front_of_it(m: int, seed: int) -> None:
     """Chains of products, each of which reads what the one before wrote, between kernels that let go early."""
     rows, weight = product_of(m, 4096, 4096, torch.bfloat16, seed)

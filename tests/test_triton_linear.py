@@ -19,14 +19,16 @@ from interpreting import check_interpreted, interpreted, needs_triton, not_inter
 pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
 
 TILINGS = [
-    Tiling(rows=1, outputs=4, inputs=256, splits=1, stages=1, early=3),
-    Tiling(rows=1, outputs=2, inputs=512, splits=1, stages=1, early=1),
-    Tiling(rows=2, outputs=4, inputs=512, splits=1, stages=1, early=2),
-    Tiling(rows=2, outputs=16, inputs=256, splits=1, stages=1, early=0),
-    Tiling(rows=8, outputs=64, inputs=128, splits=4, stages=5, early=2),
-    Tiling(rows=16, outputs=64, inputs=128, splits=1, stages=5, early=2),
-    Tiling(rows=32, outputs=64, inputs=128, splits=5, stages=3, early=2),
-    Tiling(rows=64, outputs=64, inputs=128, splits=2, stages=2, early=0),
+    Tiling(rows=1, outputs=4, tiles=1, inputs=256, stages=1, early=3),
+    Tiling(rows=1, outputs=2, tiles=1, inputs=512, stages=1, early=1),
+    Tiling(rows=2, outputs=4, tiles=1, inputs=512, stages=1, early=2),
+    Tiling(rows=2, outputs=16, tiles=1, inputs=256, stages=1, early=0),
+    Tiling(rows=16, outputs=64, tiles=1, inputs=256, stages=5, early=1),
+    Tiling(rows=16, outputs=64, tiles=3, inputs=128, stages=4, early=1),
+    Tiling(rows=32, outputs=64, tiles=2, inputs=128, stages=5, early=0),
+    Tiling(rows=64, outputs=16, tiles=1, inputs=256, stages=5, early=1),
+    Tiling(rows=64, outputs=64, tiles=3, inputs=128, stages=3, early=1),
+    Tiling(rows=64, outputs=64, tiles=1, inputs=512, stages=1, early=0),
 ]
 
 
@@ -38,7 +40,7 @@ def test_kernels_under_the_interpreter(seed: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
-@pytest.mark.parametrize("n", [48, 144], ids="N={}".format)
+@pytest.mark.parametrize("n", [48, 208], ids="N={}".format)
 def test_every_tiling_multiplies(tiling: Tiling, n: int, seed: int) -> None:
     from compiled_llm_ops.triton_linear import multiply
 
@@ -61,22 +63,32 @@ def test_nothing_but_weights_is_touched_before_waiting(
     from compiled_llm_ops import triton_linear as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"BN": tiling.outputs, "BK": tiling.inputs, "EARLY": tiling.early, "PDL": True}
+    constants = {
+        "ROWS": tiling.rows, "BN": tiling.outputs, "BK": tiling.inputs, "EARLY": tiling.early, "PDL": True
+    }  # fmt: skip
+    types = {**dict.fromkeys("xwy", "*bf16"), **dict.fromkeys("MNK", "i32")}
     if tiling.rows <= 2:
         kernel = kernels._skinny_linear_one_or_two_rows
-        constants |= {"ROWS": tiling.rows, "MASKED": tiling.inputs == 512}
+        constants |= {"MASKED": tiling.inputs == 512}
     else:
         kernel = kernels._skinny_linear_tensor_cores
-        constants |= {"BM": tiling.rows, "SPLITS": tiling.splits, "STAGES": tiling.stages}
-    types = {**dict.fromkeys("xwy", "*bf16"), **dict.fromkeys("MNK", "i32"), "partials": "*fp32", "arrivals": "*i32"}
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        constants |= {"TILES": tiling.tiles, "STAGES": tiling.stages}
+        types |= {name: f"tensordesc<bf16[{n},{tiling.inputs}]>" for name, n in zip("xw", tiling[:2], strict=True)}
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True}).asm["ptx"]
     found = re.findall(r"griddepcontrol\.\w+|cp\.async\.\w+|(?:ld|st|atom)\.global", code)
     before = found.index("griddepcontrol.wait")
     asked = "ld.global" if tiling.rows <= 2 else "cp.async.bulk"
     assert set(found[:before]) == ({asked} if tiling.early else set())
+    assert found.index("griddepcontrol.launch_dependents") > before
     if tiling.rows <= 2:
         weights = tiling.early * tiling.outputs * tiling.inputs // 128  # a thread's, loaded one by one
         assert before == weights, "nothing else is read there"
-    assert found.index("griddepcontrol.launch_dependents") > before
+        return
+    assert "ld.global" not in found
+    moved = re.search(r"mov\.b64\s+(%\w+), \w+_param_0;", code)  # where rows are described
+    described = moved and re.search(rf"cvta\.param\.u64\s+(%\w+), {moved[1]};", code)
+    assert described
+    first_read = code.index(f", [{described[1]}, ")
+    assert code.index("griddepcontrol.wait") < first_read

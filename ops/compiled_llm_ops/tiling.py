@@ -9,35 +9,41 @@ from typing import NamedTuple
 
 TILE, BLOCK = 64, 128
 MOST_ROWS = 64
+MOST_TILES = 3
+"""Tiles of a program: their sums are 96 registers of a thread, with 64 rows."""
+
 WIDE_BLOCK = 1024
 """Inputs that a program without tensor cores multiplies at a time."""
 
 EARLY_NUMBERS = 2**14
 """Weights that a program of 128 threads holds in registers, two in each: 64 registers of a thread."""
 
-MOST_OUTPUTS_OF_TWO = 64
+MOST_OUTPUTS_OF_TWO = 16
 """Outputs for each multiprocessor up to which two rows are multiplied without tensor cores."""
 
-SHARED_MEMORY = 227 * 1024
-"""Bytes a multiprocessor of compute capability 9.0 has."""
+LEAST_OUTPUTS = 7
+"""Outputs for each multiprocessor from which on tensor cores were measured to be faster than cuBLAS."""
+
+SHARED_MEMORY = 226 * 1024
+"""Bytes for blocks in a multiprocessor of compute capability 9.0; it has 1 KB more, for barriers."""
 
 
 class Tiling(NamedTuple):
-    """One way to cut a product up; a program multiplies all rows with a tile of the weight.
+    """One way to cut a product up; a program multiplies all rows with a part of the weight, over all inputs.
 
     Attributes:
-        rows: rows the tile has room for; 1 and 2 stand for the kernel without tensor cores.
+        rows: rows there is room for; 1 and 2 stand for the kernel without tensor cores.
         outputs: outputs in a tile.
+        tiles: tiles of a program.
         inputs: inputs that a program multiplies at a time.
-        splits: programs that share a tile, each with a range of the inputs.
         stages: blocks of inputs on their way at a time, with tensor cores.
         early: blocks of weights that a program asks for before the kernel in front has ended.
     """
 
     rows: int
     outputs: int
+    tiles: int
     inputs: int
-    splits: int
     stages: int
     early: int
 
@@ -46,8 +52,8 @@ def choose(m: int, n: int, k: int, processors: int = 132) -> Tiling | None:
     """Return the tiling for ``[M, K] @ [N, K].T``, or None where cuBLAS is as fast or nothing fits.
 
     The rules are fitted to times of all decode products of Qwen3-0.6B and -8B in bfloat16 at M 1 to 64 on an H200,
-    with weights from memory, each alone and behind the norm in front of it. What they say in short: read the weight
-    in one wave of programs or in many. Two rows take the tilings measured with one.
+    with weights from memory, each behind a small kernel or the norm in front of it. What they say in short: one program
+    on a multiprocessor, with as many bytes on their way as it holds, and no sum over programs.
 
     Args:
         m: rows.
@@ -57,25 +63,20 @@ def choose(m: int, n: int, k: int, processors: int = 132) -> Tiling | None:
     """
     if m == 1 or (m == 2 and n <= MOST_OUTPUTS_OF_TWO * processors):
         return _without_tensor_cores(m, n, k, processors)
-    if not 2 <= m <= MOST_ROWS or n % 16 or k % BLOCK:
+    if not 2 <= m <= MOST_ROWS or n % 16 or k % BLOCK or n < LEAST_OUTPUTS * processors:
         return None
-    tiles, blocks = -(-n // TILE), k // BLOCK
-    # A sum over splits costs about as long as reading 8 blocks.
-    splits = max(1, min(processors // tiles, blocks // 4, 8)) if blocks >= 16 else 1
-    rows = max(16 if splits <= 2 else 8, 1 << (m - 1).bit_length())
-    programs = tiles * splits
-    waves = -(-programs // processors)
-    # Multiprocessors with one program less than others end early. cuBLAS has other tiles for that, but is slow itself
-    # with weights below 16 MB, if only a third of the multiprocessors have something to do at all; with many rows it
-    # gains less from them.
-    many = waves == 1 and rows >= 32
-    uneven = programs < ((0.7 if many else 0.85 * waves) if n * k >= 2**23 else 1 / 3) * processors
-    if uneven or (rows == MOST_ROWS and splits > 2):
-        return None
-    # One wave: as much on its way as fits. Several: three programs on a multiprocessor at once, so that one of them
-    # always reads.
-    stages = 5 + many if waves == 1 else SHARED_MEMORY // 3 // ((TILE + rows) * BLOCK * 2)
-    return Tiling(rows, TILE, BLOCK, splits, stages, early=2 if waves == 1 and not many else 0)
+    rows, outputs = max(16, 1 << (m - 1).bit_length()), TILE
+    # Few programs read fast enough if each has much on its way; with 64 rows it has half as much.
+    while rows == MOST_ROWS and outputs > 16 and 5 * n < 2 * outputs * processors:
+        outputs //= 2
+    tiles = min(MOST_TILES, -(-n // (outputs * processors)))
+    inputs = BLOCK if _fitting(rows, outputs * tiles, 2 * BLOCK) < 4 else 2 * BLOCK
+    return Tiling(rows, outputs, tiles, inputs, _fitting(rows, outputs * tiles, inputs), early=1)
+
+
+def _fitting(rows: int, outputs: int, inputs: int) -> int:
+    """Return how many blocks of rows and weights a multiprocessor holds."""
+    return SHARED_MEMORY // ((rows + outputs) * inputs * 2)
 
 
 def _without_tensor_cores(m: int, n: int, k: int, processors: int) -> Tiling | None:
@@ -85,5 +86,5 @@ def _without_tensor_cores(m: int, n: int, k: int, processors: int) -> Tiling | N
     outputs = 4 if n >= 16 * processors else 2
     blocks = -(-k // WIDE_BLOCK)
     if blocks * outputs * WIDE_BLOCK <= EARLY_NUMBERS:
-        return Tiling(m, outputs, WIDE_BLOCK, splits=1, stages=1, early=blocks)
-    return Tiling(m, outputs, 2 * WIDE_BLOCK, splits=1, stages=1, early=1)
+        return Tiling(m, outputs, 1, WIDE_BLOCK, stages=1, early=blocks)
+    return Tiling(m, outputs, 1, 2 * WIDE_BLOCK, stages=1, early=1)

@@ -12,33 +12,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from compiled_llm_ops.arrivals import zeros
 from compiled_llm_ops.tiling import Tiling
 
 
 @triton.jit
-def _prefetch(pointers, size, COUNT: tl.constexpr):
-    """Ask for ``size`` bytes from each of COUNT addresses on to be brought into L2."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [pointers.to(tl.uint64, bitcast=True), tl.zeros([COUNT], tl.int32) + size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+def _after_waiting(value):
+    """Return ``value``, once the kernel in front has ended: a read at an address made of it cannot come earlier."""
+    return tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1
     )
-
-
-@triton.jit
-def _store(y, acc, offs_n, offs_m, M, N):
-    keep = (offs_n[:, None] < N) & (offs_m[None, :] < M)
-    tl.store(y + offs_m[None, :] * N + offs_n[:, None], acc.to(y.dtype.element_ty), mask=keep)
 
 
 @triton.jit(do_not_specialize=["M"])  # 1 and multiples of 16 would be compiled again
@@ -46,54 +34,46 @@ def _skinny_linear_tensor_cores(
     x,
     w,
     y,
-    partials,
-    arrivals,
     M,
     N,
     K,
-    BM: tl.constexpr,
+    ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    TILES: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of y over one range of K; the last program of a tile sums what all have found, in order.
-
-    ``partials`` holds a [BN, BM] for each program, ``arrivals`` a zero for each tile, which it is again afterwards.
-    """
-    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
-    first, end = split * (K // BK) // SPLITS, (split + 1) * (K // BK) // SPLITS
-    offs_n, offs_m, offs_k = tile * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
-    w_rows = w + tl.minimum(offs_n, N - 1).to(tl.int64) * K
-    w_block, x_block = w_rows[:, None] + offs_k[None, :], x + offs_m[:, None] * K + offs_k[None, :]
-    live = offs_m[:, None] < M
-    if PDL:
-        if EARLY:
-            _prefetch(w_rows + first * BK, tl.minimum(end - first, EARLY) * BK * 2, BN)
-        gdc_wait()
-        gdc_launch_dependents()
+    """TILES times BN outputs of all rows over all of K; ``x`` and ``w`` describe tensors, and read zeros outside."""
     # Tensor cores take 64 rows of their first operand at a time, and as few as 8 columns of the second.
-    acc = tl.zeros([BN, BM], tl.float32)
-    for k in tl.range(first, end, num_stages=STAGES):
-        weights = tl.load(w_block + k * BK, eviction_policy="evict_first")
-        rows = tl.load(x_block + k * BK, mask=live, other=0.0, eviction_policy="evict_last")
-        acc = tl.dot(weights, rows.T, acc)
-    if SPLITS == 1:
-        _store(y, acc, offs_n, offs_m, M, N)
-    else:
-        own = tl.arange(0, BN)[:, None] * BM + offs_m[None, :]
-        used = (offs_m[None, :] < M) & (own >= 0)
-        tl.store(partials + tl.program_id(0) * BN * BM + own, acc, mask=used, cache_modifier=".cg")
-        tl.debug_barrier()  # every thread's part is written before one of them says so
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-            total = tl.zeros([BN, BM], tl.float32)
-            for s in tl.static_range(SPLITS):
-                part = partials + (tile * SPLITS + s) * BN * BM + own
-                total += tl.load(part, mask=used, other=0.0, cache_modifier=".cg")
-            _store(y, total, offs_n, offs_m, M, N)
-            tl.store(arrivals + tile, 0)
+    SWAPPED: tl.constexpr = ROWS < 64
+    tile = tl.program_id(0) * TILES
+    if PDL and not EARLY:
+        gdc_wait()
+    sums = ()
+    for _ in tl.static_range(TILES):
+        sums += (tl.zeros([BN, ROWS] if SWAPPED else [ROWS, BN], tl.float32),)  # type: ignore[assignment]
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        # Loads that stand together wait at one barrier.
+        weights = ()
+        for i in tl.static_range(TILES):
+            weights += (w.load([(tile + i) * BN, k]),)  # type: ignore[assignment]
+        rows = x.load([0, _after_waiting(k) if PDL and EARLY else k])
+        added = ()
+        for i in tl.static_range(TILES):
+            if SWAPPED:
+                added += (tl.dot(weights[i], rows.T, sums[i]),)  # type: ignore[assignment]
+            else:
+                added += (tl.dot(rows, weights[i].T, sums[i]),)  # type: ignore[assignment]
+        sums = added
+    if PDL:
+        gdc_launch_dependents()
+    offs_m = tl.arange(0, ROWS)[:, None]
+    for i in tl.static_range(TILES):
+        offs_n = (tile + i) * BN + tl.arange(0, BN)[None, :]
+        total = sums[i].T if SWAPPED else sums[i]  # type: ignore[var-annotated]
+        tl.store(y + offs_m * N + offs_n, total.to(y.dtype.element_ty), mask=(offs_m < M) & (offs_n < N))
 
 
 @triton.jit
@@ -155,21 +135,19 @@ def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, pdl: bool) -> Tens
     """
     (m, k), n = rows.shape, weight.shape[0]
     y = rows.new_empty(m, n)
-    tiles = -(-n // tiling.outputs)
+    programs = -(-n // (tiling.outputs * tiling.tiles))
     shared: dict[str, Any] = {
         "BN": tiling.outputs, "BK": tiling.inputs, "EARLY": tiling.early, "PDL": pdl, "num_warps": 4,
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     if tiling.rows <= 2:
         masked = k % tiling.inputs > 0
-        _skinny_linear_one_or_two_rows[(tiles,)](rows, weight, y, n, k, ROWS=m, MASKED=masked, **shared)
+        _skinny_linear_one_or_two_rows[(programs,)](rows, weight, y, n, k, ROWS=m, MASKED=masked, **shared)
         return y
-    partials, arrivals = y, y  # neither is touched by the only program of a tile
-    if tiling.splits > 1:
-        partials = rows.new_empty(tiles * tiling.splits * tiling.outputs * tiling.rows, dtype=torch.float32)
-        arrivals = zeros.take(tiles, rows.device)
-    _skinny_linear_tensor_cores[(tiles * tiling.splits,)](
-        rows, weight, y, partials, arrivals, m, n, k,
-        BM=tiling.rows, SPLITS=tiling.splits, STAGES=tiling.stages, **shared,
+    blocks_of_rows = TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs])
+    blocks_of_weight = TensorDescriptor.from_tensor(weight, [tiling.outputs, tiling.inputs])
+    _skinny_linear_tensor_cores[(programs,)](
+        blocks_of_rows, blocks_of_weight, y, m, n, k,
+        ROWS=tiling.rows, TILES=tiling.tiles, STAGES=tiling.stages, **shared,
     )  # fmt: skip
     return y
