@@ -37,7 +37,8 @@ class Tiling(NamedTuple):
         tiles: tiles of a program.
         inputs: inputs that a program multiplies at a time.
         stages: blocks of inputs on their way at a time, with tensor cores.
-        early: blocks of weights that a program asks for before the kernel in front has ended.
+        early: without tensor cores, blocks of weights that a program asks for before the kernel in front has ended;
+            with them it fills its stages.
     """
 
     rows: int
@@ -71,7 +72,7 @@ def choose(m: int, n: int, k: int, processors: int = 132) -> Tiling | None:
         outputs //= 2
     tiles = min(MOST_TILES, -(-n // (outputs * processors)))
     inputs = BLOCK if _fitting(rows, outputs * tiles, 2 * BLOCK) < 4 else 2 * BLOCK
-    return Tiling(rows, outputs, tiles, inputs, _fitting(rows, outputs * tiles, inputs), early=1)
+    return Tiling(rows, outputs, tiles, inputs, _fitting(rows, outputs * tiles, inputs), early=0)
 
 
 def _fitting(rows: int, outputs: int, inputs: int) -> int:

@@ -23,9 +23,17 @@ from compiled_llm_ops.tiling import Tiling
 
 @triton.jit
 def _after_waiting(value):
-    """Return ``value``, once the kernel in front has ended: a read at an address made of it cannot come earlier."""
+    """Return ``value`` once the kernel in front has ended, and let the next one go.
+
+    A read at an address made of it cannot come earlier. To do both again, with each block, is of no effect.
+    """
     return tl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+        "=r,r",
+        [value],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 
@@ -42,15 +50,12 @@ def _skinny_linear_tensor_cores(
     BK: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """TILES times BN outputs of all rows over all of K; ``x`` and ``w`` describe tensors, and read zeros outside."""
     # Tensor cores take 64 rows of their first operand at a time, and as few as 8 columns of the second.
     SWAPPED: tl.constexpr = ROWS < 64
     tile = tl.program_id(0) * TILES
-    if PDL and not EARLY:
-        gdc_wait()
     sums = ()
     for _ in tl.static_range(TILES):
         sums += (tl.zeros([BN, ROWS] if SWAPPED else [ROWS, BN], tl.float32),)  # type: ignore[assignment]
@@ -59,7 +64,7 @@ def _skinny_linear_tensor_cores(
         weights = ()
         for i in tl.static_range(TILES):
             weights += (w.load([(tile + i) * BN, k]),)  # type: ignore[assignment]
-        rows = x.load([0, _after_waiting(k) if PDL and EARLY else k])
+        rows = x.load([0, _after_waiting(k) if PDL else k])
         added = ()
         for i in tl.static_range(TILES):
             if SWAPPED:
@@ -67,8 +72,6 @@ def _skinny_linear_tensor_cores(
             else:
                 added += (tl.dot(rows, weights[i].T, sums[i]),)  # type: ignore[assignment]
         sums = added
-    if PDL:
-        gdc_launch_dependents()
     offs_m = tl.arange(0, ROWS)[:, None]
     for i in tl.static_range(TILES):
         offs_n = (tile + i) * BN + tl.arange(0, BN)[None, :]
@@ -137,12 +140,14 @@ def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, pdl: bool) -> Tens
     y = rows.new_empty(m, n)
     programs = -(-n // (tiling.outputs * tiling.tiles))
     shared: dict[str, Any] = {
-        "BN": tiling.outputs, "BK": tiling.inputs, "EARLY": tiling.early, "PDL": pdl, "num_warps": 4,
+        "BN": tiling.outputs, "BK": tiling.inputs, "PDL": pdl, "num_warps": 4,
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     if tiling.rows <= 2:
         masked = k % tiling.inputs > 0
-        _skinny_linear_one_or_two_rows[(programs,)](rows, weight, y, n, k, ROWS=m, MASKED=masked, **shared)
+        _skinny_linear_one_or_two_rows[(programs,)](
+            rows, weight, y, n, k, ROWS=m, EARLY=tiling.early, MASKED=masked, **shared
+        )
         return y
     blocks_of_rows = TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs])
     blocks_of_weight = TensorDescriptor.from_tensor(weight, [tiling.outputs, tiling.inputs])
