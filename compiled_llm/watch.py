@@ -60,7 +60,10 @@ class Weights:
 
     def _tensors_now(self) -> list[Tensor | None]:
         registered = chain.from_iterable(map(dict.values, self._tensors))
-        return [*registered, *(found for attributes, name in self._loose for found in _tensors_in(attributes.get(name)))]
+        return [
+            *registered,
+            *(found for attributes, name in self._loose for found in _tensors_in(attributes.get(name))),
+        ]
 
     def _addresses_now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._existing))
