@@ -5,6 +5,7 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them aft
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -72,14 +73,15 @@ class Packed(NamedTuple):
     last_page_len: NDArray[np.int32]
 
 
-def recorded_shapes(rows: int, max_rows: int) -> list[Shape]:
+@functools.cache
+def recorded_shapes(rows: int, max_rows: int) -> tuple[Shape, ...]:
     """Return the shapes that prefills of so many rows are padded to, smallest first.
 
     The device takes longer over many tokens than the host takes to launch them: those are not worth recording.
     """
     sizes = (2, 8, max(2, max_rows))  # a symbolic size is at least 2
     rows_there = next(size for size in sizes if size >= rows)
-    return [Shape(tokens, rows_there) for tokens in _RECORDED_TOKENS if tokens >= rows_there]
+    return tuple(Shape(tokens, rows_there) for tokens in _RECORDED_TOKENS if tokens >= rows_there)
 
 
 def all_recorded_shapes(max_rows: int) -> set[Shape]:
