@@ -65,8 +65,9 @@ logger = logging.getLogger("compiled_llm.uploads")
 _CALLS_TO_RECORD = 3
 # Rows, and tokens whose logits are kept, that prefill may be compiled with.
 _PREFILL_SIZES = ((3, 5), (10, 13))
-# Inductor's choices of tilings for CUDA follow from the sizes that it compiles with and from timing its kernels there.
-_TYPICAL_TOKENS = 2048
+# Inductor's tilings for CUDA follow from the sizes that it compiles with and from timing its kernels there, so there
+# should be many tokens; but from so many results for each multiprocessor on, it loops over what is summed.
+_RESULTS_THAT_LOOP = 64
 
 
 class PagedModel:
@@ -116,6 +117,7 @@ class PagedModel:
         self._packed: dict[Shape, Tensor] = {}  # what recorded prefills begin with
         self.pool = PagePool(count, config.page_size)
         self._head_dims = [layer.head_dim for layer in layers]
+        self._typical_tokens = _typical_tokens(layers, self.device)
         self.staging = Staging(self.device)
         self.readbacks = Readbacks(self.device)
         self.planner = Planner(
@@ -201,8 +203,7 @@ class PagedModel:
 
     def _prefill_sizes(self) -> tuple[int, int, int]:
         """Return rows, tokens of each, and tokens whose logits are kept, to compile prefill with."""
-        most = min(_TYPICAL_TOKENS, self.max_positions) if self.device.type == "cuda" else 0
-        page_size = self.config.page_size
+        most, page_size = min(self._typical_tokens, self.max_positions), self.config.page_size
         sizes = ((rows, max(2, most // rows // page_size * page_size), kept) for rows, kept in _PREFILL_SIZES)
         return next(candidate for candidate in sizes if self._distinct(*_symbols(*candidate)))
 
@@ -563,6 +564,14 @@ class PagedModel:
 def _symbols(rows: int, length: int, kept: int) -> tuple[int, ...]:
     """Return B, B + 1, T, L and C of a prefill of ``rows`` rows of ``length`` tokens."""
     return rows, rows + 1, length * rows, kept, kept - 1
+
+
+def _typical_tokens(layers: Sequence[Layer], device: torch.device) -> int:
+    """Return how many tokens prefill is best compiled with; 0 where that makes no difference."""
+    if device.type != "cuda":
+        return 0
+    results = _RESULTS_THAT_LOOP * torch.cuda.get_device_properties(device).multi_processor_count
+    return (results - 1) // max(layer.query_heads for layer in layers)
 
 
 def _columns(inputs: PrefillInputs) -> PageTable:
