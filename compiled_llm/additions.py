@@ -48,6 +48,8 @@ def additions(stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first: 
         ValueError: the mask shows a token again that is neither stored nor at hand.
     """
     batch, seen = stored.shape
+    if not (seen or first) and (mask is None or mask.all()):
+        return [Addition(0, 0, np.arange(last))] * batch
     wanted = np.ones((batch, last), dtype=bool)
     wanted[:, :seen] = stored
     if mask is not None:

@@ -6,6 +6,9 @@
 | ``._beam_search``, ``._assisted_decoding`` | pages go back at the end | a loop closes the cache it was given |
 | ``._prepare_cache_for_generation`` | rows instead of tensors | a model can name its cache class |
 | ``._prepare_generation_config`` | what takes long in it is kept | it deep-copies nothing |
+| ``._prepare_special_tokens`` | they are uploaded once | the config keeps the tensors |
+| ``._prepare_attention_mask_for_generation`` | the host knows the tokens | only 5.23 and later are supported |
+| ``._prepare_position_ids_for_generation`` | the host knows the mask | the same: prompts may be on the host there |
 | ``GenerationConfig._mask_length`` | how wide a mask of ones was (from 5.23) | the mask stays |
 | ``Cache._is_user_defined`` | whose cache it is | generate says so |
 """
@@ -13,9 +16,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -37,12 +40,14 @@ from compiled_llm.attention import set_implementations
 from compiled_llm.checks import check_fits, check_prompt, check_ready
 from compiled_llm.config import WrapConfig
 from compiled_llm.fused import Group
+from compiled_llm.host_copies import HostCopies
 from compiled_llm.interrupts import allowed, held
 from compiled_llm.layers import Layer
 from compiled_llm.page_table import OutOfPagesError
 from compiled_llm.paged_cache import PagedCache
 from compiled_llm.runtime import CompiledModel
 from compiled_llm.sampling import read_processors
+from compiled_llm.signatures import MethodSignature
 from compiled_llm.stats import Path
 
 _PAGED_MODES = (
@@ -56,8 +61,27 @@ _KNOWN_INPUTS = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"}
 )
 
-# The paths that the call of generate in progress has taken; its forwards are not counted one by one.
-_taken: ContextVar[list[Path] | None] = ContextVar("taken", default=None)
+
+@dataclass(frozen=True)
+class _Progress:
+    """A call of ``generate`` in progress.
+
+    Attributes:
+        taken: the paths that it has taken, with the calls inside it; its forwards are not counted one by one.
+        copies: what it has read of its inputs.
+    """
+
+    taken: list[Path]
+    copies: HostCopies = field(default_factory=HostCopies)
+
+
+_progress: ContextVar[_Progress | None] = ContextVar("progress", default=None)
+
+
+def _copies() -> HostCopies:
+    """Return what the call in progress has read of its inputs; nothing where a method of a loop is called by itself."""
+    progress = _progress.get()
+    return HostCopies() if progress is None else progress.copies
 
 
 class WrappedModel:
@@ -73,30 +97,70 @@ class WrappedModel:
         """HuggingFace's ``generate``, checked first."""
         model = cast(PreTrainedModel, self)
         check_ready(model)
+        outer = _progress.get()
+        progress = _Progress([] if outer is None else outer.taken)
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
         if input_ids is not None:
-            check_prompt(model, input_ids, kwargs.get("attention_mask"), kwargs.get("past_key_values") is not None)
-        paths = _taken.get()
-        token = _taken.set([] if paths is None else paths)
+            read, mask = progress.copies.of(input_ids), progress.copies.of(kwargs.get("attention_mask"))
+            check_prompt(model, read, mask, kwargs.get("past_key_values") is not None)
+        token = _progress.set(progress)
         try:
             result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-            if kwargs.get("custom_generate") is not None and not _taken.get():
+            if kwargs.get("custom_generate") is not None and not progress.taken:
                 self._took("compiled forward", "custom_generate")
             return result
         finally:
-            _taken.reset(token)
+            _progress.reset(token)
 
     def _took(self, path: Path, reason: str | None = None) -> None:
-        if (paths := _taken.get()) is not None:
-            paths.append(path)
+        if (progress := _progress.get()) is not None:
+            progress.taken.append(path)
         self.compiled.counters.took(path, reason)
 
     def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any) -> Any:
         own = super()._prepare_generation_config  # type: ignore[misc]
-        if own.__func__ is not vars(GenerationMixin)["_prepare_generation_config"]:  # it may look at anything
+        if not _is_huggingfaces(own):  # it may look at anything
             return own(generation_config, **kwargs)
         model = cast(Any, self)
         return self.compiled.settings.prepared(own, model.config, model.generation_config, generation_config, kwargs)
+
+    def _prepare_special_tokens(
+        self,
+        generation_config: GenerationConfig,
+        kwargs_has_attention_mask: bool | None = None,
+        device: torch.device | str | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        unbound = super()._prepare_special_tokens  # type: ignore[misc]
+        own = functools.partial(unbound, generation_config, kwargs_has_attention_mask, device, batch_size)
+        said = kwargs_has_attention_mask is False and batch_size != 1  # that a mask is missing
+        if said or not (_is_huggingfaces(unbound) and isinstance(device, torch.device)):
+            own()
+        else:
+            self.compiled.special_tokens.prepare(own, generation_config, device, _copies())
+
+    def _prepare_attention_mask_for_generation(
+        self, inputs_tensor: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> Any:
+        own = super()._prepare_attention_mask_for_generation  # type: ignore[misc]
+        pad, ids = generation_config.pad_token_id, inputs_tensor
+        plain = _is_huggingfaces(own) and ids.dim() == 2 and "input_ids" not in model_kwargs
+        absent = pad is None or (type(pad) is int and not bool((_copies().of(ids) == pad).any()))
+        if not (plain and absent):
+            return own(inputs_tensor, generation_config, model_kwargs)
+        mask = torch.ones(ids.shape, dtype=torch.long, device=ids.device)
+        _copies().note(mask, torch.ones(ids.shape, dtype=torch.long))
+        return mask
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
+        own = super()._prepare_position_ids_for_generation  # type: ignore[misc]
+        mask: Any = model_kwargs.get("attention_mask")
+        plain = _is_huggingfaces(own) and isinstance(mask, Tensor) and mask.dim() == 2
+        if not (plain and bool((_copies().of(mask) == 1).all())):
+            return own(inputs_tensor, model_kwargs)
+        positions = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+        _copies().note(positions, torch.arange(mask.shape[1]).expand(mask.shape))
+        return positions
 
     def _prepare_cache_for_generation(
         self,
@@ -175,6 +239,15 @@ class WrappedModel:
         )
 
 
+WrappedModel._sample.__signature__ = MethodSignature.of(WrappedModel._sample)  # type: ignore[attr-defined]
+
+
+def _is_huggingfaces(method: Any) -> bool:
+    """Whether a bound method of the model's own class is the one that all models have."""
+    function = method.__func__
+    return function is vars(GenerationMixin).get(function.__name__)
+
+
 def _huggingfaces_loop(
     wrapped: WrappedModel,
     own: Callable[..., Any],
@@ -232,7 +305,7 @@ def _call(
     if not isinstance(cache, PagedCache):
         return None
     given = logits_processor, stopping_criteria, generation_config, streamer
-    return loop.Call.of(wrapped.compiled, cache, input_ids, kwargs, *given)
+    return loop.Call.of(wrapped.compiled, cache, _copies(), input_ids, kwargs, *given)
 
 
 def _own_loop_in_turn(wrapped: WrappedModel, call: loop.Call) -> Any:
@@ -290,7 +363,7 @@ def _forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if torch.compiler.is_compiling():  # the user's own torch.compile or torch.export
         return own(self, *args, **kwargs)
     given, runtime = over_pages.named(own, args, kwargs), self.compiled
-    counted, cache = _taken.get() is None, given.get("past_key_values")
+    counted, cache = _progress.get() is None, given.get("past_key_values")
     reason = over_pages.obstacle(own, self, given)
     if isinstance(cache, PagedCache):
         if reason is not None:
@@ -340,7 +413,7 @@ def _original_path(
         (getattr(generation_config, "speculation_type", None) == "dflash", "speculation_type='dflash'"),
         (layers != len(cast(WrappedModel, model).compiled.layers), "drafting with some of the layers"),
         (bool(others), f"model inputs that pages do not cover ({', '.join(others)})"),
-        (mask is not None and bool((mask[:, -1].cpu() == 0).any()), "right padding"),
+        (mask is not None and bool((_copies().of(mask)[:, -1] == 0).any()), "right padding"),
         (torch.is_autocast_enabled(model.device.type), "autocast"),
     )
     return next((reason for holds, reason in reasons if holds), None)
@@ -357,8 +430,15 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return _forward(base.forward, self, args, kwargs)
 
-        # ``generate`` asks for it several times a call, and would unwrap HuggingFace's decorators each time.
-        forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+        forward.__signature__ = MethodSignature.of(base.forward)  # type: ignore[attr-defined]
+
+        prepare: Any = base.prepare_inputs_for_generation  # type: ignore[attr-defined]
+
+        @functools.wraps(prepare)
+        def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return prepare(self, *args, **kwargs)
+
+        prepare_inputs_for_generation.__signature__ = MethodSignature.of(prepare)  # type: ignore[attr-defined]
 
         def reduce_ex(self: Any, protocol: int) -> Any:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}
@@ -379,6 +459,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
             "forward": forward,
+            "prepare_inputs_for_generation": prepare_inputs_for_generation,
             "__reduce_ex__": reduce_ex,
             "__setstate__": setstate,
         }

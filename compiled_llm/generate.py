@@ -37,6 +37,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from compiled_llm.additions import Addition
 from compiled_llm.checks import pages_needed
+from compiled_llm.host_copies import HostCopies
 from compiled_llm.interrupts import allowed
 from compiled_llm.page_table import Row
 from compiled_llm.paged_cache import PagedCache
@@ -64,6 +65,7 @@ class Call:
     Attributes:
         runtime: the wrapped model's ``compiled``.
         cache: it owns the rows.
+        copies: what has been read of tensors on the device.
         input_ids: ``[B, T]`` int64 prompts, padded on the left; with a cache that holds tokens the whole text so far,
             or what is new of it.
         first: the column of the cache that ``input_ids`` begin at.
@@ -78,6 +80,7 @@ class Call:
 
     runtime: CompiledModel
     cache: PagedCache
+    copies: HostCopies
     input_ids: Tensor
     first: int
     additions: list[Addition]
@@ -93,6 +96,7 @@ class Call:
         cls,
         runtime: CompiledModel,
         cache: PagedCache,
+        copies: HostCopies,
         input_ids: Tensor,
         model_kwargs: Mapping[str, Any],
         processors: LogitsProcessorList,
@@ -110,10 +114,11 @@ class Call:
         if mask is None:  # HuggingFace drops one that hides nothing, and notes its width
             mask = torch.ones(batch, getattr(config, "_mask_length", tokens), dtype=torch.long)
         first = seen if mask.shape[1] > tokens else 0
-        rows = cache.additions(batch, mask, first, max(seen, first + tokens))
+        rows = cache.additions(batch, copies.of(mask), first, max(seen, first + tokens))
         return cls(
             runtime,
             cache,
+            copies,
             input_ids,
             first,
             rows,
@@ -143,7 +148,8 @@ class Call:
     @cached_property
     def ids(self) -> NDArray[np.int64]:
         """``input_ids`` on the host."""
-        return self.input_ids.cpu().numpy().astype(np.int64)
+        ids: Tensor = self.copies.of(self.input_ids)
+        return ids.numpy().astype(np.int64)
 
     @cached_property
     def tokens(self) -> list[NDArray[np.int64]]:
@@ -231,7 +237,7 @@ def _has_own_positions(call: Call) -> bool:
     """Whether the positions are not those that counting each row's unmasked tokens gives."""
     if call.position_ids is None:
         return False
-    given = call.position_ids.expand(len(call.input_ids), -1).cpu().numpy()
+    given = call.copies.of(call.position_ids).expand(len(call.input_ids), -1).numpy()
     shift = call.last - given.shape[1]
     ahead = [row.position - row.length for row in call.cache.runner.rows] or [0] * len(given)
     for own, start, addition in zip(given, ahead, call.additions, strict=True):
@@ -396,12 +402,13 @@ class _Sequences:
         self._columns = self._ids.numpy()
         self._columns[:, : self._prompt] = call.ids
         self._running = set(range(batch))
-        eos = [entry.eos_token_id.tolist() for entry in call.criteria if isinstance(entry, EosTokenCriteria)]
+        ends = [entry.eos_token_id for entry in call.criteria if isinstance(entry, EosTokenCriteria)]
+        eos = [call.copies.of(tokens).tolist() for tokens in ends]
         self._eos = frozenset(itertools.chain(*eos))
         # Without an EOS criterion HuggingFace lets a row that another criterion ended run on, unpadded.
         self._pads = any(hasattr(entry, "eos_token_id") for entry in call.criteria)
         pad = call.config._pad_token_tensor
-        self.pad_token = 0 if pad is None else int(pad)
+        self.pad_token = 0 if pad is None else int(call.copies.of(pad))
         self._custom: list[Callable[..., Any]] = [
             entry for entry in call.criteria if type(entry) not in (MaxLengthCriteria, EosTokenCriteria)
         ]

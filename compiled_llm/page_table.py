@@ -91,14 +91,16 @@ class PagePool:
                 raise OutOfPagesError(f"{pages} pages are needed and {self.available} of {self.total} are available")
             self._reserved += pages
 
-    def take_reserved(self) -> int:
-        """Turn one promised page into a taken one."""
+    def take_reserved(self, count: int) -> list[int]:
+        """Turn promised pages into taken ones."""
         with self.lock:
-            self._reserved -= 1
-            page = self._free.pop()
-            self._owners[page] = 1
-        logger.debug("page %d taken, %d free", page, len(self._free))
-        return page
+            self._reserved -= count
+            pages = [self._free.pop() for _ in range(count)]
+            for page in pages:
+                self._owners[page] = 1
+        if pages:
+            logger.debug("pages %s taken, %d free", pages, len(self._free))
+        return pages
 
     def share(self, pages: Sequence[int]) -> None:
         """Count one more owner of each page."""
@@ -264,8 +266,7 @@ class Row:
             self._reserved += missing
         copy = self._unshare() if copies else None
         self.length += tokens
-        while len(self.pages) * self._pool.page_size < self.length:
-            self.pages.append(self._take())
+        self.pages += self._take(max(0, self._pool.pages_for(self.length) - len(self.pages)))
         return copy
 
     def begin_as(self, other: Row, tokens: int) -> int:
@@ -279,8 +280,7 @@ class Row:
             How many are shared.
         """
         full = (tokens - 1) // self._pool.page_size
-        while len(other.pages) < full:
-            other.pages.append(other._take())
+        other.pages += other._take(max(0, full - len(other.pages)))
         self._pool.share(other.pages[:full])
         self.pages = other.pages[:full]
         self.length = self.position = full * self._pool.page_size
@@ -288,14 +288,15 @@ class Row:
 
     def _unshare(self) -> PageCopy:
         """Give the last page a copy of its own."""
-        copy = PageCopy(self.pages[-1], self._take())
+        (own,) = self._take(1)
+        copy = PageCopy(self.pages[-1], own)
         self.pages[-1] = copy.target
         self._pool.give_back([copy.source])
         return copy
 
-    def _take(self) -> int:
-        self._reserved -= 1
-        return self._pool.take_reserved()
+    def _take(self, count: int) -> list[int]:
+        self._reserved -= count
+        return self._pool.take_reserved(count)
 
     def fork(self) -> Row:
         """Return another row with the same tokens in the same pages, and with no more pages promised."""

@@ -65,8 +65,9 @@ logger = logging.getLogger("compiled_llm.uploads")
 _CALLS_TO_RECORD = 3
 # Rows, and tokens whose logits are kept, that prefill may be compiled with.
 _PREFILL_SIZES = ((3, 5), (10, 13))
-# Tokens of such a row on a GPU: its kernels are fitted to as many as they are compiled with.
-_PREFILL_TOKENS = 512
+# Inductor's tilings for CUDA follow from the sizes that it compiles with and from timing its kernels there, so there
+# should be many tokens; but from so many results for each multiprocessor on, it loops over what is summed.
+_RESULTS_THAT_LOOP = 64
 
 
 class PagedModel:
@@ -116,6 +117,7 @@ class PagedModel:
         self._packed: dict[Shape, Tensor] = {}  # what recorded prefills begin with
         self.pool = PagePool(count, config.page_size)
         self._head_dims = [layer.head_dim for layer in layers]
+        self._typical_tokens = _typical_tokens(layers, self.device)
         self.staging = Staging(self.device)
         self.readbacks = Readbacks(self.device)
         self.planner = Planner(
@@ -141,9 +143,13 @@ class PagedModel:
     # ---- weights that are multiplied as one
 
     def _check_weights(self) -> None:
-        """See that fused weights lie as the programs read them; those that cannot any more are compiled apart."""
+        """Drop what was recorded of weights that are no longer there; compile apart what can no longer be fused."""
         if self._sampler is not None:
             self._sampler.fit(logits_width(self._require_model()))
+        if self.recordings.weights_hold():  # those that are multiplied as one, too
+            return
+        if self.recordings:
+            self._ready -= self.recordings.forget()
         if self.weights.intact():
             return
         with self._switch.paged(self.thread.caller):
@@ -188,19 +194,18 @@ class PagedModel:
         if program in self._ready:
             return
         with self._preparing(program, waiting):
-            each = self._null_length()
-            rows, kept = next(sizes for sizes in _PREFILL_SIZES if self._distinct(*_symbols(*sizes, each)))
-            null = [null_extension(each, self.config.page_size) for _ in range(rows)]
-            embeddings = self._null_embeddings(each * rows) if embedded else None
+            rows, length, kept = self._prefill_sizes()
+            null = [null_extension(length, self.config.page_size)] * rows
+            embeddings = self._null_embeddings(length * rows) if embedded else None
             slots = self.sampler.slots([], kept - 1)
             self._launch_prefill(self._laid_out(null, np.zeros(kept, dtype=np.int64), slots, embeddings))
         self._ready.add(program)
 
-    def _null_length(self) -> int:
-        """Return how many tokens each row has that prefill is compiled with."""
-        if self.device.type == "cpu":
-            return 2
-        return max(2, min(_PREFILL_TOKENS, self.max_positions, self.config.prefill_tokens // 4))
+    def _prefill_sizes(self) -> tuple[int, int, int]:
+        """Return rows, tokens of each, and tokens whose logits are kept, to compile prefill with."""
+        most, page_size = min(self._typical_tokens, self.max_positions), self.config.page_size
+        sizes = ((rows, max(2, most // rows // page_size * page_size), kept) for rows, kept in _PREFILL_SIZES)
+        return next(candidate for candidate in sizes if self._distinct(*_symbols(*candidate)))
 
     def _null_embeddings(self, tokens: int) -> Tensor:
         model = self._require_model()
@@ -259,12 +264,17 @@ class PagedModel:
         self.recordings.record(key, launch, inputs, guards)
 
     def _holds(self, key: Key) -> bool:
-        """Whether a step, if it is recorded, may still be replayed; if not, all recordings are forgotten."""
+        """Whether a step, if it is recorded, may still be replayed; if not, all recordings are forgotten.
+
+        The weights have been looked at.
+        """
         if key not in self.recordings:
             return True
         with self._switch.paged(self.thread.caller):
-            if self.recordings.hold(key):
+            if self.recordings.guards_hold(key):
                 return True
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a replay that found this out late may be running
         self._ready -= self.recordings.forget()
         return False
 
@@ -435,12 +445,17 @@ class PagedModel:
     ) -> Step:
         """Run a prefill of at most ``shape``; the first one is launched kernel by kernel, and recorded."""
         missing = shape.rows - len(batch)
-        keep = np.concatenate([keep, sum(len(extension.ids) for extension in batch) + np.arange(missing)])
+        keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
         slots = np.concatenate([slots, self.sampler.slots([], missing)])
         packed, table = pack(padded(batch, shape, self.config.page_size), keep, slots, self.config.page_size)
-        if self._holds(shape) and (recording := self.recordings.get(shape)) is not None:
+        if (recording := self.recordings.get(shape)) is not None:
             self._upload_prefill(cast(PrefillInputs, recording.inputs), packed, table, shape)
-            return recording.replay()
+            result = recording.replay()
+            # Looked at while the device computes. All it reads is there, since the weights are; and if it is not what
+            # the model does now, all it writes is written anew.
+            if self._holds(shape):
+                return result
+            self.sampler.restore(slots)
         inputs = self._prefill_inputs(self.staging.to_device(packed))
         (self._packed[shape],) = self.staging.to_device([as_bytes(packed)])
         self._upload_prefill(inputs, packed, table, shape)
@@ -546,9 +561,17 @@ class PagedModel:
         return model
 
 
-def _symbols(rows: int, kept: int, each: int) -> tuple[int, ...]:
-    """Return B, B + 1, T, L and C of a prefill of ``rows`` rows of ``each`` tokens."""
-    return rows, rows + 1, each * rows, kept, kept - 1
+def _symbols(rows: int, length: int, kept: int) -> tuple[int, ...]:
+    """Return B, B + 1, T, L and C of a prefill of ``rows`` rows of ``length`` tokens."""
+    return rows, rows + 1, length * rows, kept, kept - 1
+
+
+def _typical_tokens(layers: Sequence[Layer], device: torch.device) -> int:
+    """Return how many tokens prefill is best compiled with; 0 where that makes no difference."""
+    if device.type != "cuda":
+        return 0
+    results = _RESULTS_THAT_LOOP * torch.cuda.get_device_properties(device).multi_processor_count
+    return (results - 1) // max(layer.query_heads for layer in layers)
 
 
 def _columns(inputs: PrefillInputs) -> PageTable:

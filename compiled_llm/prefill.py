@@ -5,6 +5,7 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them aft
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,10 +14,9 @@ from numpy.typing import NDArray
 
 from compiled_llm.page_table import HostTable, Span, Stored, build_table
 
-# From 16 tokens on the room left for padding stays under a quarter; the rows of padding take one token each.
-_RECORDED_TOKENS = tuple(
-    size + 16 for size in (16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-)
+# From 64 tokens on the room left for padding stays under a quarter, and from 128 on all are multiples of 64: products
+# are computed in tiles of so many tokens.
+_RECORDED_TOKENS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 
 
 class Extension(NamedTuple):
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
     Attributes:
         tokens: T.
-        rows: rows that choose a token; B is one more, whose tokens fill up T.
+        rows: rows that choose a token; B is one more, whose tokens, if any are missing, fill up T.
     """
 
     tokens: int
@@ -73,14 +73,15 @@ class Packed(NamedTuple):
     last_page_len: NDArray[np.int32]
 
 
-def recorded_shapes(rows: int, max_rows: int) -> list[Shape]:
+@functools.cache
+def recorded_shapes(rows: int, max_rows: int) -> tuple[Shape, ...]:
     """Return the shapes that prefills of so many rows are padded to, smallest first.
 
     The device takes longer over many tokens than the host takes to launch them: those are not worth recording.
     """
     sizes = (2, 8, max(2, max_rows))  # a symbolic size is at least 2
     rows_there = next(size for size in sizes if size >= rows)
-    return [Shape(tokens, rows_there) for tokens in _RECORDED_TOKENS if tokens > rows_there]
+    return tuple(Shape(tokens, rows_there) for tokens in _RECORDED_TOKENS if tokens >= rows_there)
 
 
 def all_recorded_shapes(max_rows: int) -> set[Shape]:
@@ -97,19 +98,24 @@ def recorded_shape(tokens: int, rows: int, max_rows: int) -> Shape | None:
         max_rows: most rows there can be.
     """
     shapes = recorded_shapes(rows, max_rows)
-    return next((shape for shape in shapes if shape.tokens > tokens + shape.rows - rows), None)
+    return next((shape for shape in shapes if shape.tokens >= tokens), None)
 
 
 def padded(batch: Sequence[Extension], shape: Shape, page_size: int) -> list[Extension]:
     """Return the batch with rows of padding, so that it has exactly the tokens and rows of ``shape``."""
-    nulls = [null_extension(1, page_size) for _ in range(shape.rows - len(batch))]
-    rest = shape.tokens - len(nulls) - sum(len(extension.ids) for extension in batch)
-    return [*batch, *nulls, null_extension(rest, page_size)]
+    nulls = [null_extension(0, page_size)] * (shape.rows - len(batch))
+    return [*batch, *nulls, null_extension(shape.tokens - token_count(batch), page_size)]
+
+
+def token_count(batch: Sequence[Extension]) -> int:
+    """Return T."""
+    return sum(len(extension.ids) for extension in batch)
 
 
 def null_extension(length: int, page_size: int) -> Extension:
-    """Return a row of padding, whose tokens all go to the null page."""
-    return Extension(Span.null(length, page_size), np.zeros(length, np.int64), np.arange(length, dtype=np.int64))
+    """Return a row of padding, whose tokens all go to the null page and to position 0, which every model has."""
+    none = np.zeros(length, dtype=np.int64)
+    return Extension(Span.null(max(1, length), page_size), none, none)  # a row has a page, whether it has tokens or not
 
 
 def pack(

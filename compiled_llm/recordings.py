@@ -70,6 +70,10 @@ class Recordings:
         """Whether a step is recorded, be it as the model is now or as it was."""
         return key in self._steps
 
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._steps)
+
     def get(self, key: Key) -> Recording[StepInputs, Step] | None:
         """Return a recorded step."""
         return self._steps.get(key)
@@ -92,9 +96,13 @@ class Recordings:
         self._steps[key] = self._recorder.record(launch, inputs, guards)
         self.prefills += isinstance(key, Shape)
 
-    def hold(self, key: Key) -> bool:
-        """Whether a recorded step may be replayed: the model is what it was when it was recorded."""
-        return self._weights is not None and self._weights.hold() and self._steps[key].guards.hold()
+    def weights_hold(self) -> bool:
+        """Whether there are recordings, and all modules and tensors of the model are where those read them."""
+        return self._weights is not None and self._weights.hold()
+
+    def guards_hold(self, key: Key) -> bool:
+        """Whether all else about the model is as it was when a step was recorded."""
+        return self._steps[key].guards.hold()
 
     def forget(self) -> set[Key]:
         """Drop all of them; returns which there were."""

@@ -23,6 +23,7 @@ from compiled_llm.paged_cache import PagedCache
 from compiled_llm.paged_model import PagedModel
 from compiled_llm.runner import Runner
 from compiled_llm.settings import KnownSettings
+from compiled_llm.special_tokens import SpecialTokens
 from compiled_llm.stats import Counters, Stats
 from compiled_llm.turn import Turn
 
@@ -78,6 +79,7 @@ class CompiledModel:
         self._made_for: tuple[Hashable, ...] = ()
         self._allocation = threading.Lock()
         self.settings = KnownSettings()
+        self.special_tokens = SpecialTokens()
         self.turn = Turn()
 
     def warmup(self, batch_sizes: Iterable[int] | None = None) -> None:

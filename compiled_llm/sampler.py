@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class Sampler:
         for table in self.tables:
             mark_static(table)
         self._free = list(range(self._greedy))
+        self._settings: dict[int, Sampling] = {}
 
     def fit(self, vocabulary: int) -> None:
         """Follow a model whose vocabulary has changed."""
@@ -61,7 +63,15 @@ class Sampler:
             )
         for row in rows:
             row.take_slot(self._free)
-        upload_settings(self.tables, [row.slot for row in rows if row.slot is not None], settings)
+        taken = [cast(int, row.slot) for row in rows]
+        self._settings.update(zip(taken, settings, strict=True))
+        upload_settings(self.tables, taken, settings)
+
+    def restore(self, slots: Iterable[int]) -> None:
+        """Forget which tokens have been chosen at some entries since they were given to rows."""
+        sampled = [slot for slot in slots if slot in self._settings]
+        if sampled:
+            upload_settings(self.tables, sampled, [self._settings[slot] for slot in sampled])
 
     def slots(self, rows: Sequence[Row], padded: int) -> NDArray[np.int64]:
         """Return ``[padded]``, the entries of the rows; greedy where there is no row."""

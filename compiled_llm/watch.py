@@ -7,7 +7,7 @@ compiled program takes any that fit: ``Weights`` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -45,7 +45,7 @@ class Weights:
         self._tensors: list[dict[str, Any]] = [
             tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors
         ]
-        self._loose = [(vars(module), name) for module in modules for name in _tensor_attributes(module)]
+        self._loose = [(vars(module), name) for module in modules for name in _attributes_with_tensors(module)]
         self._known_tensors = self._tensors_now()
         self._existing = [tensor for tensor in self._known_tensors if tensor is not None]
         self._addresses = self._addresses_now()
@@ -60,11 +60,23 @@ class Weights:
 
     def _tensors_now(self) -> list[Tensor | None]:
         registered = chain.from_iterable(map(dict.values, self._tensors))
-        return [*registered, *(attributes.get(name) for attributes, name in self._loose)]
+        return [
+            *registered,
+            *(found for attributes, name in self._loose for found in _tensors_in(attributes.get(name))),
+        ]
 
     def _addresses_now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._existing))
 
 
-def _tensor_attributes(module: nn.Module) -> list[str]:
-    return [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+def _attributes_with_tensors(module: nn.Module) -> list[str]:
+    registered = ("_parameters", "_buffers")
+    return [name for name, value in vars(module).items() if name not in registered and list(_tensors_in(value))]
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield an attribute's tensor, or those in a list, tuple or dict."""
+    entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+    for entry in entries:  # type: ignore[attr-defined]
+        if isinstance(entry, Tensor):
+            yield entry

@@ -396,10 +396,10 @@ def test_steps_past_the_end_stay_within_the_rows_own_pages(
     pages, taken = small.compiled.paged().pages, set()
     take = PagePool.take_reserved
 
-    def noted(pool: PagePool) -> int:
-        page = take(pool)
-        taken.add(page)
-        return page
+    def noted(pool: PagePool, count: int) -> list[int]:
+        own = take(pool, count)
+        taken.update(own)
+        return own
 
     monkeypatch.setattr(PagePool, "take_reserved", noted)
     for lengths, new_tokens in (([16, 32, 48, 64], 16), ([15, 31, 1], 17), ([1, 17, 33, 2, 5], 15), ([16], 16)):

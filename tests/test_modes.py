@@ -50,10 +50,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     seen = Watched()
     take, copy, prefill = PagePool.take_reserved, PagedModel.copy_pages, PagedModel.prefill
 
-    def taking(self: PagePool) -> int:
-        page = take(self)
+    def taking(self: PagePool, count: int) -> list[int]:
+        pages = take(self, count)
         seen.most_used = max(seen.most_used, self.account().used)
-        return page
+        return pages
 
     def copying(self: PagedModel, copies: list[PageCopy]) -> None:
         seen.copied += len(copies)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import compiled_llm
 from changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from compiled_llm import WrapConfig
 from compiled_llm.graphs import Recording
+from compiled_llm.paged_model import PagedModel, _typical_tokens
 from compiled_llm.plan import Planner
 from compiled_llm.prefill import recorded_shape, recorded_shapes
 from compiled_llm.recordings import Recordings
@@ -28,14 +30,16 @@ OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batc
 
 
 class StandIn(Recording[Any, Any]):
-    def __init__(self, weights: Weights, launch: Callable[[], Any], inputs: Any, outputs: Any, guards: Guards) -> None:
+    def __init__(self, weights: Weights, launch: Callable[[], Any], inputs: Any, guards: Guards) -> None:
         self.inputs, self.guards = inputs, guards
-        self._weights, self._launch, self._outputs = weights, launch, outputs
+        self._weights, self._launch, self._outputs = weights, launch, None
 
     def replay(self) -> Any:
         assert self._weights.hold(), "a replay would read weights where they no longer are"
-        for output, new in zip(self._outputs, self._launch(), strict=True):
-            output.copy_(new)
+        new = self._launch()
+        self._outputs = self._outputs or new
+        for output, value in zip(self._outputs, new, strict=True):
+            output.copy_(value)
         return self._outputs
 
 
@@ -49,7 +53,7 @@ class StandInRecorder:
 
     def record(self, launch: Callable[[], Any], inputs: Any, guards: Callable[[], Guards]) -> StandIn:
         self.count += 1
-        return StandIn(Weights(self._model()), launch, inputs, launch(), guards())
+        return StandIn(Weights(self._model()), launch, inputs, guards())
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +140,79 @@ def test_what_no_longer_holds_is_recorded_anew(change, moved, during, seed):
     assert (anew > 0) == (change is not in_place)
     assert weights == moved
     assert_account_is_empty(model)
+
+
+def test_what_a_replay_gave_before_its_guards_were_found_wrong_is_thrown_away(monkeypatch, seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    inputs = mixed_prompts([5, 18], 128, seed)
+    before = greedy(model, inputs, 1)
+    greedy(model, inputs, 1)  # replayed
+    for changed in (model, reference):
+        other_attribute(changed)
+    monkeypatch.setattr(StandIn, "replay", lambda self: self._outputs)  # a graph does what it did
+    after = greedy(model, inputs, 1)
+    torch.testing.assert_close(after, greedy(reference, inputs, 1))
+    assert not torch.equal(after, before)
+
+
+def test_a_token_that_was_thrown_away_does_not_count_as_seen(seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    inputs, options = mixed_prompts([5, 18], 128, seed), {"repetition_penalty": 30.0}
+    greedy(model, inputs, 4, **options)
+    for changed in (model, reference):
+        other_attribute(changed)
+    torch.testing.assert_close(greedy(model, inputs, 4, **options), greedy(reference, inputs, 4, **options))
+
+
+@pytest.mark.parametrize("lengths", [[16], [15], [17], [9, 7], [4, 4, 8], [5, 4, 4], [64]])
+def test_prefills_that_fill_a_shape_or_nearly_give_huggingfaces_tokens(lengths, seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    inputs = mixed_prompts(lengths, 128, seed)
+    torch.testing.assert_close(greedy(model, inputs, 3), greedy(reference, inputs, 3))
+    assert model.compiled.stats().prefill_recordings == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 64])
+def test_recorded_prefills_are_padded_little_and_to_whole_tiles(rows):
+    for tokens in range(64, 2049):
+        shape = recorded_shape(tokens, rows, 64)
+        assert shape is not None
+        assert shape.tokens >= tokens > shape.tokens * 3 // 4
+        assert shape.tokens % 64 == 0 or shape.tokens < 128 or shape.tokens == 160
+    assert recorded_shape(2049, rows, 64) is None
+
+
+def test_prefill_is_compiled_with_fewer_results_than_inductor_loops_from(monkeypatch):
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    layers = [SimpleNamespace(query_heads=heads) for heads in (16, 32)]
+    assert _typical_tokens(cast(Any, layers), torch.device("cuda")) == 263
+    assert _typical_tokens(cast(Any, layers), torch.device("cpu")) == 0
+
+
+@pytest.mark.parametrize("max_positions", [4, 40, 100, 2048, 40960])
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+@pytest.mark.parametrize("taken", [True, False], ids=["P is a size", "P is none"])
+def test_prefill_is_compiled_with_as_many_tokens_as_the_model_can_take(max_positions, page_size, taken):
+    asked: list[tuple[int, ...]] = []
+
+    def distinct(*sizes: int) -> bool:
+        asked.append(sizes)
+        return len(asked) > 1 or not taken
+
+    model = SimpleNamespace(
+        _typical_tokens=500,
+        max_positions=max_positions,
+        config=SimpleNamespace(page_size=page_size),
+        _distinct=distinct,
+    )
+    rows, length, kept = PagedModel._prefill_sizes(cast(Any, model))
+    assert length >= 2
+    assert asked[-1] == (rows, rows + 1, rows * length, kept, kept - 1)
+    if length > 2:
+        assert rows * length <= min(500, max_positions)
+        assert rows * -(-length // page_size) <= -(-max_positions // page_size) + 1, "more pages than there is room for"
+    assert (length > 2) == (min(500, max_positions) >= rows * page_size)
 
 
 def test_a_recording_that_fails_leaves_the_next_call_whole(monkeypatch, seed):

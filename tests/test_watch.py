@@ -55,6 +55,18 @@ def remove_tensor(model: nn.Module) -> None:
     del model.model.loose
 
 
+def replace_in_list(model: nn.Module) -> None:
+    model.model.several[1] = torch.zeros(3)
+
+
+def replace_in_dict(model: nn.Module) -> None:
+    model.model.named["there"] = torch.zeros(3)
+
+
+def shorten_list(model: nn.Module) -> None:
+    model.model.several.pop()
+
+
 def convert(model: nn.Module) -> None:
     model.half()
 
@@ -73,6 +85,9 @@ CHANGES = [
     replace_buffer,
     replace_tensor,
     remove_tensor,
+    replace_in_list,
+    replace_in_dict,
+    shorten_list,
     convert,
     hand_over,
 ]
@@ -82,6 +97,7 @@ CHANGES = [
 def test_every_change_of_what_tensors_there_are_is_noticed(change: Callable[[nn.Module], None]) -> None:
     model = tiny_qwen3()
     model.model.loose = torch.zeros(3)
+    model.model.several, model.model.named = [1, torch.zeros(3)], {"there": torch.zeros(3), "nor": "this"}
     weights = Weights(model)
     assert weights.hold()
     change(model)

@@ -47,6 +47,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -455,12 +456,13 @@ def _partial_results(geometry: Geometry, blocks: int) -> int:
 
 def planner_arguments(geometry: Geometry, host: PageTable, *, tokens: int, static: bool) -> tuple[Any, ...]:
     """Return what follows the three workspaces in the planner's arguments."""
-    lengths = (host.indptr[1:] - host.indptr[:-1] - 1) * geometry.page_size + host.last_page_len
+    # In numpy, which takes a tenth of the time over so few numbers.
+    lengths = (np.diff(host.indptr.numpy()) - 1) * geometry.page_size + host.last_page_len.numpy()
     causal, fixed_split_size, disable_split_kv, num_colocated_ctas = True, -1, False, 0
     return (
         host.qo_indptr,
         host.indptr,
-        lengths,
+        torch.from_numpy(lengths),
         tokens,
         host.last_page_len.shape[0],
         geometry.query_heads,

@@ -1,0 +1,27 @@
+"""What a call of ``generate`` knows on the host of tensors on the device: to read one is to wait for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class HostCopies:
+    """Copies of tensors that nobody changes during a call, each read once."""
+
+    def __init__(self) -> None:
+        """Know none yet."""
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, value: Any) -> Any:
+        """Return a tensor's copy on the host; what is no tensor as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self._known:
+            self.note(value, value.cpu())
+        return self._known[id(value)][1]
+
+    def note(self, tensor: Tensor, copy: Tensor) -> None:
+        """Take ``copy``, on the host, for what ``tensor`` holds."""
+        self._known[id(tensor)] = tensor, copy  # the tensor as well: an id is that of an object that exists
