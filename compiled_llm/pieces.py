@@ -144,7 +144,7 @@ class Examples:
 
 
 def _all_new(values: Sequence[Any], count: int) -> bool:
-    """Return whether all ``values`` but the first ``count`` are tensors in memory of their own, which can be made again.
+    """Return whether all ``values`` but the first ``count`` are tensors in new memory, whose likes can be made.
 
     Parts of one product share theirs.
     """
