@@ -52,7 +52,7 @@ class Planner:
     """Plans for prefills: for those that graphs capture by shape, for all others anew."""
 
     def __init__(self, groups: Sequence[Geometry], config: WrapConfig, device: torch.device) -> None:
-        """Allocate FlashInfer's workspace on CUDA and begin to load its kernels; nothing on a CPU."""
+        """Allocate FlashInfer's workspace on CUDA; nothing on a CPU."""
         self._groups = list(groups) if device.type == "cuda" else []
         self._prefill: list[FlashInferPlan] = []
         self._recorded_prefills: dict[Shape, tuple[Tensor, list[FlashInferPlan]]] = {}
@@ -67,6 +67,10 @@ class Planner:
             self._workspace = Workspace(device, config.workspace_bytes or self._default_workspace(wanted))
             if wanted > self.workspace_bytes:
                 logger.info("the largest prefills are not recorded: that takes workspace_bytes=%d", wanted)
+
+    def load(self) -> None:
+        """Begin to build or load FlashInfer's kernels, which the first prefill waits for."""
+        if self._workspace is not None:
             for group in self._groups:
                 self._workspace.load(group)
 
