@@ -185,8 +185,9 @@ class _State:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._children = Children(modules)
-        self._vars = [vars(module) for module in modules]
-        names = [(held, name) for held in self._vars for name in held if name not in _OF_EVERY_MODULE]
+        attributes = [vars(module) for module in modules]
+        self._sized = [*attributes, *(held for module in modules for held in (module._parameters, module._buffers))]
+        names = [(held, name) for held in attributes for name in held if name not in _OF_EVERY_MODULE]
         self._holders, self._names = [held for held, _ in names], [name for _, name in names]
         self._known = self._now()
 
@@ -195,7 +196,7 @@ class _State:
 
     def _now(self) -> list[Any]:
         attributes = map(dict.get, self._holders, self._names)
-        return [*map(type, self._modules), *map(len, self._vars), *attributes]
+        return [*map(type, self._modules), *map(len, self._sized), *attributes]
 
 
 def _tensors_of(layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
