@@ -256,6 +256,13 @@ def compiled_graphs(function: Callable[..., Any]) -> list[CompiledGraph]:
     return sorted(graphs, key=lambda graph: [int(part) for part in graph.number.split("/")])
 
 
+def is_compiled_for(function: Callable[..., Any], arguments: dict[str, Any]) -> bool:
+    """Return whether something that Dynamo has compiled of a function made by ``own_copy`` serves these arguments."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return any(entry.guard_manager.check(arguments) for entry in _debug_get_cache_entry_list(function.__code__))
+
+
 def guards_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:
     """Return the check that Dynamo makes before it runs what it compiled for ``arguments``.
 

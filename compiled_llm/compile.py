@@ -22,6 +22,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.fused import FusedWeights
 from compiled_llm.inductor import Inductor, Pass
 from compiled_llm.kv_cache import DecodeInputs
+from compiled_llm.outline import Outline
 from compiled_llm.passes import FusedProducts, NormedSums, PreparedInAttention, SkinnyProducts
 from compiled_llm.sampling import SamplingTables, choose
 from compiled_llm.watch import Guards
@@ -153,6 +154,7 @@ class Programs:
         self._forward = forward
         self._config = config
         self._device = device
+        self._outlines: dict[Callable[..., Any], Outline] = {}
         self.recorded = config.uses_trees_on(device.type)
         self.prefill_function = own_copy(_prefill)
         self.decode_one_function = own_copy(_decode)
@@ -177,10 +179,12 @@ class Programs:
         return self._compiled(function, options)
 
     def _compiled(self, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-        in_pieces = self._config.records_on(self._device.type)
         decodes = function in (self.decode_one_function, self.decode_many_function)
         passes = [*(_decode_passes(self._config, self._device) if decodes else []), *self._fused]
-        return compiled(function, self._config, Inductor(options, passes, in_pieces=in_pieces))
+        backend = Inductor(options, passes, in_pieces=self._config.records_on(self._device.type))
+        if backend.in_pieces:
+            self._outlines[function] = Outline(function)
+        return compiled(function, self._config, backend)
 
     def prefill(
         self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
@@ -188,6 +192,7 @@ class Programs:
         """Run ``_prefill``; T, B, L and C are symbolic and must be at least 2."""
         _mark_symbolic(inputs)
         program = self._embedded if inputs.ids.dim() == 3 else self._prefill
+        model = self._outlined(model, inputs, tables, pages)
         logits, tokens = program(model, self._forward, inputs, tables, pages)
         return logits, tokens
 
@@ -198,6 +203,7 @@ class Programs:
         program = self._decode_one if inputs.tokens.shape[0] == 1 else self._decode_many
         if self.recorded:
             torch.compiler.cudagraph_mark_step_begin()
+        model = self._outlined(model, inputs, tables, pages)
         logits, tokens = program(model, self._forward, inputs, tables, pages)
         return logits, tokens
 
@@ -209,13 +215,31 @@ class Programs:
         pages: list[Tensor],
     ) -> Guards:
         """Return what the program that serves ``inputs`` takes for granted; it has run with them before."""
-        function: Callable[..., Any]
+        function = self._function_for(inputs)
+        arguments = self._arguments(model, inputs, tables, pages)
+        outline = self._outlines.get(function)
+        return Guards(function, arguments, dict if outline is None else lambda: {"model": outline.of(arguments)})
+
+    def _outlined(
+        self,
+        model: PreTrainedModel,
+        inputs: PrefillInputs | DecodeInputs,
+        tables: SamplingTables,
+        pages: list[Tensor],
+    ) -> PreTrainedModel:
+        """Return what the program that serves ``inputs`` is called with in place of the model."""
+        outline = self._outlines.get(self._function_for(inputs))
+        return model if outline is None else outline.prepare(self._arguments(model, inputs, tables, pages))
+
+    def _arguments(self, model: PreTrainedModel, *others: Any) -> dict[str, Any]:
+        return dict(
+            zip(("model", "forward", "inputs", "tables", "pages"), (model, self._forward, *others), strict=True)
+        )
+
+    def _function_for(self, inputs: PrefillInputs | DecodeInputs) -> Callable[..., Any]:
         if isinstance(inputs, PrefillInputs):
-            function = self.prefill_function
-        else:
-            function = self.decode_one_function if inputs.tokens.shape[0] == 1 else self.decode_many_function
-        arguments = {"model": model, "forward": self._forward, "inputs": inputs, "tables": tables, "pages": pages}
-        return Guards(function, arguments)
+            return self._embedded_function if inputs.ids.dim() == 3 else self.prefill_function
+        return self.decode_one_function if inputs.tokens.shape[0] == 1 else self.decode_many_function
 
     @property
     def decode_many_is_new(self) -> bool:

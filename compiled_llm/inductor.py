@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from compiled_llm.compat import compile_with_inductor, note_examples
+from compiled_llm.outline import fill
 from compiled_llm.pieces import Examples, cut, join, without_symbols
 
 Compiled = Callable[..., Any]
@@ -15,7 +16,11 @@ Pass = Callable[[fx.Graph], object]
 
 
 class Inductor:
-    """Compiles a graph as Dynamo has made it."""
+    """Compiles a graph as Dynamo has made it, of a model or of an outline of one.
+
+    Attributes:
+        in_pieces: whether pieces that are alike are compiled once.
+    """
 
     def __init__(self, options: Mapping[str, Any], passes: Sequence[Pass] = (), *, in_pieces: bool) -> None:
         """Prepare.
@@ -28,13 +33,14 @@ class Inductor:
         """
         self._options = dict(options)
         self._passes = passes
-        self._in_pieces = in_pieces
+        self.in_pieces = in_pieces
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Return the compiled graph; ``inputs`` are those of the call that it is compiled for."""
+        fill(module.graph)
         for rewrite in self._passes:
             rewrite(module.graph)
-        if not self._in_pieces:
+        if not self.in_pieces:
             module.recompile()
             return compile_with_inductor(module, inputs, self._options)
         return self._compile_pieces(module)

@@ -123,6 +123,7 @@ class PagedModel:
         self.planner = Planner(
             attention_groups(layers, config.page_size, model.dtype, self.device), config, self.device
         )
+        self.planner.load()
         self._forward = forward
         self.programs = Programs(config, forward, self.device, self.weights)
         self.recordings = Recordings(model, config, self.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -139,7 +140,7 @@ class Examples:
         renamed = {old for old, new in zip(symbols, _symbols(description), strict=False) if old != new}
         if renamed & set(_symbols(" ".join(map(_describe_value, gives)))):
             return None
-        return [_another(value) for value in gives]
+        return _others_like(gives)
 
     def _run(self, piece: Piece, description: str) -> list[Any]:
         takes = self.of(piece)
@@ -150,21 +151,53 @@ class Examples:
 
 
 def _all_new(values: Sequence[Any], count: int) -> bool:
-    """Return whether all ``values`` but the first ``count`` are dense tensors, each with memory of its own."""
+    """Return whether all ``values`` but the first ``count`` are tensors in new memory, whose likes can be made.
+
+    Parts of one product share theirs.
+    """
     made = values[count:]
-    if not all(isinstance(value, Tensor) and _is_dense(value) for value in made):
+    if not all(isinstance(value, Tensor) for value in made):
         return False
     others = {storage_number(value) for value in values[:count] if isinstance(value, Tensor)}
-    own = {storage_number(value) for value in made}
-    return len(own) == len(made) and not own & others
+    return all(
+        others.isdisjoint(map(storage_number, sharing)) and (_is_whole(sharing) or _is_known(sharing))
+        for sharing in _by_memory(made)
+    )
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.storage_offset() == 0
+def _by_memory(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    sharing: dict[int, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        sharing[storage_number(tensor)].append(tensor)
+    return list(sharing.values())
 
 
-def _another(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def _is_whole(sharing: Sequence[Tensor]) -> bool:
+    """Whether there is one tensor, which fills its memory."""
+    return len(sharing) == 1 and sharing[0].is_contiguous() and sharing[0].storage_offset() == 0
+
+
+def _is_known(sharing: Sequence[Tensor]) -> bool:
+    """Whether tensors of one type lie in memory of a known size."""
+    return len({tensor.dtype for tensor in sharing}) == 1 and isinstance(sharing[0].untyped_storage().nbytes(), int)
+
+
+def _others_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in new memory, laid out and shared in the same way."""
+    others: dict[int, Tensor] = {}
+    for sharing in _by_memory(tensors):
+        if _is_whole(sharing):
+            (tensor,) = sharing
+            others[id(tensor)] = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            continue
+        first = sharing[0]
+        elements = first.untyped_storage().nbytes() // first.element_size()
+        memory = torch.empty(elements, dtype=first.dtype, device=first.device)
+        for tensor in sharing:
+            others[id(tensor)] = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return [others[id(tensor)] for tensor in tensors]
 
 
 def join(pieces: Sequence[Piece], functions: Sequence[Callable[..., Any]], graph: fx.Graph) -> fx.GraphModule:

@@ -68,6 +68,12 @@ class Planner:
             if wanted > self.workspace_bytes:
                 logger.info("the largest prefills are not recorded: that takes workspace_bytes=%d", wanted)
 
+    def load(self) -> None:
+        """Begin to build or load FlashInfer's kernels, which the first prefill waits for."""
+        if self._workspace is not None:
+            for group in self._groups:
+                self._workspace.load(group)
+
     @property
     def workspace_bytes(self) -> int:
         """Size of FlashInfer's float workspace, in bytes; 0 on a CPU."""

@@ -37,10 +37,9 @@ def same_attributes(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, attributes, contents in saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
+            _put_back(module.__dict__, attributes)
             for name, content in contents.items():
-                _refill(attributes[name], content)
+                _put_back(attributes[name], content)
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
@@ -60,9 +59,19 @@ def _tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return [(tensor, tensor.detach().clone()) for tensor in found.values()]
 
 
-def _refill(container: Any, content: Any) -> None:
+def _put_back(container: Any, content: Any) -> None:
+    """Fill a container as it was; one that has not changed is left alone, since other threads may look at it."""
+    if _entries(container) == _entries(content):
+        return
     if isinstance(container, list):
         container[:] = content
     elif isinstance(container, (dict, set)):
         container.clear()
         container.update(content)
+
+
+def _entries(container: Any) -> list[Any]:
+    """Return what identifies the entries of a container, in order."""
+    if isinstance(container, dict):
+        return [*container, *map(id, container.values())]
+    return list(map(id, container))

@@ -20,19 +20,26 @@ from compiled_llm.modules import Children, same
 class Guards:
     """Dynamo's guards of a compiled function, for the arguments that it was recorded with."""
 
-    def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        anew: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
         """Find the compiled entry that serves these arguments.
 
         Args:
             function: made by ``own_copy``, and called with the arguments before.
             arguments: by name.
+            anew: returns those that are made anew for each call.
         """
         self._arguments = arguments
-        self._check = guards_for(function, arguments)
+        self._anew = anew
+        self._check = guards_for(function, arguments | anew())
 
     def hold(self) -> bool:
         """Whether a call would run the same compiled code as before."""
-        return bool(self._check(self._arguments))
+        return bool(self._check(self._arguments | self._anew()))
 
 
 class Weights:

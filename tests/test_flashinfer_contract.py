@@ -18,6 +18,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -281,6 +282,36 @@ def test_planner_gets_its_arguments(mocked: Mocked) -> None:
     assert (passed["total_num_rows"], passed["batch_size"], passed["causal"]) == (2, 2, True)
     assert (passed["enable_cuda_graph"], passed["page_size"]) == (True, 16)
     assert passed.get("uniform_q_len", 0) == 0
+
+
+def test_a_plan_waits_for_kernels_that_are_being_built_until_its_first_launch(
+    mocked: Mocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, make = Event(), backend._make_wrapper
+
+    def slow(*args: Any) -> Any:
+        built.wait()
+        return make(*args)
+
+    monkeypatch.setattr(backend, "_make_wrapper", slow)
+    monkeypatch.setattr(backend, "_append_one_token", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    mocked.workspace.load(GEOMETRY)
+    plan = make_plan(mocked)
+    columns = PageTable(*(column.clone() for column in HOST))
+    plan.plan(columns)
+    for column in columns:
+        column.zero_()  # they are free to be rewritten
+    mocked.planner.assert_not_called()
+    built.set()
+    query, pages, out, lse = tensors()
+    plan.run(query, pages, out, lse, 0.1)
+    assert mocked.planner.call_args.args[5].tolist() == [41, 2]
+    plan.plan(HOST)
+    assert mocked.planner.call_count == 2
+    plan.run(query, pages, out, lse, 0.1)
+    assert mocked.planner.call_count == 2, "what was planned last"
+    mocked.prefill.assert_called_once()
 
 
 def test_plan_info_has_the_numbers_whose_names_are_known() -> None:

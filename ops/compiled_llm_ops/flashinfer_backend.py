@@ -43,7 +43,8 @@ import inspect
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,11 +121,24 @@ class Workspace:
         self._staging = [(_pinned(64 * 2**10), torch.cuda.Event()) for _ in range(STAGING_BUFFERS)]
         self._turn = 0
         self._wrappers: dict[Geometry, Any] = {}
+        self._loading: dict[Geometry, Future[Any]] = {}
+
+    def load(self, geometry: Geometry) -> None:
+        """Begin to build or load the kernels for a geometry on other threads, while this one traces what calls them."""
+        self._loading[geometry] = _loaders.submit(_on_device, self.device, _make_wrapper, geometry, self.float_buffer)
+        # What goes wrong in that one goes wrong again at the first launch.
+        _loaders.submit(_on_device, self.device, _append_one_token, geometry, self.device)
+
+    def is_loading(self, geometry: Geometry) -> bool:
+        """Whether ``wrapper`` would wait for kernels that ``load`` has begun with."""
+        return geometry in self._loading and not self._loading[geometry].done()
 
     def wrapper(self, geometry: Geometry) -> Any:
-        """Return FlashInfer's wrapper for a geometry; builds or loads its kernels at the first call."""
+        """Return FlashInfer's wrapper for a geometry; waits for its kernels, or builds or loads them here."""
         if geometry not in self._wrappers:
-            self._wrappers[geometry] = _make_wrapper(geometry, self.float_buffer)
+            loading = self._loading.pop(geometry, None)
+            made = _make_wrapper(geometry, self.float_buffer) if loading is None else loading.result()
+            self._wrappers[geometry] = made
         return self._wrappers[geometry]
 
     @contextmanager
@@ -194,15 +208,19 @@ class FlashInferPlan:
         self._rows = rows
         self._static = static
         self._workspace = workspace
-        self._wrapper = workspace.wrapper(geometry)
+        if not workspace.is_loading(geometry):
+            workspace.wrapper(geometry)
         self._int_buffer = torch.empty(0, dtype=torch.uint8, device=workspace.device)
         self._tokens: int | None = None
         self._plan_info: Any = None
         self._frozen: tuple[int, ...] | None = None
+        self._waiting: PageTable | None = None
         register_plan(table.indptr, rows, geometry, self)
 
     def plan(self, host: PageTable) -> None:
         """Decide how the kernels divide the batch, and queue the copy of that to the device. Never waits for it.
+
+        While the kernels are being built, that is left to the first launch.
 
         Args:
             host: the table's columns on the host, int32, of exact sizes. Not copied to the device here, and free to
@@ -217,6 +235,13 @@ class FlashInferPlan:
         _check_host(host, self._rows)
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("FlashInferPlan.plan: a CUDA graph is being captured; plan before the capture")
+        if self._workspace.is_loading(self.geometry):
+            self._waiting = PageTable(*(column.clone() for column in host))
+        else:
+            self._plan(host)
+
+    def _plan(self, host: PageTable) -> None:
+        self._waiting = None
         tokens = self._tokens_to_plan(host)
         if self._int_buffer.numel() < (needed := self._int_bytes(tokens)):
             # Never under a captured graph: the rows are constant, and so is the number of tokens.
@@ -224,7 +249,8 @@ class FlashInferPlan:
         arguments = planner_arguments(self.geometry, host, tokens=tokens, static=self._static)
         workspace = self._workspace
         with workspace.staging(self._int_buffer.numel()) as pinned, _overflow_explained(workspace):
-            plan_info = self._wrapper._cached_module.plan(workspace.float_buffer, self._int_buffer, pinned, *arguments)
+            planner = workspace.wrapper(self.geometry)._cached_module
+            plan_info = planner.plan(workspace.float_buffer, self._int_buffer, pinned, *arguments)
         self._check_frozen(plan_info)
         self._plan_info, self._tokens = plan_info, tokens
 
@@ -265,10 +291,12 @@ class FlashInferPlan:
             RuntimeError: nothing was planned yet.
             ValueError: shapes or dtypes do not fit what was planned.
         """
+        if self._waiting is not None:
+            self._plan(self._waiting)
         if self._plan_info is None:
             raise RuntimeError("FlashInferPlan.run: nothing was planned; call plan() before the launch")
         self._check_launch(query, pages, out, lse)
-        wrapper = self._wrapper
+        wrapper = self._workspace.wrapper(self.geometry)
         wrapper._plan_info = self._plan_info
         wrapper._int_workspace_buffer = self._int_buffer
         wrapper._qo_indptr_last = self._tokens
@@ -287,7 +315,7 @@ class FlashInferPlan:
 
     def _point_at(self, table: PageTable) -> None:
         """Let the wrapper read the page table there."""
-        wrapper = self._wrapper
+        wrapper = self._workspace.wrapper(self.geometry)
         wrapper._qo_indptr_buf = table.qo_indptr
         wrapper._paged_kv_indptr_buf = table.indptr
         wrapper._paged_kv_indices_buf = table.indices
@@ -543,6 +571,23 @@ def _make_wrapper(geometry: Geometry, float_buffer: Tensor) -> Any:
     wrapper.reset_workspace_buffer(float_workspace_buffer=float_buffer, int_workspace_buffer=small)
     importlib.import_module("flashinfer.utils")._get_cache_alibi_slopes_buf(geometry.query_heads, float_buffer.device)
     return wrapper
+
+
+def _append_one_token(geometry: Geometry, device: torch.device) -> None:
+    """Build or load the kernel that writes to pages, by writing one token."""
+    size = (1, 2, geometry.kv_heads, geometry.page_size, geometry.head_dim)
+    pages = torch.empty(size, dtype=geometry.kv_dtype, device=device)
+    zero, one = (torch.tensor([number], dtype=torch.int32, device=device) for number in (0, 1))
+    indptr = torch.cat([zero, one])
+    append(pages[0, :1, :, 0], pages[0, :1, :, 0], pages, zero, zero, PageTable(indptr, indptr, zero, one))
+
+
+def _on_device(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
+    with torch.cuda.device(device):
+        return function(*args)
+
+
+_loaders = ThreadPoolExecutor(2, "compiled_llm_kernels")
 
 
 @contextmanager

@@ -1,0 +1,290 @@
+"""Layers that are alike are traced once: the graph is that of the whole model, and every later change is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+import compiled_llm
+from compiled_llm import compile as programs
+from compiled_llm import inductor, outline
+from compiled_llm.attention import attention_configs, paged_attention_in
+from compiled_llm.outline import Outline
+from compiled_llm.pieces import Examples, cut, without_symbols
+from conftest import tiny_qwen3
+from parity import greedy, mixed_prompts
+from test_families import FAMILIES, make
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
+LAYERS = 5
+
+
+class Graphs(list[fx.GraphModule]):
+    """What comes out of Dynamo, filled, and how many layers of it were traced."""
+
+    traced: list[int]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    """Programs are outlined where they are recorded, which is on CUDA; here they run as Dynamo has made them."""
+    given = Graphs()
+    given.traced = []
+
+    class Backend(inductor.Inductor):
+        def __init__(self, *args: Any, in_pieces: bool) -> None:
+            super().__init__(*args, in_pieces=True)
+
+        def _compile_pieces(self, module: fx.GraphModule) -> Callable[..., Any]:
+            given.append(module)
+            module.recompile()
+            return module.forward
+
+    def fill(graph: fx.Graph) -> None:
+        ends = graph.find_nodes(op="call_function", target=outline._ends)
+        given.traced.append(len({node.args[2] for node in ends}) or LAYERS)
+        outline.fill(graph)
+
+    monkeypatch.setattr(programs, "Inductor", Backend)
+    monkeypatch.setattr(inductor, "fill", fill)
+    return given
+
+
+def model_of(**overrides: Any) -> PreTrainedModel:
+    return tiny_qwen3(num_hidden_layers=LAYERS, eos_token_id=None, **overrides)
+
+
+def descriptions(module: fx.GraphModule) -> list[str]:
+    examples, found = Examples(module), []
+    for piece in cut(module):
+        description = piece.describe(examples.of(piece))
+        examples.follow(piece, description)
+        found.append(without_symbols(description))
+    return found
+
+
+# ---- the graph
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["apart", "fused"])
+def test_what_is_filled_in_is_what_the_whole_would_have_been(fuse, graphs, monkeypatch, seed):
+    inputs, tokens = mixed_prompts([5, 9], 128, seed), []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
+        model = compiled_llm.wrap(model_of(), **OPTIONS, fuse_projections=fuse)
+        tokens.append(greedy(model, inputs, 6, output_logits=True, return_dict_in_generate=True))
+    assert graphs.traced == [1, 1, LAYERS, LAYERS]
+    for outlined, whole in zip(graphs[:2], graphs[2:], strict=True):
+        assert descriptions(outlined) == descriptions(whole)
+    assert torch.equal(tokens[0].sequences, tokens[1].sequences)
+    assert all(map(torch.equal, tokens[0].logits, tokens[1].logits))
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "OPT", "Qwen3Moe", "Phi", "GptOss"])
+def test_other_families_write_the_same_tokens(family, graphs, seed):
+    model = make(family, FAMILIES[family], seed)
+    inputs = mixed_prompts([5, 9], 128, seed)
+    expected = greedy(model, inputs, 8)
+    torch.testing.assert_close(greedy(compiled_llm.wrap(model, **OPTIONS), inputs, 8), expected)
+
+
+def test_layers_of_two_kinds_in_turn_are_traced_once_each(graphs, seed):
+    layers = [("sliding_attention", "full_attention")[number % 2] for number in range(LAYERS)]
+    model = model_of(layer_types=layers, use_sliding_window=True, sliding_window=6)
+    inputs = mixed_prompts([9, 12], 128, seed)
+    expected = greedy(model, inputs, 8)
+    torch.testing.assert_close(greedy(compiled_llm.wrap(model, **OPTIONS), inputs, 8), expected)
+    assert graphs.traced == [2, 2]
+
+
+# ---- layers that differ
+
+
+class Half(Qwen3MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        half: Tensor = super().forward(x) * 0.5
+        return half
+
+
+class Numbered(Qwen3MLP):
+    """Looks at its number, which is an attribute of another module."""
+
+    def __init__(self, config: Any, attention: nn.Module) -> None:
+        super().__init__(config)
+        self.__dict__["attention"] = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) * (2.0 if self.attention.layer_idx == 2 else 1.0)
+        return out
+
+
+def scale(layer: nn.Module) -> None:
+    layer.self_attn.scaling *= 3
+
+
+def loosen_a_norm(layer: nn.Module) -> None:
+    layer.post_attention_layernorm.variance_epsilon = 0.5
+
+
+def narrow_the_window(layer: nn.Module) -> None:
+    layer.self_attn.sliding_window = 3
+
+
+def replace_a_module(layer: nn.Module) -> None:
+    new = Half(layer.self_attn.config).eval()
+    new.load_state_dict(layer.mlp.state_dict())
+    layer.mlp = new
+
+
+def swap_a_class(layer: nn.Module) -> None:
+    layer.mlp.__class__ = Half
+
+
+def patch_a_forward(layer: nn.Module) -> None:
+    forward = layer.mlp.forward
+    layer.mlp.forward = lambda x: forward(x) * 0.5
+
+
+def patch_the_layers_forward(layer: nn.Module) -> None:
+    forward = layer.forward
+    layer.forward = lambda hidden, **others: forward(hidden, **others) * 0.5
+
+
+def hook(layer: nn.Module) -> None:
+    layer.mlp.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def hook_the_layer(layer: nn.Module) -> None:
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+def replace_a_weight(layer: nn.Module) -> None:
+    layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight.detach() * 2)
+
+
+def convert_a_weight(layer: nn.Module) -> None:
+    weight = layer.self_attn.q_norm.weight
+    layer.self_attn.q_norm.weight = nn.Parameter((weight.detach() * 2).bfloat16())
+
+
+def add_a_bias(layer: nn.Module) -> None:
+    layer.mlp.up_proj.bias = nn.Parameter(torch.ones(layer.mlp.up_proj.out_features))
+
+
+def act_otherwise(layer: nn.Module) -> None:
+    layer.mlp.act_fn = nn.GELU()
+
+
+def replace_the_function_of_an_attention(layer: nn.Module) -> None:
+    layer.self_attn.o_proj = nn.Sequential(layer.self_attn.o_proj, nn.Tanh())
+
+
+NOTICED_BY_GUARDS = [
+    scale,
+    loosen_a_norm,
+    replace_a_module,
+    swap_a_class,
+    patch_a_forward,
+    patch_the_layers_forward,
+    convert_a_weight,
+    add_a_bias,
+    act_otherwise,
+    replace_the_function_of_an_attention,
+]
+CHANGES = [*NOTICED_BY_GUARDS, hook, hook_the_layer, replace_a_weight]
+
+
+def logits(model: PreTrainedModel, seed: int) -> list[Tensor]:
+    out = greedy(model, mixed_prompts([9, 12], 128, seed), 4, output_logits=True, return_dict_in_generate=True)
+    return list(out.logits)
+
+
+def assert_alike(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> None:
+    for ours, theirs in zip(logits(model, seed), logits(plain, seed), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_layer_that_differs_from_the_start_is_traced_for_itself(change, graphs, seed):
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    for changed in (plain, model):
+        change(changed.model.layers[3])
+    assert_alike(model, plain, seed)
+    # A weight is an input, and a graph cannot tell one from another; a hook may do anything.
+    expected = {replace_a_weight: 1, hook: LAYERS, hook_the_layer: LAYERS, patch_the_layers_forward: LAYERS}
+    assert graphs.traced == [expected.get(change, 2)] * 2
+
+
+def test_a_window_of_one_layer_is_seen(graphs, monkeypatch, seed):
+    """HuggingFace's own mask comes from the config, so that it is no reference."""
+    found = []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
+        model = compiled_llm.wrap(model_of(), **OPTIONS)
+        for _ in range(2):
+            found.append(torch.stack(logits(model, seed)))
+            narrow_the_window(model.model.layers[3])
+    assert graphs.traced == [1, 1, *[LAYERS] * 6]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("number", [0, 3], ids=["the traced one", "one left out"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_later_change_of_any_layer_is_noticed(change, number, graphs, seed):
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    assert_alike(model, plain, seed)
+    assert graphs.traced == [1, 1]
+    hold = guards_of(model)
+    assert hold()
+    for changed in (plain, model):
+        change(changed.model.layers[number])
+    assert change not in NOTICED_BY_GUARDS or not hold()
+    assert_alike(model, plain, seed)
+
+
+def guards_of(model: PreTrainedModel) -> Callable[[], bool]:
+    """Return the check of what a recording of decode takes for granted."""
+    paged = model.compiled.paged()
+    arguments = (model, paged.buffers.bucket(2), paged.sampler.tables, paged.pages)
+
+    @torch.no_grad()
+    def hold() -> bool:
+        with paged_attention_in(attention_configs(model)):
+            return guards.hold()
+
+    with torch.no_grad(), paged_attention_in(attention_configs(model)):
+        guards = paged.programs.guards(*arguments)
+    return hold
+
+
+def test_after_a_change_the_whole_model_is_traced(graphs, seed):
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    assert_alike(model, plain, seed)
+    for changed in (plain, model):
+        changed.model.norm.variance_epsilon = 0.5  # which Dynamo notices, outside all layers
+    assert_alike(model, plain, seed)
+    assert graphs.traced == [1, 1, LAYERS, LAYERS]
+    assert model.compiled.stats().recompiles == 2
+
+
+def test_a_layer_that_looks_at_its_number_is_no_other_layers_like(graphs, seed):
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    for changed in (plain, model):
+        for layer in changed.model.layers:
+            mlp = Numbered(layer.self_attn.config, layer.self_attn).eval()
+            mlp.load_state_dict(layer.mlp.state_dict())
+            layer.mlp = mlp
+    assert_alike(model, plain, seed)
+    assert graphs.traced == [LAYERS, LAYERS], "each holds an object of its own, which may be anything"
