@@ -258,6 +258,7 @@ class PagedModel:
             if self.recordings.hold(key):
                 return True
         self._ready -= self.recordings.forget()
+        self.programs.drop_tensors()
         return False
 
     def memory(self) -> dict[str, int]:
