@@ -20,7 +20,7 @@
 | ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is; caching a piece | a graph says it |
 | ``UntypedStorage._cdata`` | which fake tensors share memory | fake tensors have addresses |
 | ``torch._C._storage_Use_Count`` | whether a weight's memory is nobody else's | storages say it |
-| ``_subclasses.FakeTensorMode`` | running a model without computing | torch documents it |
+| ``_subclasses.FakeTensorMode``, ``utils._pytree`` | running a model without computing | torch documents it |
 | ``cpp_builder``, ``cache_dir_utils`` of Inductor | what ``doctor`` shows | torch reports it |
 | ``_C._profiler._ExperimentalConfig`` | profiling all threads | ``torch.profiler.profile`` takes it by name |
 """
@@ -336,16 +336,27 @@ def inductor_quiet() -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Run the block on tensors without data, and without a word in the log of what goes wrong on them."""
+def fake_tensors() -> Iterator[Callable[[Any], Any]]:
+    """Run the block on tensors without data, and without a word in the log of what goes wrong on them.
+
+    What is done to tensors with data alone still reaches those.
+
+    Yields:
+        What puts tensors without data, the same ones each time, in place of others in nested containers.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_map_only
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+            def fake(tensor: Tensor) -> Tensor:
+                return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
+
+            yield lambda values: tree_map_only(Tensor, fake, values)
     finally:
         logger.setLevel(level)
 

@@ -220,6 +220,11 @@ class Programs:
         outline = self._outlines.get(function)
         return Guards(function, arguments, dict if outline is None else lambda: {"model": outline.of(arguments)})
 
+    def drop_tensors(self) -> None:
+        """Hold no tensors of the model between calls, until the next one."""
+        for outline in self._outlines.values():
+            outline.drop_tensors()
+
     def _outlined(
         self,
         model: PreTrainedModel,

@@ -31,7 +31,9 @@ from compiled_llm_ops.library import define
 
 logger = logging.getLogger("compiled_llm.graphs")
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+# No forward reads the last one: whether HuggingFace has set a module's first weights.
+_OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"_is_hf_initialized"}
+_UNREAD_BY_LINEAR = frozenset({"training", "in_features", "out_features"})
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
 
 
@@ -80,22 +82,31 @@ class Outline:
         Args:
             arguments: the program's, by name.
         """
-        if not self._seen:
-            self._seen = True
+        first, self._seen = not self._seen, True
+        if first:
             self._layers = self._look(arguments)
-            return self.of(arguments)
+        if self._layers is not None:
+            self._layers.take_tensors(arguments["pages"])
         outline = self.of(arguments)
-        if self._layers is None or is_compiled_for(self._program, {**arguments, "model": outline}):
+        if first or self._layers is None or is_compiled_for(self._program, {**arguments, "model": outline}):
             return outline
         self._trace_all("the program is traced again")
         return self.of(arguments)
 
     def of(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
-        """Return what stands for the model: itself from the moment that a layer has changed."""
+        """Return what stands for the model: itself from the moment that a layer has changed.
+
+        Layers' tensors are those of the last call of ``prepare``.
+        """
         if self._layers is not None and not self._layers.hold():
             self._trace_all("a layer has changed")
         model: PreTrainedModel = arguments["model"]
-        return model if self._layers is None else self._layers.outline(model, arguments["pages"])
+        return model if self._layers is None else self._layers.outline(model)
+
+    def drop_tensors(self) -> None:
+        """Hold the layers' tensors no longer, in case that the model has others by now."""
+        if self._layers is not None:
+            self._layers.drop_tensors()
 
     def _look(self, arguments: Mapping[str, Any]) -> _Layers | None:
         try:
@@ -119,7 +130,7 @@ class _Layers:
     """
 
     def __init__(self, model: nn.Module, count: int) -> None:
-        """Find the list of so many layers, each like itself only.
+        """Find the list of so many layers.
 
         Raises:
             NoOutlineError: there is none.
@@ -128,47 +139,64 @@ class _Layers:
         if not names:
             raise NoOutlineError(f"no list of {count} layers was found")
         self._path = names[0].split(".")
-        self._list = model.get_submodule(names[0])
-        self._all = [*cast(nn.ModuleList, self._list)]
-        self._own = [_tensors_of(layer) for layer in self._all]
-        self.like = list(range(count))
-        self._state = _State([self._list])
+        layers = cast(nn.ModuleList, model.get_submodule(names[0]))
+        self._all = [*layers]
+        self._held = [_tensors_of(layer) for layer in layers]
+        self._state = _State(list(layers.modules()))
+        self._marked: list[nn.Module] = []
+        self.like: list[int] = []
 
     def sort(self, kinds: Sequence[Hashable]) -> None:
-        """Note each layer's kind, and watch those from now on that are not the only one of theirs.
+        """Note each layer's kind.
 
         Raises:
             NoOutlineError: no two are alike.
         """
         first: dict[Hashable, int] = {}
         self.like = [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
-        shared = [layer for layer, like in zip(self._all, self.like, strict=True) if self.like.count(like) > 1]
-        if not shared:
+        if len(first) == len(kinds):
             raise NoOutlineError("no two layers are alike")
-        self._state = _State([self._list, *chain.from_iterable(layer.modules() for layer in shared)])
+        self._marked = [
+            _copy(layer, _marked(_class_of(layer)), _own=[], _number=number, _like=like)
+            for number, (layer, like) in enumerate(zip(self._all, self.like, strict=True))
+        ]
 
     def hold(self) -> bool:
-        """Whether the layers that are alike are as they were, tensors aside."""
+        """Whether the layers are as they were, tensors aside."""
         return self._state.hold()
 
     def own(self, number: int, pages: Sequence[Tensor]) -> list[Tensor]:
         """Return a layer's parameters, buffers and pages."""
-        tensors = [holder.get(name) for holder, name in self._own[number]]
+        tensors = chain.from_iterable(map(dict.values, self._held[number]))
         return [*(tensor for tensor in tensors if tensor is not None), pages[number]]
 
-    def outline(self, model: PreTrainedModel, pages: Sequence[Tensor]) -> PreTrainedModel:
-        """Return the model with marks around all layers, and nothing in those that are left out."""
-        return self.replaced(
-            model,
-            lambda layer, number: _copy(
-                layer, _marked(_class_of(layer)), _own=self.own(number, pages), _number=number, _like=self.like[number]
-            ),
-        )
+    def take_tensors(self, pages: Sequence[Tensor]) -> None:
+        """Let the outline have the tensors that the layers have now."""
+        for number, layer in enumerate(self._marked):
+            vars(layer)["_own"] = self.own(number, pages)
 
-    def replaced(self, model: PreTrainedModel, change: Callable[[nn.Module, int], nn.Module]) -> PreTrainedModel:
+    def drop_tensors(self) -> None:
+        """Let the outline have none."""
+        for layer in self._marked:
+            vars(layer)["_own"] = []
+
+    def outline(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return the model with marks around all layers, and nothing in those that are left out."""
+        return self.replaced(model, self._marked)
+
+    def watched(self, model: PreTrainedModel, watch: _Watch) -> PreTrainedModel:
+        """Return the model with layers that tell ``watch`` what they do."""
+        layers = [
+            _copy(layer, _seen(_class_of(layer)), _watch=watch, _number=number)
+            for number, layer in enumerate(self._all)
+        ]
+        return self.replaced(model, layers)
+
+    def replaced(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> PreTrainedModel:
         """Return a shallow copy of the model with other layers."""
-        layers = {str(number): change(layer, number) for number, layer in enumerate(self._all)}
-        replaced: PreTrainedModel = _with_children(model, self._path, layers)
+        replaced: PreTrainedModel = _with_children(
+            model, self._path, {str(number): layer for number, layer in enumerate(layers)}
+        )
         return replaced
 
     def describe(self, number: int) -> Hashable:
@@ -185,9 +213,8 @@ class _State:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._children = Children(modules)
-        attributes = [vars(module) for module in modules]
-        self._sized = [*attributes, *(held for module in modules for held in (module._parameters, module._buffers))]
-        names = [(held, name) for held in attributes for name in held if name not in _OF_EVERY_MODULE]
+        self._attributes = [vars(module) for module in modules]
+        names = [(vars(module), name) for module in modules for name in _names(module)]
         self._holders, self._names = [held for held, _ in names], [name for _, name in names]
         self._known = self._now()
 
@@ -195,24 +222,29 @@ class _State:
         return self._children.hold() and same(self._known, self._now())
 
     def _now(self) -> list[Any]:
-        attributes = map(dict.get, self._holders, self._names)
-        return [*map(type, self._modules), *map(len, self._sized), *attributes]
+        values = map(dict.get, self._holders, self._names)
+        return [*map(type, self._modules), *map(len, self._attributes), *values]
 
 
-def _tensors_of(layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Return where the parameters and buffers of a layer are held."""
+def _tensors_of(layer: nn.Module) -> list[dict[str, Any]]:
+    """Return what holds the parameters and buffers of a layer."""
     held: list[dict[str, Any]] = []
     for module in layer.modules():
         held += module._parameters, module._buffers
-    return [(tensors, name) for tensors in held for name in tensors]
+    return held
+
+
+def _names(module: nn.Module) -> list[str]:
+    """Return the attributes that a module's code may read."""
+    unread = _OF_EVERY_MODULE | _UNREAD_BY_LINEAR if type(module) is nn.Linear else _OF_EVERY_MODULE
+    return [name for name in vars(module) if name not in unread]
 
 
 def _attributes(module: nn.Module, number: int) -> list[Hashable]:
     """Describe a module's attributes: what is not plain is the same only where it is one object."""
     return [
         (name, "its number" if name == "layer_idx" and value == number else _plain(value))
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE
+        for name, value in ((name, vars(module)[name]) for name in _names(module))
     ]
 
 
@@ -329,15 +361,14 @@ def _see(program: Callable[..., Any], arguments: Mapping[str, Any]) -> _Layers:
     if InnerHooks().of(model):
         raise NoOutlineError("hooks may do anything")
     layers = _Layers(model, len(pages))
-    watch = _Watch([layers.own(number, pages) for number in range(len(pages))])
-    watched = layers.replaced(
-        model, lambda layer, number: _copy(layer, _seen(_class_of(layer)), _watch=watch, _number=number)
-    )
-    state = _State(list(watched.modules()))
-    with fake_tensors(), same_attributes(watched), watch:
-        program(**{**arguments, "model": watched})
-        if not state.hold():
-            raise NoOutlineError("the model changes its attributes")
+    with fake_tensors() as faked:
+        watch = _Watch([layers.own(number, pages) for number in range(len(pages))], faked)
+        watched = layers.watched(model, watch)
+        state = _State(list(watched.modules()))
+        with same_attributes(watched), watch:
+            program(**{**arguments, "model": watched})
+            if not state.hold():
+                raise NoOutlineError("the model changes its attributes")
     if len(watch.calls) != len(pages):
         raise NoOutlineError("not every layer of the list was called")
     layers.sort([(layers.describe(number), calls) for number, calls in enumerate(watch.calls)])
@@ -363,13 +394,15 @@ class _Watch(TorchFunctionMode):
         calls: for each layer the functions that it called, and on what.
     """
 
-    def __init__(self, own: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, own: Sequence[Sequence[Tensor]], faked: Callable[[Any], Any]) -> None:
         """Nothing has been called yet.
 
         Args:
             own: each layer's tensors.
+            faked: puts fake tensors in place of others, so that nothing is written to those.
         """
         super().__init__()
+        self._faked = faked
         self.calls: list[Hashable] = []
         self._kept: list[object] = [own]  # so that nothing takes another's identity
         self._names: dict[int, tuple[int | None, str, tuple[int, ...]]] = {}  # a layer, and what it is to that
@@ -402,7 +435,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a call."""
-        result = func(*args, **(kwargs or {}))
+        result = func(*self._faked(args), **self._faked(kwargs or {}))
         line = func, self._describe(args), self._describe(kwargs)
         if self._layer is not None:
             self._lines.append(line)

@@ -277,6 +277,7 @@ class PagedModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a replay that found this out late may be running
         self._ready -= self.recordings.forget()
+        self.programs.drop_tensors()
         return False
 
     def memory(self) -> dict[str, int]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3Model
 
 import compiled_llm
 from compiled_llm import compile as programs
@@ -113,18 +116,6 @@ class Half(Qwen3MLP):
     def forward(self, x: Tensor) -> Tensor:
         half: Tensor = super().forward(x) * 0.5
         return half
-
-
-class Numbered(Qwen3MLP):
-    """Looks at its number, which is an attribute of another module."""
-
-    def __init__(self, config: Any, attention: nn.Module) -> None:
-        super().__init__(config)
-        self.__dict__["attention"] = attention
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x) * (2.0 if self.attention.layer_idx == 2 else 1.0)
-        return out
 
 
 def scale(layer: nn.Module) -> None:
@@ -279,12 +270,94 @@ def test_after_a_change_the_whole_model_is_traced(graphs, seed):
     assert model.compiled.stats().recompiles == 2
 
 
-def test_a_layer_that_looks_at_its_number_is_no_other_layers_like(graphs, seed):
+class Numbered(Qwen3Attention):
+    """The same class and attributes in each layer, and yet another thing in one of them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out, weights = super().forward(*args, **kwargs)
+        return (out * 2.0 if self.layer_idx == 2 else out), weights
+
+
+class Leaking(Qwen3Attention):
+    """Adds what the first layer has made."""
+
+    made: ClassVar[list[Tensor]] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out, weights = super().forward(*args, **kwargs)
+        if self.layer_idx == 0:
+            Leaking.made[:] = [out]
+        return out + Leaking.made[0], weights
+
+
+class Changing(Qwen3Attention):
+    """Counts its calls."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.layer_type = "called"
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "traced"),
+    [
+        (Numbered, [2, 2]),
+        (Leaking, [LAYERS, LAYERS]),
+        (Changing, [LAYERS, 1]),  # what it writes is there by then
+    ],
+)
+def test_what_layers_do_is_looked_at_too(kind, traced, graphs, seed):
     plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
     for changed in (plain, model):
         for layer in changed.model.layers:
-            mlp = Numbered(layer.self_attn.config, layer.self_attn).eval()
-            mlp.load_state_dict(layer.mlp.state_dict())
-            layer.mlp = mlp
+            layer.self_attn.__class__ = kind
     assert_alike(model, plain, seed)
-    assert graphs.traced == [LAYERS, LAYERS], "each holds an object of its own, which may be anything"
+    assert graphs.traced == traced
+
+
+class TwiceInTheMiddle(Qwen3Model):
+    """What a loop does between two layers, and hands to one of them, is its own affair."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+        hidden = self.embed_tokens(input_ids)
+        rotary = self.rotary_emb(hidden, position_ids)
+        for number, layer in enumerate(self.layers):
+            turned = tuple(each * 1.5 for each in rotary) if number == 1 else rotary
+            hidden = layer(hidden, position_embeddings=turned, position_ids=position_ids, **kwargs)
+            hidden = hidden * 2 if number == 3 else hidden
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+def test_what_happens_between_layers_stays_where_it_is(graphs, monkeypatch, seed):
+    found = []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
+        model = compiled_llm.wrap(model_of(), **OPTIONS)
+        model.model.__class__ = TwiceInTheMiddle
+        found.append(torch.stack(logits(model, seed)))
+    assert torch.equal(*found)
+    assert graphs.traced == [2, 2, LAYERS, LAYERS]
+
+
+def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
+    model = compiled_llm.wrap(model_of(), **OPTIONS)
+    paged = model.compiled.paged()
+    buffers = paged.buffers.bucket(2)
+    arguments = paged.programs._arguments(model, buffers, paged.sampler.tables, paged.pages)
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    values = [tensor.clone() for tensor in [*model.state_dict().values(), *buffers]]
+    with torch.no_grad(), paged_attention_in(attention_configs(model)):
+        shown = paged.programs._outlines[paged.programs.decode_many_function].prepare(arguments)
+    assert shown is not model
+    assert all(now == then for now, then in before)
+    assert all(map(torch.equal, values, [*model.state_dict().values(), *buffers]))
+
+
+def test_an_outline_keeps_no_model_alive(graphs, seed):
+    model = compiled_llm.wrap(model_of(), **OPTIONS)
+    logits(model, seed)
+    layer = weakref.ref(model.model.layers[2])
+    gc.collect()
+    del model
+    assert layer() is None
