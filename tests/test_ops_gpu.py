@@ -708,7 +708,7 @@ def test_changed_number_after_freeze_raises(seed: int, workspace: Workspace, mon
     plan = make_plan(rows.layers[0], on_device(rows.table()), workspace)
     plan.plan(rows.table())
     plan.freeze()
-    module = plan._wrapper._cached_module
+    module = workspace.wrapper(plan.geometry)._cached_module
     real = module.plan
 
     def changed(*arguments: Any) -> list[int]:
