@@ -214,7 +214,10 @@ class Programs:
         tables: SamplingTables,
         pages: list[Tensor],
     ) -> Guards:
-        """Return what the program that serves ``inputs`` takes for granted; it has run with them before."""
+        """Return what the program that serves ``inputs`` takes for granted; it has run with them before.
+
+        Layers whose tensors have been replaced since then are for ``Weights`` to notice.
+        """
         function = self._function_for(inputs)
         arguments = self._arguments(model, inputs, tables, pages)
         outline = self._outlines.get(function)

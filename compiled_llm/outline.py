@@ -98,9 +98,9 @@ class Outline:
 
         Layers' tensors are those of the last call of ``prepare``.
         """
-        if self._layers is not None and not self._layers.hold():
-            self._trace_all("a layer has changed")
         model: PreTrainedModel = arguments["model"]
+        if self._layers is not None and not self._layers.hold(model):
+            self._trace_all("a layer has changed")
         return model if self._layers is None else self._layers.outline(model)
 
     def drop_tensors(self) -> None:
@@ -139,10 +139,10 @@ class _Layers:
         if not names:
             raise NoOutlineError(f"no list of {count} layers was found")
         self._path = names[0].split(".")
-        layers = cast(nn.ModuleList, model.get_submodule(names[0]))
-        self._all = [*layers]
-        self._held = [_tensors_of(layer) for layer in layers]
-        self._state = _State(list(layers.modules()))
+        self._list = cast(nn.ModuleList, model.get_submodule(names[0]))
+        self._all = [*self._list]
+        self._held = [_tensors_of(layer) for layer in self._all]
+        self._state = _State(list(self._list.modules()))
         self._marked: list[nn.Module] = []
         self.like: list[int] = []
 
@@ -161,9 +161,12 @@ class _Layers:
             for number, (layer, like) in enumerate(zip(self._all, self.like, strict=True))
         ]
 
-    def hold(self) -> bool:
-        """Whether the layers are as they were, tensors aside."""
-        return self._state.hold()
+    def hold(self, model: nn.Module) -> bool:
+        """Whether the layers are the model's, and as they were, tensors aside."""
+        found: nn.Module | None = model
+        for name in self._path:
+            found = None if found is None else found._modules.get(name)
+        return found is self._list and self._state.hold()
 
     def own(self, number: int, pages: Sequence[Tensor]) -> list[Tensor]:
         """Return a layer's parameters, buffers and pages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from compiled_llm import inductor, outline
 from compiled_llm.attention import attention_configs, paged_attention_in
 from compiled_llm.outline import Outline
 from compiled_llm.pieces import Examples, cut, without_symbols
+from compiled_llm.watch import Weights
 from conftest import tiny_qwen3
 from parity import greedy, mixed_prompts
 from test_families import FAMILIES, make
@@ -175,11 +177,11 @@ def act_otherwise(layer: nn.Module) -> None:
     layer.mlp.act_fn = nn.GELU()
 
 
-def replace_the_function_of_an_attention(layer: nn.Module) -> None:
+def squash_an_output(layer: nn.Module) -> None:
     layer.self_attn.o_proj = nn.Sequential(layer.self_attn.o_proj, nn.Tanh())
 
 
-NOTICED_BY_GUARDS = [
+CHANGES = [
     scale,
     loosen_a_norm,
     replace_a_module,
@@ -189,9 +191,11 @@ NOTICED_BY_GUARDS = [
     convert_a_weight,
     add_a_bias,
     act_otherwise,
-    replace_the_function_of_an_attention,
+    squash_an_output,
+    replace_a_weight,
+    hook,
+    hook_the_layer,
 ]
-CHANGES = [*NOTICED_BY_GUARDS, hook, hook_the_layer, replace_a_weight]
 
 
 def logits(model: PreTrainedModel, seed: int) -> list[Tensor]:
@@ -237,15 +241,15 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, graphs, seed):
     plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
     assert_alike(model, plain, seed)
     assert graphs.traced == [1, 1]
-    hold = guards_of(model)
+    hold = watch_of(model)
     assert hold()
     for changed in (plain, model):
         change(changed.model.layers[number])
-    assert change not in NOTICED_BY_GUARDS or not hold()
+    assert change in (hook, hook_the_layer) or not hold()  # hooks have a watch of their own
     assert_alike(model, plain, seed)
 
 
-def guards_of(model: PreTrainedModel) -> Callable[[], bool]:
+def watch_of(model: PreTrainedModel) -> Callable[[], bool]:
     """Return the check of what a recording of decode takes for granted."""
     paged = model.compiled.paged()
     arguments = (model, paged.buffers.bucket(2), paged.sampler.tables, paged.pages)
@@ -253,10 +257,10 @@ def guards_of(model: PreTrainedModel) -> Callable[[], bool]:
     @torch.no_grad()
     def hold() -> bool:
         with paged_attention_in(attention_configs(model)):
-            return guards.hold()
+            return weights.hold() and guards.hold()
 
     with torch.no_grad(), paged_attention_in(attention_configs(model)):
-        guards = paged.programs.guards(*arguments)
+        weights, guards = Weights(model), paged.programs.guards(*arguments)
     return hold
 
 
@@ -268,6 +272,17 @@ def test_after_a_change_the_whole_model_is_traced(graphs, seed):
     assert_alike(model, plain, seed)
     assert graphs.traced == [1, 1, LAYERS, LAYERS]
     assert model.compiled.stats().recompiles == 2
+
+
+def test_another_list_of_layers_is_noticed(graphs, seed):
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    assert_alike(model, plain, seed)
+    for changed in (plain, model):
+        inner = copy.copy(changed.model)
+        inner._modules = {**inner._modules, "layers": nn.ModuleList(reversed(inner.layers))}
+        changed.model = inner
+    assert_alike(model, plain, seed)
+    assert graphs.traced == [1, 1, LAYERS, LAYERS]
 
 
 class Numbered(Qwen3Attention):

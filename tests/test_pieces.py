@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm import compile as programs
 from compiled_llm import inductor
+from compiled_llm.compat import storage_number
 from compiled_llm.pieces import Examples, Piece, cut, join, without_symbols
 from compiled_llm_ops import paged_attention
 from conftest import tiny_llama, tiny_qwen3
@@ -132,6 +134,32 @@ def test_what_a_piece_gives_is_told_from_an_earlier_one_like_it(seed):
         run.follow(piece, f"{description} of its own {id(piece)}")
     assert len(run._known) == 7
     assert len(told._known) == 4, "in front of all, three layers, two layers with sums, and the last"
+
+
+def test_parts_of_one_product_share_memory_in_what_is_told_too(seed):
+    def layers(to: Inputs) -> Tensor:
+        query = to.query
+        for _ in range(4):
+            whole = torch.cat([query, query + 1], dim=1)
+            first, second = whole.narrow(1, 0, 4), whole.narrow(1, 4, 4)
+            query = attend(first, to) + second
+        return query
+
+    module, _ = traced(layers, inputs_of())
+    told, run = Examples(module), Examples(module)
+    for number, piece in enumerate(cut(module)):
+        description = piece.describe(told.of(piece))
+        assert piece.describe(run.of(piece)) == description
+        told.follow(piece, description)
+        run.follow(piece, f"{description} of its own {number}")
+        layouts = [
+            [(storage_number(value), value.shape, value.stride(), value.storage_offset()) for value in each]
+            for each in ([examples._values[node] for node in piece.gives] for examples in (told, run))
+        ]
+        sharing = [[first[0] == second[0] for first, second in product(each, each)] for each in layouts]
+        assert sharing[0] == sharing[1]
+        assert [each[1:] for each in layouts[0]] == [each[1:] for each in layouts[1]]
+    assert (len(told._known), len(run._known)) == (3, 5)
 
 
 # ---- one graph
