@@ -17,6 +17,7 @@ from compiled_llm.bench.timing import Now
 
 STAGES = ("imported", "loaded", "first token", "all tokens")
 CACHES = {
+    "PYTHONPYCACHEPREFIX": "python",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
@@ -24,7 +25,10 @@ CACHES = {
     "CUDA_CACHE_PATH": "cuda",
     "VLLM_CACHE_ROOT": "vllm",
 }
-"""Where compiled things are kept; every cold run has folders of its own. Model files stay where they are."""
+"""Where compiled things are kept; every cold run has folders of its own. Model files stay where they are.
+
+Byte code is among them: where packages were installed without it, each start would compile all of it again.
+"""
 
 
 def measure(
@@ -82,6 +86,7 @@ def _start(
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     environ = {**os.environ, **{variable: str(folder) for variable, folder in folders.items()}}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
     stages: dict[str, float] = {}
     begin = now()
     with started(command, lambda name: stages.setdefault(name, now() - begin), environ) as peer:
