@@ -600,7 +600,7 @@ class FakeEngine:
 def fake_engine(folder: Path, missing: int = 0) -> FakeEngine:
     log = folder / "starts.log"
     script = folder / "engine.py"
-    script.write_text(WORKER.format(caches=list(startup.CACHES), log=str(log), missing=missing))
+    script.write_text(WORKER.format(caches=[name for name in startup.CACHES if name != "PYTHONPYCACHEPREFIX"], log=str(log), missing=missing))
     return FakeEngine(shlex.join([sys.executable, str(script)]), log)
 
 
