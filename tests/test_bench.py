@@ -600,7 +600,8 @@ class FakeEngine:
 def fake_engine(folder: Path, missing: int = 0) -> FakeEngine:
     log = folder / "starts.log"
     script = folder / "engine.py"
-    script.write_text(WORKER.format(caches=[name for name in startup.CACHES if name != "PYTHONPYCACHEPREFIX"], log=str(log), missing=missing))
+    caches = [name for name in startup.CACHES if name != "PYTHONPYCACHEPREFIX"]  # which the program itself fills
+    script.write_text(WORKER.format(caches=caches, log=str(log), missing=missing))
     return FakeEngine(shlex.join([sys.executable, str(script)]), log)
 
 
