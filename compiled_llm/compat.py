@@ -407,6 +407,7 @@ def _make_kernels_wait_first() -> None:
 
     Inductor leaves waiting out where a kernel does not read what the one directly in front of it writes. That one may
     have been let go while others still ran, as kernels of ours are; it may even be writing what the new one overwrites.
+    This holds for all that the process compiles with that option from then on; it can only add waiting.
     """
     from torch._inductor.codegen.triton import TritonKernel
 

@@ -173,7 +173,8 @@ def _arguments(attention: fx.Node) -> Any:
 
 def _table_is_settled(attentions: Sequence[fx.Node]) -> bool:
     """Return whether nothing in the graph touches a page table before the last attention has read it."""
-    tables: set[Any] = {entry for node in attentions for entry in node.args[4:7]}
+    columns: list[Any] = [entry for node in attentions for entry in node.args[4:7]]
+    tables = set(columns)
     users = {user for entry in tables for user in entry.users if user < attentions[-1]}
     return all(entry.op == "placeholder" for entry in tables) and users <= set(attentions)
 

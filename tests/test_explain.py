@@ -488,5 +488,5 @@ def test_steps_say_what_they_upload_record_and_take(caplog):
     assert said >= {
         ("compiled_llm.uploads", "decode"),
         ("compiled_llm.graphs", "decode"),
-        ("compiled_llm.pages", "page"),
+        ("compiled_llm.pages", "pages"),
     }

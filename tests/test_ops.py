@@ -376,6 +376,10 @@ CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
 }
 
 
+MARKS = {"layer_begins", "layer_ends"}
+"""Not to be called: they stand in graphs until ``compiled_llm.outline`` takes them out."""
+
+
 def ops_of_the_namespace() -> list[str]:
     return sorted(
         {
@@ -383,6 +387,7 @@ def ops_of_the_namespace() -> list[str]:
             for schema in torch._C._jit_get_all_schemas()
             if schema.name.startswith("compiled_llm::")
         }
+        - MARKS
     )
 
 

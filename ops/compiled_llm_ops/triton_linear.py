@@ -6,7 +6,7 @@ Shapes: M rows, N outputs, K inputs.
 """
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
