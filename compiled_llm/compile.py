@@ -289,7 +289,7 @@ def _options(device: torch.device) -> dict[str, Any]:
 
 def _fewer_kernels(device: torch.device) -> dict[str, Any]:
     """Return Inductor's further options for steps whose kernels take as long to start as to run."""
-    # Norm and rotary embedding of queries, and those of keys: one kernel of two parts that do not read each other.
+    # Such as norm and rotary embedding of queries, and those of keys, where they are not left to attention.
     return {"combo_kernels": True} if device.type == "cuda" else {}
 
 

@@ -85,17 +85,21 @@ def _raw(packed: Any) -> _Raw | None:
     states, cos, sin = (found[name] for name in ("states", "cos", "sin"))
     example, angles = example_of(states), [example_of(cos), example_of(sin)]
     rows, tokens, _, size = example.shape
-    if tokens != 1 or size != 2 * found["half"]:
+    if tokens != 1 or not isinstance(found["half"], int) or size != 2 * found["half"]:
         return None
     if any(angle.shape != (rows, 1, size) or angle.dtype != example.dtype for angle in angles):
         return None
     normed = _rms_norm.match(states)
-    if normed is None or not _fits(normed[0]["weight"], example) or normed[0]["dtype"] != example.dtype:
+    if normed is None or not _is_of(normed[0], example):
         return _Raw(states, cos, sin, None, 0.0, own)
     return _Raw(normed[0]["states"], cos, sin, normed[0]["weight"], normed[0]["epsilon"], [*normed[1], *own])
 
 
-def _fits(weight: fx.Node, states: Tensor) -> bool:
+def _is_of(norm: Found, states: Tensor) -> bool:
+    """Whether a norm multiplies what is like ``states`` with a weight for each column, all in one dtype."""
+    weight, epsilon = norm["weight"], norm["epsilon"]
+    if not isinstance(weight, fx.Node) or not isinstance(epsilon, (int, float)) or norm["dtype"] != states.dtype:
+        return False
     example: Tensor = example_of(weight)
     return example.shape == states.shape[-1:] and example.dtype == states.dtype
 
@@ -151,7 +155,7 @@ def _norm_sum(graph: fx.Graph, normed: fx.Node, found: Found, own: Sequence[fx.N
         return
     example = example_of(total)
     summands = map(example_of, total.args)
-    if not _fits(found["weight"], example) or found["dtype"] != example.dtype:
+    if not _is_of(found, example):
         return
     if any((summand.shape, summand.dtype) != (example.shape, example.dtype) for summand in summands):
         return
@@ -162,7 +166,8 @@ def _norm_sum(graph: fx.Graph, normed: fx.Node, found: Found, own: Sequence[fx.N
             result.meta.update(node.meta)
             node.replace_all_uses_with(result)
     for node in (*reversed(own), total):
-        graph.erase_node(node)
+        if not node.users:
+            graph.erase_node(node)
 
 
 def _arguments(attention: fx.Node) -> Any:

@@ -329,6 +329,22 @@ def test_other_norms_stay_as_they_are(seed):
     assert sums_fused(lambda x, y, w: normed(x + y.double(), w), states, update, weight) == 0
 
 
+def test_norms_with_a_factor_or_an_epsilon_of_another_kind_stay_as_they_are(seed):
+    states, update, weight = torch.randn(2, 1, 16), torch.randn(2, 1, 16), torch.rand(16)
+    assert sums_fused(lambda x, y, w: normed(x + y, 2.0) + w, states, update, weight) == 0  # type: ignore[arg-type]
+    assert sums_fused(lambda x, y, w: normed(x + y, w, w[0]), states, update, weight) == 0  # type: ignore[arg-type]
+
+
+def test_what_else_reads_a_part_of_a_norm_still_does(seed):
+    def twice(states: Tensor, update: Tensor, weight: Tensor) -> Tensor:
+        total = states + update
+        numbers = total.to(torch.float32)
+        variance = numbers.pow(2).mean(-1, keepdim=True)
+        return weight * (numbers * torch.rsqrt(variance + 0.01)).to(states.dtype) + variance + numbers
+
+    assert sums_fused(twice, torch.randn(2, 1, 16), torch.randn(2, 1, 16), torch.rand(16)) == 1
+
+
 # ---- formulas
 
 
