@@ -9,7 +9,7 @@ vocabulary, N entries of the page table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,15 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.fused import FusedWeights
 from compiled_llm.inductor import Inductor, Pass
 from compiled_llm.kv_cache import DecodeInputs
+from compiled_llm.normed_products import NormedProducts
 from compiled_llm.outline import Outline
-from compiled_llm.passes import FusedProducts, NormedSums, PreparedInAttention, SkinnyProducts
+from compiled_llm.passes import (
+    FusedProducts,
+    NormedSums,
+    OuterProducts,
+    PreparedInAttention,
+    SkinnyProducts,
+)
 from compiled_llm.sampling import SamplingTables, choose
 from compiled_llm.watch import Guards
 
@@ -180,7 +187,7 @@ class Programs:
 
     def _compiled(self, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         decodes = function in (self.decode_one_function, self.decode_many_function)
-        passes = [*(_decode_passes(self._config, self._device) if decodes else []), *self._fused]
+        passes = _passes(self._config, self._device, self._fused, decodes)
         backend = Inductor(options, passes, in_pieces=self._config.records_on(self._device.type))
         if backend.in_pieces:
             self._outlines[function] = Outline(function)
@@ -270,13 +277,15 @@ class Programs:
         return {name: graph_count(function) for name, function in self.functions.items()}
 
 
-def _decode_passes(config: WrapConfig, device: torch.device) -> list[Pass]:
-    """Return what is done to the graph of a decode step before Inductor sees it."""
+def _passes(config: WrapConfig, device: torch.device, fused: Sequence[Pass], decodes: bool) -> list[Pass]:
+    """Return what is done to a program's graph before Inductor sees it; ``fused`` makes one product of several."""
     if device.type == "cpu":  # what Inductor makes of a norm is faster than the op
-        return []
-    # Launching an op's kernel costs the host more than launching one of Inductor's.
-    norms: list[Pass] = [NormedSums()] if config.mode != "compile" else []
-    return [PreparedInAttention(), *norms]
+        return list(fused)
+    if not decodes:
+        return [OuterProducts(), *fused]
+    if config.mode == "compile":  # launching an op's kernel costs the host more than launching one of Inductor's
+        return [OuterProducts(), PreparedInAttention(), *fused]
+    return [OuterProducts(), PreparedInAttention(), NormedSums(), *fused, NormedProducts()]
 
 
 def _options(device: torch.device) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from compiled_llm import compat
 from compiled_llm.compat import CustomGraphPass, example_of, get_hash_for_files, inputs_by_tensor
 from compiled_llm.formulas import Formula, Found, rms_norm, rotary
 from compiled_llm.fused import FusedWeights, is_one
+from compiled_llm.normed_products import NORMED_LINEAR
 from compiled_llm_ops import linear, tiling
 from compiled_llm_ops.decode import Arguments
 
@@ -23,6 +24,7 @@ _add_rms_norm = torch.ops.compiled_llm.add_rms_norm.default
 _add = torch.ops.aten.add.Tensor
 _mm = torch.ops.aten.mm.default
 _addmm = torch.ops.aten.addmm.default
+_reshape = torch.ops.aten.reshape.default
 _permute = torch.ops.aten.permute.default
 _skinny_linear = torch.ops.compiled_llm.skinny_linear.default
 _decode_attentions = (
@@ -184,6 +186,20 @@ def _table_is_settled(attentions: Sequence[fx.Node]) -> bool:
     return all(entry.op == "placeholder" for entry in tables) and users <= set(attentions)
 
 
+class OuterProducts:
+    """Makes multiplications of matrix products over one number, which rotary embeddings take their angles from.
+
+    It runs over the graph as Dynamo made it. A launch of cuBLAS becomes a part of a kernel of Inductor's.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite the graph in place."""
+        for node in graph.find_nodes(op="call_function", target=operator.matmul):
+            column, row = map(example_of, node.args)
+            if column.dim() > 1 and row.dim() > 1 and isinstance(column.shape[-1], int) and column.shape[-1] == 1:
+                node.target = operator.mul
+
+
 class FusedProducts:
     """Turns the products of one input with a group's weights into one product, which each of them takes its part of.
 
@@ -261,7 +277,7 @@ class SkinnyProducts(CustomGraphPass):
             if weight is None:
                 continue
             with graph.inserting_before(node):
-                product = graph.call_function(_skinny_linear, (rows, weight, True))
+                product = graph.call_function(_skinny_linear, (rows, weight, True, _is_of_product(rows)))
                 product.meta["val"] = node.meta["val"]
                 result = graph.call_function(_add, (product, *bias)) if bias else product
             result.meta.update(node.meta)
@@ -272,6 +288,16 @@ class SkinnyProducts(CustomGraphPass):
     def uuid(self) -> bytes:
         """Return what the compile cache keys this pass by."""
         return get_hash_for_files((__file__, compat.__file__, linear.__file__, tiling.__file__))
+
+
+def _is_of_product(rows: object) -> bool:
+    """Whether rows are what a product with a norm has given, which reads nothing that weights could delay."""
+    while isinstance(rows, fx.Node) and rows.target in (_reshape, *_VIEWS):
+        rows = rows.args[0]
+    if not isinstance(rows, fx.Node) or rows.target is not operator.getitem:
+        return False
+    given = rows.args[0]
+    return isinstance(given, fx.Node) and given.target is NORMED_LINEAR
 
 
 def _plain_addmms(graph: fx.Graph) -> list[fx.Node]:

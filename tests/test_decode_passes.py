@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,8 +13,11 @@ from torch import Tensor, fx
 import compiled_llm
 from compiled_llm import compile as programs
 from compiled_llm import inductor
+from compiled_llm.config import WrapConfig
 from compiled_llm.formulas import Formula
-from compiled_llm.passes import NormedSums, PreparedInAttention
+from compiled_llm.inductor import Pass
+from compiled_llm.normed_products import NormedProducts
+from compiled_llm.passes import NormedSums, OuterProducts, PreparedInAttention
 from compiled_llm_ops import decode_attention, decode_attention_lse
 from compiled_llm_ops.decode import Arguments
 from conftest import tiny_llama, tiny_qwen3
@@ -30,7 +34,12 @@ ATTENTIONS = (torch.ops.compiled_llm.decode_attention.default, torch.ops.compile
 @pytest.fixture(autouse=True)
 def decode_passes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """They run on CUDA only."""
-    monkeypatch.setattr(programs, "_decode_passes", lambda config, device: [PreparedInAttention(), NormedSums()])
+
+    def as_on_cuda(config: WrapConfig, device: torch.device, *others: Any) -> list[Pass]:
+        return passes(config, torch.device("cuda"), *others)
+
+    passes = programs._passes
+    monkeypatch.setattr(programs, "_passes", as_on_cuda)
 
 
 # ---- whole models
@@ -60,26 +69,36 @@ def norms_in(graph: fx.Graph) -> int:
     return len(graph.find_nodes(op="call_function", target=torch.ops.compiled_llm.add_rms_norm.default))
 
 
+def products_in(graph: fx.Graph) -> list[Any]:
+    found = graph.find_nodes(op="call_function", target=torch.ops.compiled_llm.normed_linear.default)
+    return [node.args for node in found]
+
+
 class Found(NamedTuple):
-    """What the ops do in a step of a model of two layers."""
+    """What the ops do in a step of a model of two layers; ``products`` and ``gated`` where there is one row."""
 
     turned: int
     normed: int
     sums: int
+    products: int
+    gated: int
 
 
 NORMS_OF_TWO_LAYERS = 4
+PRODUCTS_OF_TWO_LAYERS = 3  # the first norm sums nothing, and between the last one and its product a slice is taken
 FOUND = {
-    "Qwen3": Found(2, 2, NORMS_OF_TWO_LAYERS),
-    "Qwen3Moe": Found(2, 2, NORMS_OF_TWO_LAYERS),
-    "Llama": Found(2, 0, NORMS_OF_TWO_LAYERS),
-    "Qwen2": Found(2, 0, NORMS_OF_TWO_LAYERS),
-    "Gemma2": Found(2, 0, 0),  # its norm multiplies with one plus the weight
-    "Starcoder2": Found(2, 0, 0),  # it subtracts the mean
-    "Glm4": Found(0, 0, NORMS_OF_TWO_LAYERS),  # it turns pairs of neighbours, and a part of each head
-    "Phi3": Found(0, 0, NORMS_OF_TWO_LAYERS),
-    "Exaone4": Found(0, 0, 1),  # it norms what it adds
-    "GptOss": Found(0, 0, 0),
+    "Qwen3": Found(2, 2, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),
+    "Qwen3Moe": Found(2, 2, NORMS_OF_TWO_LAYERS, 1, 0),  # its router reads the norm as well
+    "Llama": Found(2, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),
+    "Qwen2": Found(2, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),
+    "Gemma2": Found(2, 0, 0, 0, 0),  # its norm multiplies with one plus the weight
+    "Starcoder2": Found(2, 0, 0, 0, 0),  # it subtracts the mean
+    "Glm4": Found(
+        0, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2
+    ),  # it turns pairs of neighbours, and a part of each head
+    "Phi3": Found(0, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),
+    "Exaone4": Found(0, 0, 1, 0, 0),  # it norms what it adds
+    "GptOss": Found(0, 0, 0, 0, 0),
 }
 
 
@@ -89,15 +108,17 @@ def test_what_the_ops_do_in_a_step(family, steps, seed):
     model = own[family](eos_token_id=None) if family in own else make(family, FAMILIES[family], seed)
     inputs = mixed_prompts([5, 19, 11], 128, seed)
     expected = greedy(model, inputs, 12)
-    compiled_llm.wrap(model, **OPTIONS)
+    compiled_llm.wrap(model, fuse_projections=True, **OPTIONS)
     torch.testing.assert_close(greedy(model, inputs, 12), expected)
     torch.testing.assert_close(greedy(model, {name: column[1:2] for name, column in inputs.items()}, 12), expected[1:2])
     assert len(steps) == 2, "batch 1, and larger ones"
     for graph in steps:
-        attentions = attentions_in(graph)
+        attentions, products = attentions_in(graph), products_in(graph)
         turned = sum(attention.cos is not None for attention in attentions)
         normed = sum(attention.query_norm is not None and attention.key_norm is not None for attention in attentions)
-        assert Found(turned, normed, norms_in(graph)) == FOUND[family]
+        expected_here = FOUND[family] if graph is steps[1] else FOUND[family]._replace(products=0, gated=0)
+        gated = sum(product[5] for product in products)
+        assert Found(turned, normed, norms_in(graph) + len(products), len(products), gated) == expected_here
         assert all(attention.overlap for attention in attentions)
 
 
@@ -343,6 +364,139 @@ def test_what_else_reads_a_part_of_a_norm_still_does(seed):
         return weight * (numbers * torch.rsqrt(variance + 0.01)).to(states.dtype) + variance + numbers
 
     assert sums_fused(twice, torch.randn(2, 1, 16), torch.randn(2, 1, 16), torch.rand(16)) == 1
+
+
+# ---- products of a normed row
+
+
+def products_of_normed(function: Callable[..., Tensor], *inputs: Tensor) -> list[bool]:
+    """Of each product that norms its row, whether it is gated."""
+    expected = function(*inputs)
+    module, given = traced(function, *inputs)
+    NormedSums()(module.graph)
+    NormedProducts()(module.graph)
+    module.graph.lint()
+    module.recompile()
+    (out,) = module(*given)
+    torch.testing.assert_close(out, expected)
+    return [product[5] for product in products_in(module.graph)]
+
+
+def row_inputs(rows: int = 1) -> tuple[Tensor, ...]:
+    """States, update, norm, and the weight of a product with 12 outputs."""
+    return torch.randn(rows, 1, 16), torch.randn(rows, 1, 16), torch.rand(16), torch.randn(12, 16)
+
+
+linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
+
+
+def test_a_product_that_alone_reads_a_norm_norms_it_itself(seed):
+    def with_bias(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        return linear(normed(x + y, norm), weight, weight[:, 0])
+
+    def layers(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + y
+            y = linear(linear(normed(x, norm), weight), weight.T.contiguous())
+        return x + y
+
+    assert products_of_normed(lambda x, y, norm, weight: linear(normed(x + y, norm), weight), *row_inputs()) == [False]
+    assert products_of_normed(with_bias, *row_inputs()) == [False]
+    assert products_of_normed(layers, *row_inputs()) == [False] * 3
+
+
+def gated_by_chunks(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    first, second = linear(normed(x + y, norm), weight).chunk(2, dim=-1)
+    return second * silu(first)
+
+
+def gated_by_parts(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    total = x + y
+    product = linear(normed(total, norm), weight)
+    return silu(torch.narrow(product, -1, 0, 6)) * torch.narrow(product, -1, 6, 6) + total.sum()
+
+
+@pytest.mark.parametrize("layer", [gated_by_chunks, gated_by_parts], ids=lambda layer: layer.__name__)
+def test_a_gate_is_left_to_the_product_in_front(layer, seed):
+    assert products_of_normed(layer, *row_inputs()) == [True]
+
+
+def gated_by_the_other_half(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    first, second = linear(normed(x + y, norm), weight).chunk(2, dim=-1)
+    return silu(second) * first
+
+
+def gated_by_another_function(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    first, second = linear(normed(x + y, norm), weight).chunk(2, dim=-1)
+    return torch.nn.functional.gelu(first) * second
+
+
+def gate_read_twice(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    first, second = linear(normed(x + y, norm), weight).chunk(2, dim=-1)
+    gate = silu(first)
+    return gate * second + gate
+
+
+def gated_by_a_part(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    product = linear(normed(x + y, norm), weight)
+    return silu(torch.narrow(product, -1, 0, 4)) * torch.narrow(product, -1, 4, 4)
+
+
+def gated_with_bias(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    first, second = linear(normed(x + y, norm), weight, weight[:, 0]).chunk(2, dim=-1)
+    return silu(first) * second
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [gated_by_the_other_half, gated_by_another_function, gate_read_twice, gated_by_a_part, gated_with_bias],
+    ids=lambda layer: layer.__name__,
+)
+def test_other_gates_stay_where_they_are(layer, seed):
+    assert products_of_normed(layer, *row_inputs()) == [False]
+
+
+def test_other_products_do_not_norm_their_rows(seed):
+    def read_twice(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        row = normed(x + y, norm)
+        return linear(row, weight) + row.sum()
+
+    def sum_read_in_front(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        total = x + y
+        other = total * 2
+        return linear(normed(total, norm), weight) + other.sum()
+
+    def with_a_computed_weight(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        return linear(normed(x + y, norm), weight * 1.5)
+
+    def sliced(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        return linear(normed(x + y, norm)[:, -1:], weight)
+
+    for layer in (read_twice, sum_read_in_front, with_a_computed_weight, sliced):
+        assert products_of_normed(layer, *row_inputs()) == []
+    assert products_of_normed(lambda x, y, norm, weight: linear(normed(x + y, norm), weight), *row_inputs(2)) == []
+
+
+# ---- angles
+
+
+def test_products_over_one_number_are_multiplications(seed):
+    def angles(frequencies: Tensor, positions: Tensor) -> Tensor:
+        return (frequencies[None, :, None].float().expand(3, -1, 1) @ positions[:, None, :].float()).transpose(1, 2)
+
+    frequencies, positions = torch.rand(32), torch.randint(40_000, (3, 7))
+    module, given = traced(angles, frequencies, positions)
+    OuterProducts()(module.graph)
+    module.recompile()
+    assert torch.equal(module(*given)[0], angles(frequencies, positions))
+    assert not module.graph.find_nodes(op="call_function", target=operator.matmul)
+
+
+def test_other_products_stay_as_they_are(seed):
+    for shapes in (((2, 3, 2), (2, 2, 4)), ((3, 2), (2,)), ((1,), (1,))):
+        module, _ = traced(operator.matmul, *map(torch.randn, shapes))
+        OuterProducts()(module.graph)
+        assert module.graph.find_nodes(op="call_function", target=operator.matmul), shapes
 
 
 # ---- formulas

@@ -31,6 +31,7 @@ from compiled_llm_ops import (
     decode_attention,
     decode_attention_lse,
     find_plan,
+    normed_linear,
     paged_attention,
     paged_attention_lse,
     register_plan,
@@ -359,6 +360,14 @@ def norm_cases() -> list[tuple[Any, ...]]:
     return [(*torch.randn(2, *shape), torch.randn(shape[-1]), 1e-6) for shape in ((3, 16), (2, 1, 8))]
 
 
+def normed_linear_cases() -> list[tuple[Any, ...]]:
+    cases = []
+    for shape, outputs, gated in (((1, 1, 16), 6, False), ((1, 1, 16), 6, True), ((3, 16), 5, False)):
+        states, norm, weight = torch.randn(2, *shape), torch.randn(16), torch.randn(outputs, 16)
+        cases.append((*states, norm, 1e-6, weight, gated))
+    return cases
+
+
 def uniform_cases() -> list[tuple[Any, ...]]:
     return [(torch.randint(2**62, (count,)), torch.randint(4096, (count,))) for count in (1, 5)]
 
@@ -368,6 +377,7 @@ CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "append_paged_kv": append_cases,
     "decode_attention": decode_cases,
     "decode_attention_lse": decode_cases,
+    "normed_linear": normed_linear_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
     "sample_tokens": sample_cases,
@@ -639,6 +649,36 @@ def test_add_rms_norm_refuses_what_does_not_fit(place, wrong, message):
     case[place] = wrong
     with pytest.raises(ValueError, match=message):
         add_rms_norm(*case)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_normed_rows_are_multiplied_as_huggingface_does_it(gated, seed):
+    states, update = torch.randn(2, 1, 1, 16)
+    norm, weight = Qwen3RMSNorm(16, 0.01), torch.randn(12, 16)
+    norm.weight = torch.nn.Parameter(torch.randn(16), requires_grad=False)
+    total, product = normed_linear(states, update, norm.weight, 0.01, weight, gated)
+    expected = norm(states + update) @ weight.T
+    if gated:
+        expected = torch.nn.functional.silu(expected[..., :6]) * expected[..., 6:]
+    assert torch.equal(total, states + update)
+    torch.testing.assert_close(product, expected)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (1, torch.zeros(1, 1, 15), r"states and update must be \[..., I\]"),
+        (2, torch.zeros(15), r"\(1, 1, 16\) and \(15,\)"),
+        (4, torch.zeros(6, 15), r"states must be \[..., I\] and weight \[O, I\].*got \(1, 1, 16\).*\(6, 15\)"),
+        (4, torch.zeros(6, 16).double(), r"of one dtype; got .*torch.float32 and \(6, 16\) torch.float64"),
+        (4, torch.zeros(5, 16), r"5 outputs have no two halves"),
+    ],
+)
+def test_normed_linear_refuses_what_does_not_fit(place, wrong, message):
+    case = list(normed_linear_cases()[1])
+    case[place] = wrong
+    with pytest.raises(ValueError, match=message):
+        normed_linear(*case)
 
 
 @pytest.mark.parametrize(

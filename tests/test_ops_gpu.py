@@ -26,6 +26,7 @@ from compiled_llm_ops import (
     add_rms_norm,
     decode_attention,
     decode_attention_lse,
+    normed_linear,
     sample_tokens,
     skinny_linear,
     tiling,
@@ -1038,3 +1039,66 @@ def test_skinny_linear_waits_for_what_is_in_front_of_it(m: int, seed: int) -> No
     exact = chain(rows.double(), lambda rows, weight: rows @ weight.double().T)
     cublas = chain(rows, lambda rows, weight: torch.mm(rows, weight.T))
     assert rms(expected - exact) <= 1.2 * rms(cublas - exact)
+
+
+# ---- normed_linear
+
+
+def norm_of(k: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    states, update = torch.randn(2, 1, 1, k, device="cuda", generator=generator).to(dtype)
+    return states, update, (torch.rand(k, device="cuda", generator=generator) + 0.5).to(dtype)
+
+
+@seeded
+@by_dtype
+@by_weight
+@pytest.mark.parametrize("gated", [False, True], ids=["outputs", "gated"])
+def test_normed_linear_is_as_exact_as_its_parts(n: int, k: int, gated: bool, dtype: torch.dtype, seed: int) -> None:
+    if gated and n % 2:
+        pytest.skip("no halves")
+    _, weight = product_of(1, n, k, dtype, seed)
+    states, update, norm = norm_of(k, dtype, seed)
+    total, ours = normed_linear(states, update, norm, 1e-6, weight, gated)
+    assert torch.equal(total, states + update)
+
+    def multiplied(row: Tensor) -> Tensor:
+        product = row @ weight.to(row.dtype).T
+        if not gated:
+            return product
+        first, second = product.chunk(2, -1)
+        return torch.nn.functional.silu(first) * second
+
+    exact = multiplied(torch.nn.functional.rms_norm(total.double(), (k,), norm.double(), 1e-6))
+    parts = multiplied(add_rms_norm(states, update, norm, 1e-6)[1])
+    assert ours.shape == exact.shape
+    assert rms(ours - exact) <= 1.1 * rms(parts - exact)
+    for _ in range(5):
+        again = normed_linear(states, update, norm, 1e-6, weight, gated)
+        assert all(map(torch.equal, again, (total, ours)))
+
+
+@seeded
+@hopper
+@pytest.mark.parametrize("inputs", [1024, 4096, 8192], ids="I={}".format)
+def test_normed_linear_waits_for_what_is_in_front_of_it(inputs: int, seed: int) -> None:
+    """Chains of layers that read what the one before wrote, whose kernels let go before they have waited."""
+    states, update, norm = norm_of(inputs, torch.bfloat16, seed)
+    _, up = product_of(1, 2 * inputs, inputs, torch.bfloat16, seed)
+    _, down = product_of(1, inputs, inputs, torch.bfloat16, seed + 1)
+
+    def chain(overlap: bool) -> Tensor:
+        total, out = states, update
+        for _ in range(12):
+            total, row = normed_linear(total, out, norm, 1e-6, up, True, overlap)
+            out = skinny_linear(row[0], down, overlap, ahead=True)[None]
+        return add_rms_norm(total, out, norm, 1e-6, overlap)[1]
+
+    expected = chain(overlap=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(overlap=True)
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_llm.passes import SkinnyProducts
-from compiled_llm_ops import linear
+from compiled_llm_ops import linear, normed_linear
 
 pytestmark = pytest.mark.core
 
@@ -104,7 +104,7 @@ def is_rewritten(graph: fx.Graph) -> bool:
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(linear, "_processors", lambda device: 132 if device.type == "cuda" else 0)
+    monkeypatch.setattr(linear, "processors", lambda device: 132 if device.type == "cuda" else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -140,5 +140,19 @@ def test_on_cuda_products_with_a_kernel_for_one_row_alone_become_skinny_linear(s
 
 
 def test_without_a_device_that_the_kernels_are_for_products_stay_as_they_are(monkeypatch):
-    monkeypatch.setattr(linear, "_processors", lambda device: 0)
+    monkeypatch.setattr(linear, "processors", lambda device: 0)
     assert not is_rewritten(products_of(product, (4096, 4096), torch.bfloat16))
+
+
+def product_behind_a_normed_one(rows: Tensor, weight: Tensor) -> Tensor:
+    _, out = normed_linear(rows, rows, aten.select.int(weight, 0, 0), 1e-6, weight)
+    return product(aten.reshape.default(out, [4, 4096]), weight)
+
+
+@pytest.mark.parametrize(
+    ("function", "ahead"), [(product_behind_a_normed_one, True), (product, False)], ids=["normed product", "input"]
+)
+def test_what_reads_a_normed_product_lets_the_next_kernel_go_ahead(function, ahead, hopper):
+    graph = products_of(function, (4096, 4096), torch.bfloat16)
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.compiled_llm.skinny_linear.default)
+    assert node.args[2:] == (True, ahead)

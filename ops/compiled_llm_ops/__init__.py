@@ -8,6 +8,7 @@ from compiled_llm_ops.attention import paged_attention, paged_attention_lse
 from compiled_llm_ops.decode import decode_attention, decode_attention_lse
 from compiled_llm_ops.linear import skinny_linear
 from compiled_llm_ops.norm import add_rms_norm
+from compiled_llm_ops.normed_linear import normed_linear
 from compiled_llm_ops.pages import append_paged_kv
 from compiled_llm_ops.plans import AttentionPlan, Geometry, PageTable, find_plan, register_plan
 from compiled_llm_ops.sampling import NOT_A_TOKEN, sample_tokens, uniform_numbers, uniform_of
@@ -22,6 +23,7 @@ __all__ = [
     "decode_attention",
     "decode_attention_lse",
     "find_plan",
+    "normed_linear",
     "paged_attention",
     "paged_attention_lse",
     "register_plan",

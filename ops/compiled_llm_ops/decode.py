@@ -95,7 +95,7 @@ def decode_attention(
             they come turned, or are not turned at all.
         sin: ``[B, D]``, belongs to ``cos``.
         overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
-            ``compiled_llm_ops.overlap``; the kernel directly in front must not write ``indptr``, ``indices`` or
+            ``compiled_llm_ops.overlap``; what is in front of it must not write ``indptr``, ``indices`` or
             ``last_page_len`` then.
 
     Returns:
@@ -152,7 +152,7 @@ def decode_attention_lse(
             they come turned, or are not turned at all.
         sin: ``[B, D]``, belongs to ``cos``.
         overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
-            ``compiled_llm_ops.overlap``; the kernel directly in front must not write ``indptr``, ``indices`` or
+            ``compiled_llm_ops.overlap``; what is in front of it must not write ``indptr``, ``indices`` or
             ``last_page_len`` then.
 
     Returns:

@@ -15,14 +15,16 @@ from compiled_llm_ops.overlap import possible
 from compiled_llm_ops.tiling import MOST_ROWS, Tiling, choose
 
 
-def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
+def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bool = False) -> Tensor:
     """``rows @ weight.T`` that reads the weight at memory speed where there are few rows.
 
     Args:
         rows: ``[M, I]``, any strides.
         weight: ``[O, I]``, contiguous, of the same dtype.
         overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
-            ``compiled_llm_ops.overlap``; the kernel directly in front must not write ``weight`` then.
+            ``compiled_llm_ops.overlap``; what is in front of it must not write ``weight`` then.
+        ahead: whether the kernel behind may begin before the one in front has ended, where there is ``overlap``: if
+            that is a product as well, its weight is on its way sooner. It only delays what the kernel in front reads.
 
     Returns:
         ``[M, O]``, contiguous.
@@ -36,19 +38,21 @@ def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False) -> Tensor
         capability 9.0, float16 or bfloat16 and up to 64 rows, Triton kernels of our own where they were faster than
         cuBLAS (``compiled_llm_ops.tiling``), else cuBLAS. The same inputs give the same bits each time.
     """
-    out: Tensor = _skinny_linear(rows, weight, overlap)
+    out: Tensor = _skinny_linear(rows, weight, overlap, ahead)
     return out
 
 
-def has_kernel(weight: Tensor) -> bool:
-    """Whether ``skinny_linear`` has something better than ``torch.mm`` for some number of rows.
+def has_kernel(weight: Tensor, rows: int | None = None) -> bool:
+    """Whether ``skinny_linear`` has something better than ``torch.mm`` for so many rows.
 
     Args:
         weight: ``[O, I]``, contiguous; may be a fake tensor.
+        rows: how many; any number if None.
     """
     if weight.device.type == "cpu":
         return weight.dtype is torch.float32
-    return any(_tiling(m, weight) is not None for m in range(1, MOST_ROWS + 1))
+    counts = range(1, MOST_ROWS + 1) if rows is None else [rows]
+    return any(tiling_of(count, weight) is not None for count in counts)
 
 
 def _check(rows: Tensor, weight: Tensor) -> None:
@@ -63,7 +67,7 @@ def _weight_goes_left(count: int, outputs: int) -> bool:
     return count <= 4 or (count <= 8 and outputs >= 8192)
 
 
-def _cpu(rows: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
+def _cpu(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bool = False) -> Tensor:
     _check(rows, weight)
     count, outputs = rows.shape[0], weight.shape[0]
     if not _weight_goes_left(count, outputs):
@@ -73,36 +77,39 @@ def _cpu(rows: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """Return how many multiprocessors the device has, 0 if the kernels were not made for it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tiling(count: int, weight: Tensor) -> Tiling | None:
-    processors = _processors(weight.device)
-    if not processors or weight.dtype not in (torch.float16, torch.bfloat16):
+def tiling_of(count: int, weight: Tensor) -> Tiling | None:
+    """Return how a product of ``count`` rows is cut up for kernels of our own, None if cuBLAS does it."""
+    if not processors(weight.device) or weight.dtype not in (torch.float16, torch.bfloat16):
         return None
-    return choose(count, weight.shape[0], weight.shape[1], processors)
+    return choose(count, weight.shape[0], weight.shape[1], processors(weight.device))
 
 
-def _cuda(rows: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
+def _cuda(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bool = False) -> Tensor:
     _check(rows, weight)
-    tiling = _tiling(rows.shape[0], weight)
+    tiling = tiling_of(rows.shape[0], weight)
     rows = rows.contiguous()
     if tiling is None or not weight.is_contiguous() or rows.data_ptr() % 16 or weight.data_ptr() % 16:
         return torch.mm(rows, weight.t())
     from compiled_llm_ops.triton_linear import multiply
 
     with torch.cuda.device(rows.device):  # Triton launches on the current one
-        return multiply(rows, weight, tiling, pdl=overlap and possible(rows.device))
+        return multiply(rows, weight, tiling, ahead=ahead, pdl=overlap and possible(rows.device))
 
 
-def _fake(rows: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
+def _fake(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bool = False) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[0])
 
 
 _skinny_linear = define(
-    "skinny_linear(Tensor rows, Tensor weight, bool overlap=False) -> Tensor", fake=_fake, cpu=_cpu, cuda=_cuda
+    "skinny_linear(Tensor rows, Tensor weight, bool overlap=False, bool ahead=False) -> Tensor",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
 )

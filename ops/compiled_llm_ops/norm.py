@@ -23,7 +23,7 @@ def add_rms_norm(
         weight: ``[I]`` of the same dtype, multiplied with the normed rows.
         epsilon: is added to the mean square.
         overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
-            ``compiled_llm_ops.overlap``.
+            ``compiled_llm_ops.overlap``; what is in front of it must not write ``weight`` then.
 
     Returns:
         ``[..., I]``, the sum, and ``[..., I]``, the normed sum; both contiguous, of the same dtype.
@@ -39,7 +39,12 @@ def add_rms_norm(
     return total, normed
 
 
-def _check(states: Tensor, update: Tensor, weight: Tensor) -> None:
+def check(states: Tensor, update: Tensor, weight: Tensor) -> None:
+    """Check what is added and normed.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+    """
     if states.shape != update.shape or weight.shape != states.shape[-1:]:
         raise ValueError(
             "add_rms_norm: states and update must be [..., I] and weight [I]; got "
@@ -52,7 +57,7 @@ def _check(states: Tensor, update: Tensor, weight: Tensor) -> None:
 def _cpu(
     states: Tensor, update: Tensor, weight: Tensor, epsilon: float, overlap: bool = False
 ) -> tuple[Tensor, Tensor]:
-    _check(states, update, weight)
+    check(states, update, weight)
     total = states + update
     numbers = total.float()
     numbers = numbers * torch.rsqrt(numbers.pow(2).mean(-1, keepdim=True) + epsilon)
@@ -62,7 +67,7 @@ def _cpu(
 def _cuda(
     states: Tensor, update: Tensor, weight: Tensor, epsilon: float, overlap: bool = False
 ) -> tuple[Tensor, Tensor]:
-    _check(states, update, weight)
+    check(states, update, weight)
     from compiled_llm_ops import triton_norm
 
     with torch.cuda.device(states.device):  # Triton launches on the current one

@@ -24,6 +24,12 @@ MOST_OUTPUTS_OF_TWO = 16
 LEAST_OUTPUTS = 7
 """Outputs for each multiprocessor from which on tensor cores were measured to be faster than cuBLAS."""
 
+FEW_NORMING = 8
+"""Programs for each multiprocessor that norm the row as fast as half as many would."""
+
+MOST_NORMING = 16
+"""Programs for each multiprocessor that may each norm the row: about as many as run at a time."""
+
 SHARED_MEMORY = 226 * 1024
 """Bytes for blocks in a multiprocessor of compute capability 9.0; it has 1 KB more, for barriers."""
 
@@ -89,3 +95,23 @@ def _without_tensor_cores(m: int, n: int, k: int, processors: int) -> Tiling | N
     if blocks * outputs * WIDE_BLOCK <= EARLY_NUMBERS:
         return Tiling(m, outputs, 1, WIDE_BLOCK, stages=1, early=blocks)
     return Tiling(m, outputs, 1, 2 * WIDE_BLOCK, stages=1, early=1)
+
+
+def choose_normed(n: int, k: int, processors: int = 132) -> Tiling | None:
+    """Return the tiling of a product of one row that each program norms, None where too many would do so.
+
+    Fitted to times of Qwen3-0.6B's decode step, with the kernels of its layers one behind the other.
+
+    Args:
+        n: outputs.
+        k: inputs.
+        processors: multiprocessors of the device.
+    """
+    tiling = choose(1, n, k, processors)
+    if tiling is None or tiling.early * tiling.inputs < k:
+        return None
+    twice = tiling._replace(outputs=2 * tiling.outputs)
+    fits = 2 * twice.outputs * tiling.early * tiling.inputs <= EARLY_NUMBERS  # beside the row itself
+    if fits and n > FEW_NORMING * tiling.outputs * processors:
+        tiling = twice
+    return tiling if n <= MOST_NORMING * tiling.outputs * processors else None

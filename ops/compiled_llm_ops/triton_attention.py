@@ -222,6 +222,7 @@ def _decode_paged_attention(
         slot_at = head_pages + number * (2 * values_offset) + (newest % PAGE) * DIM
         if PDL:
             gdc_wait()
+            gdc_launch_dependents()
         in_head = offs_d < HEAD
         cos_at, sin_at = cos, sin
         if cos is not None:
@@ -239,8 +240,6 @@ def _decode_paged_attention(
             q, head_pages, own_indices, values_offset, first, length, begin, end, scale, cap,
             PAGE, DIM, BLOCK, CAPPED, STAGES,
         )  # fmt: skip
-        if PDL:
-            gdc_launch_dependents()
         item = row * heads + head
         if count == 1:
             _store(out, lse, values, lses, item * GROUP, HEADS, GROUP, HEAD, DIM)

@@ -15,20 +15,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def _add_rms_norm(
     states, update, weight, total, normed, epsilon,
-    INPUTS: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row in each program; ALONE if there is no other."""
+    """One row in each program."""
     offs = tl.arange(0, BLOCK)
     there = offs < INPUTS
     at = tl.program_id(0).to(tl.int64) * INPUTS + offs
+    factors = tl.load(weight + offs, mask=there, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-        if not ALONE:
-            gdc_launch_dependents()
-    first, second = tl.load(states + at, mask=there, other=0.0), tl.load(update + at, mask=there, other=0.0)
-    factors = tl.load(weight + offs, mask=there, other=0.0).to(tl.float32)
-    if PDL and ALONE:  # a product of one row asks for all of its weight at once, in front of what is read here
         gdc_launch_dependents()
+    first, second = tl.load(states + at, mask=there, other=0.0), tl.load(update + at, mask=there, other=0.0)
     dtype = total.dtype.element_ty
     sums = (first.to(tl.float32) + second.to(tl.float32)).to(dtype)
     tl.store(total + at, sums, mask=there)
@@ -54,7 +51,7 @@ def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float,
     inputs = states.shape[-1]
     rows, block = states.numel() // inputs, triton.next_power_of_2(inputs)
     _add_rms_norm[(rows,)](
-        states, update, weight, total, normed, epsilon, INPUTS=inputs, BLOCK=block, ALONE=rows == 1, PDL=pdl,
+        states, update, weight, total, normed, epsilon, INPUTS=inputs, BLOCK=block, PDL=pdl,
         num_warps=min(max(block // 128, 1), 8), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return total, normed

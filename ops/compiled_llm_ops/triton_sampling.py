@@ -126,9 +126,7 @@ def _sample_rows(
         smallest = peak - _REACH
         token = -1
         if heat == 0.0:
-            place *= 0.0
-            smallest = peak
-            masses = tl.where(tops >= peak, 1.0, 0.0)
+            token = _first_of_largest(source, tops, peak, padded_groups)
         elif (k > 0) | (p < 1.0) | (m > 0.0):
             total = tl.sum(masses, axis=0)
             floor = tl.where(m > 0.0, peak + tl.log(m), smallest)
@@ -156,6 +154,15 @@ def _invert(weights, target, size: tl.constexpr):
     before = tl.cumsum(weights, axis=0) - weights
     found = tl.max(tl.where((weights > 0) & (before <= target), place, 0), axis=0)
     return found, tl.sum(tl.where(place == found, before, 0.0), axis=0)
+
+
+@triton.jit
+def _first_of_largest(source, tops, peak, padded_groups: tl.constexpr):
+    """The first token of all that score ``peak``."""
+    group = tl.min(tl.where(tops >= peak, tl.arange(0, padded_groups), padded_groups), axis=0)
+    lane = tl.arange(0, _GROUP)
+    scores = _scores(source, group * _GROUP + lane)
+    return group * _GROUP + tl.min(tl.where(scores >= peak, lane, _GROUP), axis=0)
 
 
 @triton.jit
