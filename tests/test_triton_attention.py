@@ -384,7 +384,15 @@ def dealt(blocks: Sequence[int], tiling: Tiling, more: int = 0) -> list[Share]:
     found = torch.full((tiling.programs + more, 5), -1, dtype=torch.int32)
     padded = 1 if tiling.together == 1 else MOST_ROWS
     share_kernel[(len(found),)](
-        int32(blocks), found, len(blocks), tiling.programs, tiling.alone, tiling.least, padded, MOST_SHARES
+        int32(blocks),
+        found,
+        len(blocks),
+        tiling.programs,
+        tiling.alone,
+        tiling.least,
+        padded,
+        MOST_SHARES,
+        tiling.alike,
     )
     return [Share(*numbers) for numbers in found.tolist()]
 
@@ -458,6 +466,24 @@ def test_rows_are_shared_by_need(lengths: list[int], expected: list[int]) -> Non
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([4096] * 32, [1] * 32),
+        ([*range(1000, 1320, 10)], [1] * 32),
+        ([*[1024] * 31, 4096], [*[1] * 31, 4]),
+        ([*[4096] * 16, *[1024] * 16], [*[4] * 16, *[1] * 16]),
+        ([30] * 32, [1] * 32),
+    ],
+    ids=str,
+)
+def test_of_rows_that_fill_the_device_only_uneven_ones_are_shared(lengths: list[int], expected: list[int]) -> None:
+    tiling = choose(2 * len(lengths), 8, 2, 128, 40_960, **H200)
+    assert tiling.together == len(lengths)
+    assert counts_of(dealt([-(-length // tiling.block) for length in lengths], tiling), len(lengths)) == expected
+
+
+@interpreted
 def test_no_program_is_waited_for(seed: int) -> None:
     """Where rows of mixed lengths fill the device, the longest share sets the time."""
     lengths = torch.randint(16, 4001, (64,))
@@ -481,6 +507,7 @@ def resources_of(cubin: bytes, path: Path) -> str:
 COMPILED = [
     ("bf16", 2, 128, 1, {}),
     ("bf16", 2, 128, 8, {}),
+    ("bf16", 4, 128, 33, {}),
     ("bf16", 16, 128, 1, {}),
     ("fp16", 8, 64, 32, {"CAPPED": True}),
     ("bf16", 71, 64, 1, {}),
@@ -518,7 +545,7 @@ def test_nothing_but_the_page_table_is_touched_before_waiting(
         "ROWS": 1 if rows == 1 else MOST_ROWS, "MOST": MOST_SHARES,
         "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
         "BLOCK": tiling.block, "CHUNK": max(1, module.MERGED_NUMBERS // (padded * head_dim)),
-        "STAGES": tiling.stages, "CAPPED": False, "PDL": True, **changes,
+        "STAGES": tiling.stages, "CAPPED": False, "ALIKE": tiling.alike, "PDL": True, **changes,
         **({} if with_lse else {"lse": None}),
         **({} if prepares else dict.fromkeys(("query_norm", "key_norm", "cos", "sin"))),
     }  # fmt: skip

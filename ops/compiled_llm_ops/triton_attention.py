@@ -154,6 +154,15 @@ def _shares(blocks, size, alone, MOST: tl.constexpr):
 
 
 @triton.jit
+def _alone(blocks, together, alone, ALIKE: tl.constexpr):
+    """Return the blocks up to which a row is not shared: any number where all rows have about as many."""
+    if ALIKE:
+        return alone
+    longest = tl.max(blocks)
+    return tl.where(4 * together * longest <= 5 * tl.sum(blocks), tl.maximum(longest, alone), alone)
+
+
+@triton.jit
 def _share(blocks, program, programs, together, alone, least, MOST: tl.constexpr):
     """Return the row of ``program`` as a mask, its first program, how many they are, and the share: blocks from, to.
 
@@ -190,7 +199,7 @@ def _decode_paged_attention(
     rows, together, window_left, alone, least, scale, cap, epsilon,
     ROWS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    CAPPED: tl.constexpr, PDL: tl.constexpr,
+    CAPPED: tl.constexpr, ALIKE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some keys of one row and kv head; where several programs share them, the last to end merges all results.
 
@@ -210,9 +219,9 @@ def _decode_paged_attention(
     end_pages = tl.load(indptr + numbers + 1, mask=there, other=1)  # no row: no keys
     lengths = (end_pages - first_pages - 1) * PAGE + tl.load(last_page_len + numbers, mask=there, other=0)
     firsts = tl.maximum(lengths - 1 - window_left, 0)
-    own, first_program, count, begin, end = _share(
-        tl.cdiv(lengths - firsts, BLOCK), program, programs, together, alone, least, MOST
-    )
+    blocks = tl.cdiv(lengths - firsts, BLOCK)
+    alone = _alone(blocks, together, alone, ALIKE)
+    own, first_program, count, begin, end = _share(blocks, program, programs, together, alone, least, MOST)
     if count > 0:
         row, length, first = _of(own, numbers), _of(own, lengths), _of(own, firsts)
         head_pages, values_offset = pages + head * (PAGE * DIM), heads * (PAGE * DIM)
@@ -304,7 +313,7 @@ def decode(given: Arguments, lse: Tensor | None, *, tiling: Tiling, pdl: bool) -
         "ROWS": 1 if tiling.together == 1 else MOST_ROWS, "MOST": MOST_SHARES,
         "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "BLOCK": tiling.block, "CHUNK": max(1, MERGED_NUMBERS // (padded * stored)), "STAGES": tiling.stages,
-        "CAPPED": cap > 0, "PDL": pdl, "num_warps": tiling.warps,
+        "CAPPED": cap > 0, "ALIKE": tiling.alike, "PDL": pdl, "num_warps": tiling.warps,
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     _decode_paged_attention[(kv_heads, groups, tiling.programs)](
