@@ -173,8 +173,12 @@ def _by_memory(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _is_whole(sharing: Sequence[Tensor]) -> bool:
-    """Whether there is one tensor, which fills its memory."""
-    return len(sharing) == 1 and sharing[0].is_contiguous() and sharing[0].storage_offset() == 0
+    """Whether there is one tensor, whose numbers lie one next to the other in whatever order."""
+    (tensor, *others) = sharing
+    # As text: to compare symbolic sizes would guard them. What is not dense has no like with its strides.
+    return (
+        not others and tensor.storage_offset() == 0 and str(torch.empty_like(tensor).stride()) == str(tensor.stride())
+    )
 
 
 def _is_known(sharing: Sequence[Tensor]) -> bool:

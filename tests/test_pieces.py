@@ -63,10 +63,14 @@ def check(model: PreTrainedModel, seed: int, **options: Any) -> None:
 # ---- whole models
 
 
-@pytest.mark.parametrize("layers", [2, 3, 6])
-def test_a_model_takes_three_pieces_however_many_layers_it_has(layers, compiles, seed):
-    check(tiny_qwen3(num_hidden_layers=layers, eos_token_id=None), seed)
+@pytest.mark.parametrize(("layers", "fuse"), [(2, False), (3, True), (6, False)])
+def test_a_model_takes_three_pieces_however_many_layers_it_has(layers, fuse, compiles, seed, monkeypatch):
+    looked_at: list[Any] = []
+    run = Examples._run
+    monkeypatch.setattr(Examples, "_run", lambda self, *given: looked_at.append(given) or run(self, *given))
+    check(tiny_qwen3(num_hidden_layers=layers, eos_token_id=None), seed, fuse_projections=fuse)
     assert len(compiles) == 3 * PREFILL_AND_DECODE
+    assert len(looked_at) == 3 * PREFILL_AND_DECODE, "what a piece gives is known from the first of its kind"
 
 
 def test_a_layer_that_computes_something_else_is_compiled_for_itself(compiles, seed):
@@ -159,6 +163,23 @@ def test_parts_of_one_product_share_memory_in_what_is_told_too(seed):
         sharing = [[first[0] == second[0] for first, second in product(each, each)] for each in layouts]
         assert sharing[0] == sharing[1]
         assert [each[1:] for each in layouts[0]] == [each[1:] for each in layouts[1]]
+    assert (len(told._known), len(run._known)) == (3, 5)
+
+
+def test_what_lies_in_another_order_is_told_too(seed):
+    def layers(to: Inputs) -> Tensor:
+        query = to.query
+        for _ in range(4):
+            query = attend((query.transpose(0, 1) * 2).transpose(0, 1), to)
+        return query
+
+    module, _ = traced(layers, inputs_of())
+    told, run = Examples(module), Examples(module)
+    for number, piece in enumerate(cut(module)):
+        description = piece.describe(told.of(piece))
+        assert piece.describe(run.of(piece)) == description
+        told.follow(piece, description)
+        run.follow(piece, f"{description} of its own {number}")
     assert (len(told._known), len(run._known)) == (3, 5)
 
 
