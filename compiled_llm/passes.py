@@ -291,7 +291,7 @@ class SkinnyProducts(CustomGraphPass):
 
 
 def _is_of_product(rows: object) -> bool:
-    """Whether rows are what a product with a norm has given, which reads nothing that weights could delay."""
+    """Whether a product with a norm has given rows; unlike attention, it waits for nothing that weights could delay."""
     while isinstance(rows, fx.Node) and rows.target in (_reshape, *_VIEWS):
         rows = rows.args[0]
     if not isinstance(rows, fx.Node) or rows.target is not operator.getitem:

@@ -91,8 +91,7 @@ def test_windows_are_told_apart(compiles, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Gemma3", "OPT", "Phi", "Qwen3Moe"])
-@pytest.mark.parametrize("fuse", [False, True], ids=["apart", "fused"])
+@pytest.mark.parametrize(("family", "fuse"), [("Gemma3", False), ("OPT", True), ("Phi", True), ("Qwen3Moe", False)])
 def test_compiled_pieces_of_other_families_fit_together(family, fuse, seed):
     """OPT hands a part of a fused product straight to attention: it crosses the cut with that product's strides."""
     check(make(family, FAMILIES[family], seed), seed, fuse_projections=fuse)

@@ -23,8 +23,9 @@ def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bo
         weight: ``[O, I]``, contiguous, of the same dtype.
         overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
             ``compiled_llm_ops.overlap``; what is in front of it must not write ``weight`` then.
-        ahead: whether the kernel behind may begin before the one in front has ended, where there is ``overlap``: if
-            that is a product as well, its weight is on its way sooner. It only delays what the kernel in front reads.
+        ahead: whether the kernel behind may begin before this one has waited for the one in front; of effect with
+            ``overlap`` and one or two rows. The weight that is read behind is on its way sooner then, and delays what
+            the kernel in front still reads.
 
     Returns:
         ``[M, O]``, contiguous.

@@ -7,7 +7,7 @@ Shapes: M rows, N outputs, K inputs.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # mypy: disable-error-code="assignment, var-annotated"
-# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -157,6 +157,7 @@ def _skinny_linear_one_or_two_rows(
         gdc_wait()
         if not AHEAD:
             gdc_launch_dependents()
+    normed = ()
     if norm is not None:
         normed = _normed_row(x, update, factors, total, offs_k, K, epsilon, BK, EARLY, MASKED)
     sums = ()
@@ -251,7 +252,7 @@ def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, ahead: bool = Fals
         rows: ``[M, K]``, contiguous, float16 or bfloat16.
         weight: ``[N, K]``, likewise, beginning at a multiple of 16 bytes.
         tiling: from ``choose``.
-        ahead: let the next kernel begin before this one has waited, where there are no tensor cores in use.
+        ahead: let the next kernel begin before this one has waited, if there are one or two rows.
         pdl: begin before the kernel in front has ended; needs compute capability 9.0.
     """
     if tiling.rows <= 2:
