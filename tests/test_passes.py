@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, fx
@@ -156,3 +158,14 @@ def test_what_reads_a_normed_product_lets_the_next_kernel_go_ahead(function, ahe
     graph = products_of(function, (4096, 4096), torch.bfloat16)
     (node,) = graph.find_nodes(op="call_function", target=torch.ops.compiled_llm.skinny_linear.default)
     assert node.args[2:] == (True, ahead)
+
+
+def test_compiled_products_behind_a_normed_one_let_the_next_kernel_go_ahead_too(seed):
+    def layer(states: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        total, out = normed_linear(states, states, norm, 1e-6, weight, True)
+        return torch.nn.functional.linear(out, weight) + total.sum()
+
+    inputs = (torch.randn(1, 1, 16), torch.rand(16), torch.randn(32, 16))
+    out, code = code_of(layer, *inputs)
+    assert re.search(r"skinny_linear\.default\(.*, True, True\)", code)
+    torch.testing.assert_close(out, layer(*inputs), rtol=1e-5, atol=1e-5)
