@@ -67,7 +67,7 @@ def _gated(product: Tensor) -> Tensor:
     return torch.nn.functional.silu(first) * second
 
 
-def _cpu(
+def _composed(
     states: Tensor,
     update: Tensor,
     norm_weight: Tensor,
@@ -76,12 +76,7 @@ def _cpu(
     gated: bool = False,
     overlap: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    return _composed(states, update, norm_weight, epsilon, weight, gated, overlap)
-
-
-def _composed(
-    states: Tensor, update: Tensor, norm_weight: Tensor, epsilon: float, weight: Tensor, gated: bool, overlap: bool
-) -> tuple[Tensor, Tensor]:
+    """Do one thing after the other, for any number of rows on any device."""
     _check(states, weight, gated)
     total, normed = norm.add_rms_norm(states, update, norm_weight, epsilon, overlap)
     product = linear.skinny_linear(normed.view(-1, states.shape[-1]), weight, overlap)
@@ -149,6 +144,6 @@ _normed_linear = define(
     "normed_linear(Tensor states, Tensor update, Tensor norm, float epsilon, Tensor weight, bool gated=False, "
     "bool overlap=False) -> (Tensor, Tensor)",
     fake=_fake,
-    cpu=_cpu,
+    cpu=_composed,
     cuda=_cuda,
 )
