@@ -25,7 +25,7 @@ LEAST_OUTPUTS = 7
 """Outputs for each multiprocessor from which on tensor cores were measured to be faster than cuBLAS."""
 
 FEW_NORMING = 8
-"""Programs for each multiprocessor that norm the row as fast as half as many would."""
+"""Programs for each multiprocessor from which on half as many, with twice the outputs, norm the row faster."""
 
 MOST_NORMING = 16
 """Programs for each multiprocessor that may each norm the row: about as many as run at a time."""
