@@ -40,14 +40,14 @@ from compiled_llm.plan import Planner, attention_groups
 from compiled_llm.prefill import (
     Extension,
     Packed,
+    RecordedShapes,
     Shape,
     as_bytes,
     chunks,
     null_extension,
     pack,
     padded,
-    recorded_shape,
-    recorded_shapes,
+    token_count,
 )
 from compiled_llm.progress import ProgressDisplay
 from compiled_llm.recordings import Key, Recordings, Step, StepInputs
@@ -120,8 +120,12 @@ class PagedModel:
         self._typical_tokens = _typical_tokens(layers, self.device)
         self.staging = Staging(self.device)
         self.readbacks = Readbacks(self.device)
+        self._shapes = RecordedShapes(config.max_batch_size, _weights_of_a_layer(model, len(layers)))
         self.planner = Planner(
-            attention_groups(layers, config.page_size, model.dtype, self.device), config, self.device
+            attention_groups(layers, config.page_size, model.dtype, self.device),
+            config,
+            self.device,
+            self._shapes.all() if config.records_on(self.device.type) else [],
         )
         self.planner.load()
         self._forward = forward
@@ -194,7 +198,7 @@ class PagedModel:
         program = PREFILL_EMBEDDED if embedded else PREFILL
         if program in self._ready:
             return
-        with self._preparing(program, waiting):
+        with self._preparing(program, waiting, by_warmup=not embedded):
             rows, length, kept = self._prefill_sizes()
             null = [null_extension(length, self.config.page_size)] * rows
             embeddings = self._null_embeddings(length * rows) if embedded else None
@@ -302,13 +306,20 @@ class PagedModel:
         return self.programs.graph_counts()
 
     @contextmanager
-    def _preparing(self, what: str, waiting: int, number: str = "") -> Iterator[None]:
-        """Show what the block prepares, and note it where a call of ``waiting`` rows waits for it."""
+    def _preparing(self, what: str, waiting: int, number: str = "", by_warmup: bool = True) -> Iterator[None]:
+        """Show what the block prepares, and note it where a call of ``waiting`` rows waits for it.
+
+        Args:
+            what: which program and bucket.
+            waiting: how many rows the call has, or 0.
+            number: which of how many.
+            by_warmup: whether ``warmup`` would have prepared it.
+        """
         start = time.perf_counter()
         with self._progress.task(self._what(what + number)):
             yield
         if waiting:
-            cause = None if what == PREFILL_EMBEDDED else f"warmup did not name a batch size of {waiting}"
+            cause = f"warmup did not name a batch size of {waiting}" if by_warmup else None
             self.journal.missed(what, waiting, time.perf_counter() - start, cause)
 
     def _what(self, program: str) -> str:
@@ -406,9 +417,11 @@ class PagedModel:
     # ---- recorded prefill
 
     def recorded_shapes(self, rows: int) -> list[Shape]:
-        """Return the shapes that prefills of so many rows are padded to and recorded in, smallest first."""
-        shapes = recorded_shapes(rows, self.config.max_batch_size)
-        return [shape for shape in shapes if self.planner.fits(shape)]
+        """Return the shapes that prompts of so many rows are padded to and recorded in, smallest first.
+
+        Rows that go on from a long text may take others, whose keys are split.
+        """
+        return [shape for shape in self._shapes.of(rows) if self.planner.fits(shape)]
 
     def make_prefills_recorded(self, shapes: Sequence[Shape], waiting: int = 0) -> None:
         """Record prefills of these shapes, those that are not recorded yet.
@@ -424,7 +437,8 @@ class PagedModel:
         largest = max(shape.tokens for shape in new)
         none = np.zeros(0, dtype=np.int64)
         waiting = 0 if all(map(self.recordings.lost, new)) else waiting
-        with self._preparing(f"prefill of up to {largest} tokens", waiting):
+        known = not any(shape.split for shape in new)
+        with self._preparing(f"prefill of up to {largest} tokens", waiting, by_warmup=known):
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
                 self._replay_prefill(shape, [], none, none)
 
@@ -438,9 +452,11 @@ class PagedModel:
         """Return the shape of a prefill that ends in one token a row, if it is one to record."""
         if not self.recordings.own or embeddings is not None or len(slots) != len(batch):
             return None
-        tokens = sum(len(extension.ids) for extension in batch)
-        shape = recorded_shape(tokens, len(batch), self.config.max_batch_size)
-        return shape if shape is not None and self.planner.fits(shape) else None  # larger ones fit even less
+        shape = self._shapes.smallest(token_count(batch), len(batch))
+        if shape is None:
+            return None
+        shape = shape._replace(split=self.planner.splits(batch))
+        return shape if self.planner.fits(shape) else None  # larger ones fit even less
 
     def _replay_prefill(
         self, shape: Shape, batch: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
@@ -566,6 +582,13 @@ class PagedModel:
 def _symbols(rows: int, length: int, kept: int) -> tuple[int, ...]:
     """Return B, B + 1, T, L and C of a prefill of ``rows`` rows of ``length`` tokens."""
     return rows, rows + 1, length * rows, kept, kept - 1
+
+
+def _weights_of_a_layer(model: PreTrainedModel, layers: int) -> int:
+    """Return how many numbers the matrices of a layer have; experts, of which few are used, are none."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    others = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+    return sum(own.numel() for own in model.parameters() if own.dim() == 2 and id(own) not in others) // layers
 
 
 def _typical_tokens(layers: Sequence[Layer], device: torch.device) -> int:

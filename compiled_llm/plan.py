@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.kv_cache import stored_head_dim
 from compiled_llm.layers import Layer
 from compiled_llm.page_table import HostTable
-from compiled_llm.prefill import Shape, all_recorded_shapes
+from compiled_llm.prefill import Extension, Shape
 from compiled_llm_ops import Geometry, PageTable
 
 if TYPE_CHECKING:
@@ -51,8 +52,17 @@ def attention_groups(
 class Planner:
     """Plans for prefills: for those that graphs capture by shape, for all others anew."""
 
-    def __init__(self, groups: Sequence[Geometry], config: WrapConfig, device: torch.device) -> None:
-        """Allocate FlashInfer's workspace on CUDA; nothing on a CPU."""
+    def __init__(
+        self, groups: Sequence[Geometry], config: WrapConfig, device: torch.device, shapes: Sequence[Shape] = ()
+    ) -> None:
+        """Allocate FlashInfer's workspace on CUDA; nothing on a CPU.
+
+        Args:
+            groups: of the model's layers.
+            config: the options of ``wrap``.
+            device: where the model lives.
+            shapes: prefills that are recorded.
+        """
         self._groups = list(groups) if device.type == "cuda" else []
         self._prefill: list[FlashInferPlan] = []
         self._recorded_prefills: dict[Shape, tuple[Tensor, list[FlashInferPlan]]] = {}
@@ -62,11 +72,10 @@ class Planner:
             from compiled_llm_ops.flashinfer_backend import Workspace
 
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-            shapes = all_recorded_shapes(config.max_batch_size) if config.records_on(device.type) else []
-            wanted = max(map(self._recorded_bytes, shapes), default=0)
+            wanted = max((self._recorded_bytes(shape._replace(split=True)) for shape in shapes), default=0)
             self._workspace = Workspace(device, config.workspace_bytes or self._default_workspace(wanted))
             if wanted > self.workspace_bytes:
-                logger.info("the largest prefills are not recorded: that takes workspace_bytes=%d", wanted)
+                logger.info("not all prefills of long texts are recorded: that takes workspace_bytes=%d", wanted)
 
     def load(self) -> None:
         """Begin to build or load FlashInfer's kernels, which the first prefill waits for."""
@@ -83,6 +92,16 @@ class Planner:
         """Return whether plans of recorded prefills of this shape fit the workspace, however long their rows are."""
         return self._recorded_bytes(shape) <= self.workspace_bytes
 
+    def splits(self, batch: Sequence[Extension]) -> bool:
+        """Return whether a prefill of these rows is faster if blocks share the keys of a row."""
+        if not self._groups:
+            return False
+        from compiled_llm_ops.flashinfer_backend import worth_splitting
+
+        queries = np.array([len(extension.ids) for extension in batch])
+        lengths = np.array([extension.row.length for extension in batch])
+        return any(worth_splitting(group, queries, lengths, self._processors) for group in self._groups)
+
     def plan_prefill(self, columns: PageTable, table: HostTable, shape: Shape | None = None) -> None:
         """Plan a prefill or extend whose page table lies in ``columns``.
 
@@ -92,11 +111,11 @@ class Planner:
             shape: of a prefill that is recorded, over the same columns each time; None for any other.
         """
         if shape is None:
-            plans = self._prefill = [self._make(group, columns) for group in self._groups]
+            plans = self._prefill = [self._make(group, columns, None) for group in self._groups]
         else:
             known = self._recorded_prefills.get(shape)
             if known is None or known[0] is not columns.indptr:
-                made = [self._make(group, columns, static=True) for group in self._groups]
+                made = [self._make(group, columns, shape) for group in self._groups]
                 known = self._recorded_prefills[shape] = columns.indptr, made
             plans = known[1]
         for plan in plans:
@@ -108,7 +127,7 @@ class Planner:
             plan.freeze()
 
     def _recorded_bytes(self, shape: Shape) -> int:
-        if not self._groups:
+        if not (self._groups and shape.split):
             return 0
         from compiled_llm_ops.flashinfer_backend import static_split_bytes
 
@@ -121,12 +140,15 @@ class Planner:
 
         return max(min(wanted, MOST_FOR_RECORDED), *(split_bytes(group, self._processors) for group in self._groups))
 
-    def _make(self, group: Geometry, columns: PageTable, *, static: bool = False) -> FlashInferPlan:
+    def _make(self, group: Geometry, columns: PageTable, shape: Shape | None) -> FlashInferPlan:
         from compiled_llm_ops.flashinfer_backend import FlashInferPlan
 
         assert self._workspace is not None
         rows = columns.last_page_len.shape[0]
-        return FlashInferPlan(group, columns, rows=rows, workspace=self._workspace, static=static)
+        split = None if shape is None else shape.split
+        return FlashInferPlan(
+            group, columns, rows=rows, workspace=self._workspace, static=shape is not None, split=split
+        )
 
 
 def _host(table: HostTable) -> PageTable:

@@ -5,7 +5,6 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them aft
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,12 @@ from compiled_llm.page_table import HostTable, Span, Stored, build_table
 
 # From 64 tokens on the room left for padding stays under a quarter, and from 128 on all are multiples of 64: products
 # are computed in tiles of so many tokens.
-_RECORDED_TOKENS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+_RECORDED_TOKENS = (
+    *(16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
+    *(2560, 3072, 3584, 4096),
+)
+# On an H200 a layer of so many weights, times tokens, takes twice as long as it takes a host to launch its kernels.
+_DEVICE_BOUND = 2**38
 
 
 class Extension(NamedTuple):
@@ -39,10 +43,12 @@ class Shape(NamedTuple):
     Attributes:
         tokens: T.
         rows: rows that choose a token; B is one more, whose tokens, if any are missing, fill up T.
+        split: whether several blocks share the keys of a row.
     """
 
     tokens: int
     rows: int
+    split: bool = False
 
 
 class Packed(NamedTuple):
@@ -73,32 +79,35 @@ class Packed(NamedTuple):
     last_page_len: NDArray[np.int32]
 
 
-@functools.cache
-def recorded_shapes(rows: int, max_rows: int) -> tuple[Shape, ...]:
-    """Return the shapes that prefills of so many rows are padded to, smallest first.
+class RecordedShapes:
+    """The shapes that prefills are padded to and recorded in.
 
     The device takes longer over many tokens than the host takes to launch them: those are not worth recording.
     """
-    sizes = (2, 8, max(2, max_rows))  # a symbolic size is at least 2
-    rows_there = next(size for size in sizes if size >= rows)
-    return tuple(Shape(tokens, rows_there) for tokens in _RECORDED_TOKENS if tokens >= rows_there)
 
+    def __init__(self, max_rows: int, weights: int) -> None:
+        """Choose them.
 
-def all_recorded_shapes(max_rows: int) -> set[Shape]:
-    """Return the shapes of prefills of any number of rows."""
-    return {shape for rows in range(1, max_rows + 1) for shape in recorded_shapes(rows, max_rows)}
+        Args:
+            max_rows: most rows there can be.
+            weights: numbers in the matrices of a layer.
+        """
+        most = max(2, max_rows)  # a symbolic size is at least 2
+        self._rows = sorted({2, min(8, most), most})
+        self._tokens = [tokens for tokens in _RECORDED_TOKENS if tokens * weights <= _DEVICE_BOUND]
 
+    def of(self, rows: int) -> list[Shape]:
+        """Return the shapes of prefills of so many rows, smallest first."""
+        rows_there = next(size for size in self._rows if size >= rows)
+        return [Shape(tokens, rows_there) for tokens in self._tokens if tokens >= rows_there]
 
-def recorded_shape(tokens: int, rows: int, max_rows: int) -> Shape | None:
-    """Return the smallest recorded shape that holds a prefill, or None for one that is too large for all.
+    def all(self) -> list[Shape]:
+        """Return the shapes of prefills of any number of rows."""
+        return [shape for rows in self._rows for shape in self.of(rows)]
 
-    Args:
-        tokens: new tokens of all rows.
-        rows: rows.
-        max_rows: most rows there can be.
-    """
-    shapes = recorded_shapes(rows, max_rows)
-    return next((shape for shape in shapes if shape.tokens >= tokens), None)
+    def smallest(self, tokens: int, rows: int) -> Shape | None:
+        """Return the smallest shape that holds a prefill of so many tokens, or None for one too large for all."""
+        return next((shape for shape in self.of(rows) if shape.tokens >= tokens), None)
 
 
 def padded(batch: Sequence[Extension], shape: Shape, page_size: int) -> list[Extension]:

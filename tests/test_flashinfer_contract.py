@@ -29,7 +29,7 @@ from torch import Tensor
 
 from compiled_llm.config import WrapConfig
 from compiled_llm.plan import Planner
-from compiled_llm.prefill import all_recorded_shapes
+from compiled_llm.prefill import RecordedShapes
 from compiled_llm_ops import Geometry, PageTable, find_plan
 from compiled_llm_ops import flashinfer_backend as backend
 
@@ -106,8 +106,10 @@ def mocked(monkeypatch: pytest.MonkeyPatch) -> Mocked:
     return Mocked(backend.Workspace("cpu", 1024), prefill)
 
 
-def make_plan(mocked: Mocked, geometry: Geometry = GEOMETRY, *, static: bool = False) -> backend.FlashInferPlan:
-    return backend.FlashInferPlan(geometry, HOST, rows=2, workspace=mocked.workspace, static=static)
+def make_plan(
+    mocked: Mocked, geometry: Geometry = GEOMETRY, *, static: bool = False, split: bool = True
+) -> backend.FlashInferPlan:
+    return backend.FlashInferPlan(geometry, HOST, rows=2, workspace=mocked.workspace, static=static, split=split)
 
 
 def plan_parameters() -> set[str]:
@@ -284,6 +286,48 @@ def test_planner_gets_its_arguments(mocked: Mocked) -> None:
     assert passed.get("uniform_q_len", 0) == 0
 
 
+@pytest.mark.parametrize("split", [True, False, None])
+def test_the_planner_is_told_whether_to_split(mocked: Mocked, split: bool | None) -> None:
+    plan = backend.FlashInferPlan(GEOMETRY, HOST, rows=2, workspace=mocked.workspace, static=False, split=split)
+    at = PLANNER.index("disable_split_kv")
+    for pages, worthwhile in ((1, False), (3000, True)):
+        plan.plan(HOST._replace(indptr=torch.tensor([0, pages, pages + 1], dtype=torch.int32)))
+        given = mocked.planner.call_args.args[at]
+        assert given is not (worthwhile if split is None else split)
+
+
+def test_idle_blocks_of_a_captured_launch_repeat_the_last_row(mocked: Mocked) -> None:
+    masked = "only when the batch is split.\n  if (enable_cuda_graph) {" in SCHEDULER
+    assert backend._idle_blocks_read_the_plan() is not masked
+    if masked:
+        return
+    before_copy, *_ = SCHEDULER.split("std::copy(request_indices_vec.begin()")
+    assert "memset" not in before_copy
+    offsets = ("request_indices_offset", "qo_tile_indices_offset", "kv_tile_indices_offset")
+    places = [
+        {"padded_batch_size": 5, **dict(zip(offsets, (0, 32, 64), strict=True))}.get(name, 0)
+        for name in backend.PLAN_FIELDS
+    ]
+    seen: list[Any] = []
+
+    def planner(_: Any, __: Any, pinned: torch.Tensor, *___: Any) -> list[int]:
+        seen.append(pinned[:96].view(torch.int32).clone())
+        pinned.fill_(1)
+        return places
+
+    mocked.planner.side_effect = planner
+    plan = make_plan(mocked, static=True, split=False)
+    for _ in range(2):
+        plan.plan(HOST)
+        assert seen[-1].view(3, 8)[:, :5].tolist() == [[1] * 5, [0] * 5, [0] * 5]
+    assert len(seen) == 3  # at first it says where, too
+
+
+def test_a_static_plan_must_be_told_whether_to_split(mocked: Mocked) -> None:
+    with pytest.raises(ValueError, match="static=True needs True or False"):
+        backend.FlashInferPlan(GEOMETRY, HOST, rows=2, workspace=mocked.workspace, static=True)
+
+
 def test_a_plan_waits_for_kernels_that_are_being_built_until_its_first_launch(
     mocked: Mocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,10 +432,11 @@ def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
     monkeypatch.setattr(backend, "Workspace", unallocated)
     group = Geometry(query_heads, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
     config = WrapConfig(max_batch_size=max_batch_size, workspace_bytes=given)
-    planner = Planner([group], config, torch.device("cuda"))
-    shapes = all_recorded_shapes(max_batch_size)
+    shapes = [shape for shape in RecordedShapes(max_batch_size, weights=1).all() if shape.tokens <= 2048]
+    planner = Planner([group], config, torch.device("cuda"), shapes)
     assert shapes
-    assert all(map(planner.fits, shapes)) is everything_fits
+    assert all(map(planner.fits, shapes))
+    assert all(planner.fits(shape._replace(split=True)) for shape in shapes) is everything_fits
     if given is None:
         assert backend.split_bytes(group, 132) <= planner.workspace_bytes <= 256 * 2**20
     else:

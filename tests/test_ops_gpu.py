@@ -51,6 +51,7 @@ seeded = pytest.mark.parametrize("seed", [SEED], ids="seed={}".format)
 by_group = pytest.mark.parametrize("group", GROUPS, ids="group={}".format)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 captured_or_not = pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+split_or_not = pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 
 
 def geometry_of(
@@ -221,9 +222,11 @@ def fixed_columns(rows: Rows) -> PageTable:
     return PageTable(*(torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes))
 
 
-def make_plan(layer: Layer, columns: PageTable, workspace: Workspace, *, static: bool = True) -> FlashInferPlan:
+def make_plan(
+    layer: Layer, columns: PageTable, workspace: Workspace, *, static: bool = True, split: bool | None = True
+) -> FlashInferPlan:
     rows = len(columns.last_page_len)
-    return FlashInferPlan(layer.geometry, columns, rows=rows, workspace=workspace, static=static)
+    return FlashInferPlan(layer.geometry, columns, rows=rows, workspace=workspace, static=static, split=split)
 
 
 def options_of(geometry: Geometry) -> tuple[float, int, float]:
@@ -316,11 +319,12 @@ def prefill_once(
     *,
     static: bool,
     seed: int,
+    split: bool | None = True,
 ) -> None:
     rows = Rows([geometry], lengths, max(lengths), head_dim, seed)
     (layer,) = rows.layers
     columns = on_device(rows.table(queries))
-    plan = make_plan(layer, columns, workspace, static=static)
+    plan = make_plan(layer, columns, workspace, static=static, split=split)
     plan.plan(rows.table(queries))
     query = rows.queries(layer, sum(queries))
     out, lse = outputs(query)
@@ -383,8 +387,11 @@ def test_decode_reads_nothing_that_is_not_the_rows(seed: int) -> None:
 @by_group
 @by_dtype
 @captured_or_not
-def test_prefill_and_extend(group: int, dtype: torch.dtype, static: bool, seed: int, workspace: Workspace) -> None:
-    prefill_once(geometry_of(group, dtype), 128, *EXTENDED, workspace, static=static, seed=seed)
+@split_or_not
+def test_prefill_and_extend(
+    group: int, dtype: torch.dtype, static: bool, split: bool, seed: int, workspace: Workspace
+) -> None:
+    prefill_once(geometry_of(group, dtype), 128, *EXTENDED, workspace, static=static, split=split, seed=seed)
 
 
 @seeded
@@ -653,15 +660,18 @@ def test_decode_waits_for_what_is_in_front_of_it(lengths: list[int], seed: int) 
 
 
 @seeded
-def test_static_prefill_replays_smaller_batches(seed: int, workspace: Workspace) -> None:
+@split_or_not
+def test_static_prefill_replays_smaller_batches(split: bool, seed: int, workspace: Workspace) -> None:
     rows = Rows([geometry_of(4)], [200, 33, 64], 400, 128, seed)
     (layer,) = rows.layers
     columns = fixed_columns(rows)
-    plan = make_plan(layer, columns, workspace)
+    plan = make_plan(layer, columns, workspace, split=split)
     query = rows.queries(layer, 60)
     out, lse = outputs(query)
 
     def prepare(queries: list[int]) -> None:
+        for pinned, _ in workspace._staging:
+            pinned.fill_(1)  # what earlier plans have left there must not matter
         upload(rows.table(queries), columns)
         plan.plan(rows.table(queries))
 
@@ -693,7 +703,7 @@ def test_static_plans_take_what_is_reckoned(tokens: int, rows: int, head_dim: in
 
     def plan(nbytes: int) -> None:
         workspace = Workspace("cuda", nbytes)
-        FlashInferPlan(geometry, on_device(host), rows=rows, workspace=workspace, static=True).plan(host)
+        FlashInferPlan(geometry, on_device(host), rows=rows, workspace=workspace, static=True, split=True).plan(host)
 
     plan(needed)
     with pytest.raises(RuntimeError, match="raise workspace_bytes"):

@@ -18,15 +18,16 @@ import compiled_llm
 from changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from compiled_llm import WrapConfig
 from compiled_llm.graphs import Recording
-from compiled_llm.paged_model import PagedModel, _typical_tokens
+from compiled_llm.paged_model import PagedModel, _typical_tokens, _weights_of_a_layer
 from compiled_llm.plan import Planner
-from compiled_llm.prefill import recorded_shape, recorded_shapes
+from compiled_llm.prefill import RecordedShapes
 from compiled_llm.recordings import Recordings
 from compiled_llm.watch import Guards, Weights
 from conftest import tiny_qwen3
 from parity import assert_account_is_empty, greedy, mixed_prompts
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
+SHAPES = RecordedShapes(max_rows=8, weights=1)
 
 
 class StandIn(Recording[Any, Any]):
@@ -81,7 +82,7 @@ def test_prefills_and_steps_are_recorded_once_and_give_huggingfaces_tokens(seed)
         torch.testing.assert_close(greedy(model, inputs, 24), greedy(reference, inputs, 24))
     stats = model.compiled.stats()
     assert stats.buckets == [1, 4, 8]
-    shapes = {recorded_shape(sum(lengths), len(lengths), 8) for lengths in batches}
+    shapes = {SHAPES.smallest(sum(lengths), len(lengths)) for lengths in batches}
     assert (stats.recordings, stats.prefill_recordings, stats.recompiles) == (3, len(shapes), 0)
     assert_account_is_empty(model)
 
@@ -91,7 +92,7 @@ def test_after_warmup_nothing_is_recorded(seed):
     model.compiled.warmup([2])
     before = model.compiled.stats()
     assert before.recordings == 1
-    assert before.prefill_recordings == len(recorded_shapes(2, 8))
+    assert before.prefill_recordings == len(SHAPES.of(2))
     for lengths in ([5, 9], [40, 3], [1, 200]):
         greedy(model, mixed_prompts(lengths, 128, seed), 20)
     after = model.compiled.stats()
@@ -105,7 +106,7 @@ def test_prefills_whose_plans_do_not_fit_are_not_recorded(seed, monkeypatch):
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
     model.compiled.warmup([1])
     before = model.compiled.stats()
-    assert before.prefill_recordings == sum(shape.tokens <= 48 for shape in recorded_shapes(1, 8)) > 0
+    assert before.prefill_recordings == sum(shape.tokens <= 48 for shape in SHAPES.of(1)) > 0
     for length in (5, 200):
         inputs = mixed_prompts([length], 128, seed)
         torch.testing.assert_close(greedy(model, inputs, 5), greedy(reference, inputs, 5))
@@ -174,12 +175,49 @@ def test_prefills_that_fill_a_shape_or_nearly_give_huggingfaces_tokens(lengths, 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
 def test_recorded_prefills_are_padded_little_and_to_whole_tiles(rows):
-    for tokens in range(64, 2049):
-        shape = recorded_shape(tokens, rows, 64)
+    shapes = RecordedShapes(64, weights=1)
+    for tokens in range(64, 4097):
+        shape = shapes.smallest(tokens, rows)
         assert shape is not None
         assert shape.tokens >= tokens > shape.tokens * 3 // 4
         assert shape.tokens % 64 == 0 or shape.tokens < 128 or shape.tokens == 160
-    assert recorded_shape(2049, rows, 64) is None
+        assert shape in shapes.all()
+    assert shapes.smallest(4097, rows) is None
+
+
+def test_prefills_that_take_the_device_longer_than_the_host_are_not_recorded():
+    def most(hidden: int, intermediate: int, queries: int) -> int:
+        weights = hidden * (2 * queries + 2 * 1024 + 3 * intermediate)
+        return max(shape.tokens for shape in RecordedShapes(64, weights).all())
+
+    assert most(1024, 3072, 2048) == 4096  # Qwen3-0.6B: 9 ms there, 15 to 20 here
+    assert most(4096, 12288, 4096) == 1280  # Qwen3-8B: 29 ms there, 19 here
+
+
+def test_the_weights_of_a_layer_are_its_matrices():
+    model = tiny_qwen3(num_hidden_layers=2)
+    layer = model.model.layers[0]
+    expected = sum(child.weight.numel() for child in layer.modules() if isinstance(child, torch.nn.Linear))
+    assert _weights_of_a_layer(model, 2) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 64])
+def test_shapes_have_room_for_the_rows_and_no_more_than_there_can_be(rows):
+    for most in (rows, 64):
+        shapes = RecordedShapes(most, weights=1)
+        assert all(rows <= shape.rows <= max(2, most) and shape.rows <= shape.tokens for shape in shapes.of(rows))
+
+
+def test_a_prefill_whose_keys_are_split_is_recorded_apart(seed, monkeypatch):
+    monkeypatch.setattr(Planner, "splits", lambda self, batch: batch[0].row.length > 30)
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    for length in (20, 40, 31):
+        inputs = mixed_prompts([length], 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 5), greedy(reference, inputs, 5))
+    model.compiled.warmup([1])
+    assert model.compiled.stats().prefill_recordings == len(SHAPES.of(1)) + 2
+    (miss,) = [miss for miss in model.compiled.journal.misses if "48 tokens" in miss.what]
+    assert miss.cause == "warmup does not prepare it"
 
 
 def test_prefill_is_compiled_with_fewer_results_than_inductor_loops_from(monkeypatch):
