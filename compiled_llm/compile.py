@@ -23,7 +23,7 @@ from compiled_llm.fused import FusedWeights
 from compiled_llm.inductor import Inductor, Pass
 from compiled_llm.kv_cache import DecodeInputs
 from compiled_llm.normed_products import NormedProducts
-from compiled_llm.outline import Outline
+from compiled_llm.outline import KnownState, Outline
 from compiled_llm.passes import (
     FusedProducts,
     NormedSums,
@@ -162,6 +162,7 @@ class Programs:
         self._config = config
         self._device = device
         self._outlines: dict[Callable[..., Any], Outline] = {}
+        self._known_state = KnownState()
         self.recorded = config.uses_trees_on(device.type)
         self.prefill_function = own_copy(_prefill)
         self.decode_one_function = own_copy(_decode)
@@ -190,7 +191,7 @@ class Programs:
         passes = _passes(self._config, self._device, self._fused, decodes)
         backend = Inductor(options, passes, in_pieces=self._config.records_on(self._device.type))
         if backend.in_pieces:
-            self._outlines[function] = Outline(function)
+            self._outlines[function] = Outline(function, self._known_state)
         return compiled(function, self._config, backend)
 
     def prefill(
@@ -228,7 +229,9 @@ class Programs:
         function = self._function_for(inputs)
         arguments = self._arguments(model, inputs, tables, pages)
         outline = self._outlines.get(function)
-        return Guards(function, arguments, dict if outline is None else lambda: {"model": outline.of(arguments)})
+        if outline is None:
+            return Guards(function, arguments)
+        return Guards(function, arguments, lambda glance: {"model": outline.of(arguments, glance)})
 
     def drop_tensors(self) -> None:
         """Hold no tensors of the model between calls, until the next one."""

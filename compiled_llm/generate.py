@@ -273,8 +273,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
         ends: dict[Row, int] = {}
         watched = sequences.may_change_model
         while not sequences.done:
-            # The first step is the prefill, the second the first that decodes.
-            unchanged = runner.steps > 1 and not watched
+            unchanged = runner.steps > 0 and not watched
             chosen = runner.step(unchanged=unchanged) if runner.steps < sequences.most_new else runner.drain()
             if not chosen and not (runner.asynchronous and runner.prepared):
                 chosen = runner.drain()  # the first tokens do not wait for decode to be compiled

@@ -66,13 +66,15 @@ class Outline:
     given the model itself.
     """
 
-    def __init__(self, program: Callable[..., Any]) -> None:
+    def __init__(self, program: Callable[..., Any], known: KnownState) -> None:
         """Look at nothing yet.
 
         Args:
             program: what will be traced, made by ``own_copy``; it takes a ``model`` and its ``pages`` among others.
+            known: what is known of the layers by all outlines of the model.
         """
         self._program = program
+        self._known = known
         self._seen = False
         self._layers: _Layers | None = None
 
@@ -93,13 +95,13 @@ class Outline:
         self._trace_all("the program is traced again")
         return self.of(arguments)
 
-    def of(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
+    def of(self, arguments: Mapping[str, Any], glance: int | None = None) -> PreTrainedModel:
         """Return what stands for the model: itself from the moment that a layer has changed.
 
-        Layers' tensors are those of the last call of ``prepare``.
+        Layers' tensors are those of the last call of ``prepare``. ``glance`` as in ``Guards``.
         """
         model: PreTrainedModel = arguments["model"]
-        if self._layers is not None and not self._layers.hold(model):
+        if self._layers is not None and not self._layers.hold(model, glance):
             self._trace_all("a layer has changed")
         return model if self._layers is None else self._layers.outline(model)
 
@@ -110,7 +112,7 @@ class Outline:
 
     def _look(self, arguments: Mapping[str, Any]) -> _Layers | None:
         try:
-            layers = _see(self._program, arguments)
+            layers = _see(self._program, arguments, self._known)
         except Exception as error:  # of whatever kind: the model may be anything
             self._trace_all(f"{type(error).__name__}: {error}")
             return None
@@ -129,7 +131,7 @@ class _Layers:
         like: for each the first one of its kind.
     """
 
-    def __init__(self, model: nn.Module, count: int) -> None:
+    def __init__(self, model: nn.Module, count: int, known: KnownState) -> None:
         """Find the list of so many layers.
 
         Raises:
@@ -142,7 +144,7 @@ class _Layers:
         self._list = cast(nn.ModuleList, model.get_submodule(names[0]))
         self._all = [*self._list]
         self._held = [_tensors_of(layer) for layer in self._all]
-        self._state = _State(list(self._list.modules()))
+        self._state = known.of(list(self._list.modules()))
         self._marked: list[nn.Module] = []
         self.like: list[int] = []
 
@@ -161,12 +163,12 @@ class _Layers:
             for number, (layer, like) in enumerate(zip(self._all, self.like, strict=True))
         ]
 
-    def hold(self, model: nn.Module) -> bool:
+    def hold(self, model: nn.Module, glance: int | None) -> bool:
         """Whether the layers are the model's, and as they were, tensors aside."""
         found: nn.Module | None = model
         for name in self._path:
             found = None if found is None else found._modules.get(name)
-        return found is self._list and self._state.hold()
+        return found is self._list and self._state.hold(glance)
 
     def own(self, number: int, pages: Sequence[Tensor]) -> list[Tensor]:
         """Return a layer's parameters, buffers and pages."""
@@ -211,22 +213,47 @@ class _Layers:
 
 
 class _State:
-    """The attributes of modules, and the modules that they hold."""
+    """The attributes of modules, and the modules that they hold.
+
+    Attributes:
+        modules: all of them.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+        self.modules = modules
         self._children = Children(modules)
         self._attributes = [vars(module) for module in modules]
         names = [(vars(module), name) for module in modules for name in _names(module)]
         self._holders, self._names = [held for held, _ in names], [name for _, name in names]
         self._known = self._now()
+        self._held_at: int | None = None
 
-    def hold(self) -> bool:
-        return self._children.hold() and same(self._known, self._now())
+    def hold(self, glance: int | None = None) -> bool:
+        """Whether all is as it was; a glance looks once."""
+        if glance is not None and glance == self._held_at:
+            return True
+        holds = self._children.hold() and same(self._known, self._now())
+        self._held_at = glance if holds else None
+        return holds
 
     def _now(self) -> list[Any]:
         values = map(dict.get, self._holders, self._names)
-        return [*map(type, self._modules), *map(len, self._attributes), *values]
+        return [*map(type, self.modules), *map(len, self._attributes), *values]
+
+
+class KnownState:
+    """How the layers of a model were when an outline looked at them: one state for all outlines that saw the same."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._state: _State | None = None
+
+    def of(self, modules: Sequence[nn.Module]) -> _State:
+        """Return the state of these modules as they are now."""
+        known = self._state
+        if known is None or not same([*known.modules], [*modules]) or not known.hold():
+            known = self._state = _State(modules)
+        return known
 
 
 def _tensors_of(layer: nn.Module) -> list[dict[str, Any]]:
@@ -354,7 +381,7 @@ def _entries(marks: _Marks) -> list[fx.Node]:
 # ---- which layers are alike
 
 
-def _see(program: Callable[..., Any], arguments: Mapping[str, Any]) -> _Layers:
+def _see(program: Callable[..., Any], arguments: Mapping[str, Any], known: KnownState) -> _Layers:
     """Run the program on fake tensors and return which layers did the same.
 
     Raises:
@@ -363,7 +390,7 @@ def _see(program: Callable[..., Any], arguments: Mapping[str, Any]) -> _Layers:
     model, pages = arguments["model"], arguments["pages"]
     if InnerHooks().of(model):
         raise NoOutlineError("hooks may do anything")
-    layers = _Layers(model, len(pages))
+    layers = _Layers(model, len(pages), known)
     with fake_tensors() as faked:
         watch = _Watch([layers.own(number, pages) for number in range(len(pages))], faked)
         watched = layers.watched(model, watch)

@@ -133,6 +133,9 @@ class PagedModel:
         self.recordings = Recordings(model, config, self.device)
         self._progress = ProgressDisplay(config.progress)
         self._ready: set[int | str] = set()
+        # How often the model has been looked at, and which recordings' guards have held since the last time.
+        self._glance = 0
+        self._held: set[Key] = set()
         self._sampler: Sampler | None = None
         self._owner: weakref.ref[Runner] | None = None
 
@@ -149,6 +152,8 @@ class PagedModel:
 
     def _check_weights(self) -> None:
         """Drop what was recorded of weights that are no longer there; compile apart what can no longer be fused."""
+        self._glance += 1
+        self._held.clear()
         if self._sampler is not None:
             self._sampler.fit(logits_width(self._require_model()))
         if self.recordings.weights_hold():  # those that are multiplied as one, too
@@ -227,11 +232,12 @@ class PagedModel:
         Args:
             bucket: B.
             waiting: how many rows a call has that waits for it.
-            unchanged: the model cannot have changed since this was last called without it.
+            unchanged: the model cannot have changed since the last prefill or the last call without this.
         """
-        if unchanged and bucket in self._ready:
+        if unchanged and bucket in self._ready and bucket in self._held:
             return
-        self._check_weights()
+        if not (unchanged and bucket in self._ready):
+            self._check_weights()
         if bucket in self._ready and self._holds(bucket):
             return
         self.claim(None)
@@ -273,11 +279,13 @@ class PagedModel:
 
         The weights have been looked at.
         """
+        self._held.add(key)
         if key not in self.recordings:
             return True
         with self._switch.paged(self.thread.caller):
-            if self.recordings.guards_hold(key):
+            if self.recordings.guards_hold(key, self._glance):
                 return True
+        self._held.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a replay that found this out late may be running
         self._ready -= self.recordings.forget()

@@ -100,9 +100,9 @@ class Recordings:
         """Whether there are recordings, and all modules and tensors of the model are where those read them."""
         return self._weights is not None and self._weights.hold()
 
-    def guards_hold(self, key: Key) -> bool:
-        """Whether all else about the model is as it was when a step was recorded."""
-        return self._steps[key].guards.hold()
+    def guards_hold(self, key: Key, glance: int) -> bool:
+        """Whether all else about the model is as it was when a step was recorded; ``glance`` as in ``Guards``."""
+        return self._steps[key].guards.hold(glance)
 
     def forget(self) -> set[Key]:
         """Drop all of them; returns which there were."""

@@ -141,8 +141,8 @@ class Runner:
 
         Args:
             forced: ``[B]`` int64, tokens for the rows to feed in, in the order of ``rows``, instead of their own.
-            unchanged: nobody can have changed the model since the decode step before, so that it need not be looked
-                at again.
+            unchanged: nobody can have changed the model since the step before, so that what that has looked at need
+                not be looked at again.
 
         Returns:
             The next token of each row that took part in the step before; ``sampling.NOT_A_TOKEN`` for one whose
@@ -322,6 +322,7 @@ class Runner:
         sampled = [(row, sampling) for row, _, sampling in self._pending if sampling is not None and row.slot is None]
         if sampled:
             self.paged.sampler.admit([row for row, _ in sampled], [sampling for _, sampling in sampled])
+        self.unseat()
         self._logits, tokens = self._extend(rows, ids, positions, None)
         self._pending.clear()
         self._hold(rows, tokens.clamp(min=0))
@@ -344,11 +345,10 @@ class Runner:
         return logits, tokens
 
     def _hold(self, rows: list[Row], tokens: Tensor) -> None:
-        """Keep the next tokens of newly prefilled rows beside those of the rows that were there."""
-        self.unseat()
+        """Keep the next tokens of newly prefilled rows beside those of the rows that were there, already unseated."""
         held = [tokens] if self._tokens is None else [self._tokens[: len(self._order)], tokens]
         self._order = [*self._order, *rows]
-        self._tokens = torch.cat(held)
+        self._tokens = torch.cat(held) if len(held) > 1 else tokens
 
     def _decode_given(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
         for row, position in zip(self.rows, positions, strict=True):

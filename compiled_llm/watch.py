@@ -24,22 +24,27 @@ class Guards:
         self,
         function: Callable[..., Any],
         arguments: dict[str, Any],
-        anew: Callable[[], dict[str, Any]] = dict,
+        anew: Callable[[int | None], dict[str, Any]] = lambda glance: {},
     ) -> None:
         """Find the compiled entry that serves these arguments.
 
         Args:
             function: made by ``own_copy``, and called with the arguments before.
             arguments: by name.
-            anew: returns those that are made anew for each call.
+            anew: returns those that are made anew for each glance.
         """
         self._arguments = arguments
         self._anew = anew
-        self._check = guards_for(function, arguments | anew())
+        self._check = guards_for(function, arguments | anew(None))
 
-    def hold(self) -> bool:
-        """Whether a call would run the same compiled code as before."""
-        return bool(self._check(self._arguments | self._anew()))
+    def hold(self, glance: int | None = None) -> bool:
+        """Whether a call would run the same compiled code as before.
+
+        Args:
+            glance: a number for a while in which nobody can change the model, so that guards which look at the same
+                parts of it need not do so one after the other.
+        """
+        return bool(self._check(self._arguments | self._anew(glance)))
 
 
 class Weights:
