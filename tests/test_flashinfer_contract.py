@@ -304,10 +304,8 @@ def test_idle_blocks_of_a_captured_launch_repeat_the_last_row(mocked: Mocked) ->
     before_copy, *_ = SCHEDULER.split("std::copy(request_indices_vec.begin()")
     assert "memset" not in before_copy
     offsets = ("request_indices_offset", "qo_tile_indices_offset", "kv_tile_indices_offset")
-    places = [
-        {"padded_batch_size": 5, **dict(zip(offsets, (0, 32, 64), strict=True))}.get(name, 0)
-        for name in backend.PLAN_FIELDS
-    ]
+    numbers = {"padded_batch_size": 5, "cta_tile_q": 1, **dict(zip(offsets, (0, 32, 64), strict=True))}
+    places = [numbers.get(name, 0) for name in backend.PLAN_FIELDS]
     seen: list[Any] = []
 
     def planner(_: Any, __: Any, pinned: torch.Tensor, *___: Any) -> list[int]:
@@ -321,6 +319,23 @@ def test_idle_blocks_of_a_captured_launch_repeat_the_last_row(mocked: Mocked) ->
         plan.plan(HOST)
         assert seen[-1].view(3, 8)[:, :5].tolist() == [[1] * 5, [0] * 5, [0] * 5]
     assert len(seen) == 3  # at first it says where, too
+
+
+def test_a_captured_launch_that_does_not_split_has_a_block_for_each_tile(mocked: Mocked) -> None:
+    """Kernels take as many blocks as the plan says, and the planner never needs more than its bound for tiles."""
+    assert "total_num_tiles_q = ceil_div(total_num_rows * gqa_group_size, cta_tile_q) + batch_size - 1;" in SCHEDULER
+    assert "dim3 nblks(padded_batch_size, 1, num_kv_heads);" in cpp("include/flashinfer/attention/prefill.cuh")
+    numbers = {"padded_batch_size": 33, "cta_tile_q": 64}
+    mocked.planner.return_value = [numbers.get(name, 7) for name in backend.PLAN_FIELDS]
+    host = HOST._replace(qo_indptr=torch.tensor([0, 100, 301], dtype=torch.int32))
+    for split, blocks in ((True, 33), (False, -(-301 * GEOMETRY.query_heads // GEOMETRY.kv_heads // 64) + 1)):
+        plan = make_plan(mocked, static=True, split=split)
+        plan.plan(host)
+        plan.freeze()
+        assert plan._frozen is not None
+        assert dict(zip(backend.PLAN_FIELDS, plan._frozen, strict=True)) == {
+            **dict.fromkeys(backend.PLAN_FIELDS, 7), "cta_tile_q": 64, "padded_batch_size": blocks
+        }  # fmt: skip
 
 
 def test_a_static_plan_must_be_told_whether_to_split(mocked: Mocked) -> None:

@@ -19,7 +19,7 @@ import compiled_llm
 from compiled_llm import compile as programs
 from compiled_llm import inductor, outline
 from compiled_llm.attention import attention_configs, paged_attention_in
-from compiled_llm.outline import Outline
+from compiled_llm.outline import KnownState, Outline
 from compiled_llm.pieces import Examples, cut, without_symbols
 from compiled_llm.watch import Weights
 from conftest import tiny_qwen3
@@ -265,6 +265,24 @@ def watch_of(model: PreTrainedModel) -> Callable[[], bool]:
     with torch.no_grad(), paged_attention_in(attention_configs(model)):
         weights, guards = Weights(model), paged.programs.guards(*arguments)
     return hold
+
+
+def test_outlines_share_what_they_know_only_where_they_saw_the_same():
+    modules = list(model_of().model.layers.modules())
+    known = KnownState()
+    first = known.of(modules)
+    assert known.of(modules) is first
+    before = modules[1].self_attn.scaling
+    scale(modules[1])
+    second = known.of(modules)
+    assert second is not first
+    assert second.hold(glance=1)
+    assert not first.hold(glance=1)
+    modules[1].self_attn.scaling = before
+    assert second.hold(glance=1)  # nobody can have changed it meanwhile, a glance says
+    assert first.hold(glance=2)
+    assert not second.hold(glance=2)
+    assert known.of(modules[1:]) is not second
 
 
 def test_after_a_change_the_whole_model_is_traced(graphs, seed):

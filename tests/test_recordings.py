@@ -6,6 +6,7 @@ A CUDA graph reads weights where they were; the stand-in raises an error where t
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -154,6 +155,19 @@ def test_what_a_replay_gave_before_its_guards_were_found_wrong_is_thrown_away(mo
     after = greedy(model, inputs, 1)
     torch.testing.assert_close(after, greedy(reference, inputs, 1))
     assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["nobody watches", "code of the user's runs"])
+def test_a_call_looks_at_the_model_once_and_at_each_recording_once(watched, monkeypatch, seed):
+    model = compiled_llm.wrap(plain(), **OPTIONS)
+    options = {"streamer": Changing(lambda: None)} if watched else {}
+    greedy(model, mixed_prompts([5, 18], 128, seed), 12)
+    looks: Counter[str] = Counter()
+    for name in ("weights_hold", "guards_hold"):
+        own = getattr(Recordings, name)
+        monkeypatch.setattr(Recordings, name, lambda *given, own=own, name=name: (looks.update([name]), own(*given))[1])
+    greedy(model, mixed_prompts([5, 18], 128, seed), 12, **options)
+    assert looks == ({"weights_hold": 12, "guards_hold": 12} if watched else {"weights_hold": 1, "guards_hold": 2})
 
 
 def test_a_token_that_was_thrown_away_does_not_count_as_seen(seed):
