@@ -125,6 +125,7 @@ class PagedModel:
             attention_groups(layers, config.page_size, model.dtype, self.device),
             config,
             self.device,
+            self.max_positions,
             self._shapes.all() if config.records_on(self.device.type) else [],
         )
         self.planner.load()
@@ -203,7 +204,7 @@ class PagedModel:
         program = PREFILL_EMBEDDED if embedded else PREFILL
         if program in self._ready:
             return
-        with self._preparing(program, waiting, by_warmup=not embedded):
+        with self._preparing(program, waiting):
             rows, length, kept = self._prefill_sizes()
             null = [null_extension(length, self.config.page_size)] * rows
             embeddings = self._null_embeddings(length * rows) if embedded else None
@@ -314,20 +315,13 @@ class PagedModel:
         return self.programs.graph_counts()
 
     @contextmanager
-    def _preparing(self, what: str, waiting: int, number: str = "", by_warmup: bool = True) -> Iterator[None]:
-        """Show what the block prepares, and note it where a call of ``waiting`` rows waits for it.
-
-        Args:
-            what: which program and bucket.
-            waiting: how many rows the call has, or 0.
-            number: which of how many.
-            by_warmup: whether ``warmup`` would have prepared it.
-        """
+    def _preparing(self, what: str, waiting: int, number: str = "") -> Iterator[None]:
+        """Show what the block prepares, and note it where a call of ``waiting`` rows waits for it."""
         start = time.perf_counter()
         with self._progress.task(self._what(what + number)):
             yield
         if waiting:
-            cause = f"warmup did not name a batch size of {waiting}" if by_warmup else None
+            cause = None if what == PREFILL_EMBEDDED else f"warmup did not name a batch size of {waiting}"
             self.journal.missed(what, waiting, time.perf_counter() - start, cause)
 
     def _what(self, program: str) -> str:
@@ -425,11 +419,9 @@ class PagedModel:
     # ---- recorded prefill
 
     def recorded_shapes(self, rows: int) -> list[Shape]:
-        """Return the shapes that prompts of so many rows are padded to and recorded in, smallest first.
-
-        Rows that go on from a long text may take others, whose keys are split.
-        """
-        return [shape for shape in self._shapes.of(rows) if self.planner.fits(shape)]
+        """Return the shapes that prefills of so many rows are padded to and recorded in, smallest first."""
+        both = [shape._replace(split=split) for shape in self._shapes.of(rows) for split in (False, True)]
+        return [shape for shape in both if self.planner.fits(shape)]
 
     def make_prefills_recorded(self, shapes: Sequence[Shape], waiting: int = 0) -> None:
         """Record prefills of these shapes, those that are not recorded yet.
@@ -445,8 +437,7 @@ class PagedModel:
         largest = max(shape.tokens for shape in new)
         none = np.zeros(0, dtype=np.int64)
         waiting = 0 if all(map(self.recordings.lost, new)) else waiting
-        known = not any(shape.split for shape in new)
-        with self._preparing(f"prefill of up to {largest} tokens", waiting, by_warmup=known):
+        with self._preparing(f"prefill of up to {largest} tokens", waiting):
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
                 self._replay_prefill(shape, [], none, none)
 

@@ -53,7 +53,12 @@ class Planner:
     """Plans for prefills: for those that graphs capture by shape, for all others anew."""
 
     def __init__(
-        self, groups: Sequence[Geometry], config: WrapConfig, device: torch.device, shapes: Sequence[Shape] = ()
+        self,
+        groups: Sequence[Geometry],
+        config: WrapConfig,
+        device: torch.device,
+        longest: int,
+        shapes: Sequence[Shape] = (),
     ) -> None:
         """Allocate FlashInfer's workspace on CUDA; nothing on a CPU.
 
@@ -61,8 +66,10 @@ class Planner:
             groups: of the model's layers.
             config: the options of ``wrap``.
             device: where the model lives.
-            shapes: prefills that are recorded.
+            longest: tokens that a row may have.
+            shapes: prefills that are recorded, not split.
         """
+        self._longest = longest
         self._groups = list(groups) if device.type == "cuda" else []
         self._prefill: list[FlashInferPlan] = []
         self._recorded_prefills: dict[Shape, tuple[Tensor, list[FlashInferPlan]]] = {}
@@ -72,10 +79,10 @@ class Planner:
             from compiled_llm_ops.flashinfer_backend import Workspace
 
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-            wanted = max((self._recorded_bytes(shape._replace(split=True)) for shape in shapes), default=0)
+            wanted = max((self._split_bytes(shape) for shape in shapes if self._may_split(shape)), default=0)
             self._workspace = Workspace(device, config.workspace_bytes or self._default_workspace(wanted))
             if wanted > self.workspace_bytes:
-                logger.info("not all prefills of long texts are recorded: that takes workspace_bytes=%d", wanted)
+                logger.info("not all prefills of long rows are recorded: that takes workspace_bytes=%d", wanted)
 
     def load(self) -> None:
         """Begin to build or load FlashInfer's kernels, which the first prefill waits for."""
@@ -89,18 +96,18 @@ class Planner:
         return 0 if self._workspace is None else self._workspace.float_buffer.nbytes
 
     def fits(self, shape: Shape) -> bool:
-        """Return whether plans of recorded prefills of this shape fit the workspace, however long their rows are."""
-        return self._recorded_bytes(shape) <= self.workspace_bytes
+        """Return whether prefills of this shape can be recorded.
+
+        Where blocks share keys, their plans must fit the workspace, however long the rows are; and with so many tokens
+        that only a mixture of long and short rows gains by it, nothing is recorded.
+        """
+        return not shape.split or (self._may_split(shape) and self._split_bytes(shape) <= self.workspace_bytes)
 
     def splits(self, batch: Sequence[Extension]) -> bool:
         """Return whether a prefill of these rows is faster if blocks share the keys of a row."""
-        if not self._groups:
-            return False
-        from compiled_llm_ops.flashinfer_backend import worth_splitting
-
-        queries = np.array([len(extension.ids) for extension in batch])
-        lengths = np.array([extension.row.length for extension in batch])
-        return any(worth_splitting(group, queries, lengths, self._processors) for group in self._groups)
+        return self._worth_splitting(
+            [len(extension.ids) for extension in batch], [extension.row.length for extension in batch]
+        )
 
     def plan_prefill(self, columns: PageTable, table: HostTable, shape: Shape | None = None) -> None:
         """Plan a prefill or extend whose page table lies in ``columns``.
@@ -126,9 +133,18 @@ class Planner:
         for plan in self._recorded_prefills[shape][1]:
             plan.freeze()
 
-    def _recorded_bytes(self, shape: Shape) -> int:
-        if not (self._groups and shape.split):
-            return 0
+    def _may_split(self, shape: Shape) -> bool:
+        return self._worth_splitting([shape.tokens], [self._longest])
+
+    def _worth_splitting(self, queries: Sequence[int], lengths: Sequence[int]) -> bool:
+        if not self._groups:
+            return False
+        from compiled_llm_ops.flashinfer_backend import worth_splitting
+
+        given = np.array(queries), np.array(lengths)
+        return any(worth_splitting(group, *given, self._processors) for group in self._groups)
+
+    def _split_bytes(self, shape: Shape) -> int:
         from compiled_llm_ops.flashinfer_backend import static_split_bytes
 
         sizes = [static_split_bytes(group, shape.tokens, shape.rows + 1, self._processors) for group in self._groups]

@@ -430,7 +430,7 @@ def test_split_rows_take_what_is_reckoned() -> None:
 
 @pytest.mark.parametrize(
     ("query_heads", "max_batch_size", "given", "everything_fits"),
-    [(16, 64, None, True), (32, 64, None, not backend._counts_pairs_as_queries()), (32, 64, 2**30, True),
+    [(16, 64, None, True), (32, 64, None, True), (32, 64, 2**30, True),
      (16, 64, 2**20, False), (16, 4096, None, True), (16, 1, None, True)],
 )  # fmt: skip
 def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
@@ -447,11 +447,13 @@ def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
     monkeypatch.setattr(backend, "Workspace", unallocated)
     group = Geometry(query_heads, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
     config = WrapConfig(max_batch_size=max_batch_size, workspace_bytes=given)
-    shapes = [shape for shape in RecordedShapes(max_batch_size, weights=1).all() if shape.tokens <= 2048]
-    planner = Planner([group], config, torch.device("cuda"), shapes)
-    assert shapes
+    shapes = RecordedShapes(max_batch_size, weights=1).all()
+    planner = Planner([group], config, torch.device("cuda"), 40_960, shapes)
     assert all(map(planner.fits, shapes))
-    assert all(planner.fits(shape._replace(split=True)) for shape in shapes) is everything_fits
+    pays = [shape._replace(split=True) for shape in shapes if planner._may_split(shape)]
+    assert max(shape.tokens for shape in pays) == {16: 1536, 32: 768}[query_heads]
+    assert all(map(planner.fits, pays)) is everything_fits
+    assert not any(planner.fits(shape._replace(split=True)) for shape in shapes if shape.tokens > pays[-1].tokens)
     if given is None:
         assert backend.split_bytes(group, 132) <= planner.workspace_bytes <= 256 * 2**20
     else:

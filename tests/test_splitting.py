@@ -9,7 +9,7 @@ import torch
 from compiled_llm import WrapConfig
 from compiled_llm.page_table import Span
 from compiled_llm.plan import Planner
-from compiled_llm.prefill import Extension
+from compiled_llm.prefill import Extension, Shape
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.flashinfer_backend import worth_splitting
 
@@ -89,5 +89,7 @@ def test_a_window_bounds_what_is_gone_over() -> None:
 
 def test_on_a_cpu_nothing_is_shared() -> None:
     row = Extension(Span([1] * 2000, 30_000), np.zeros(64, dtype=np.int64), np.zeros(64, dtype=np.int64))
-    planner = Planner([QWEN3_SMALL], WrapConfig(), torch.device("cpu"))
+    planner = Planner([QWEN3_SMALL], WrapConfig(), torch.device("cpu"), longest=40_960)
     assert not planner.splits([row])
+    assert not planner.fits(Shape(64, 2, split=True))
+    assert planner.fits(Shape(64, 2))
