@@ -38,7 +38,7 @@ from compiled_llm_ops import (
     sample_tokens,
     skinny_linear,
 )
-from compiled_llm_ops.tiling import Tiling, choose
+from compiled_llm_ops.tiling import Tiling, choose, choose_normed
 
 pytestmark = pytest.mark.core
 
@@ -815,3 +815,22 @@ def test_tilings_of_measured_products():
     assert choose(1, 1024, 3072) == Tiling(1, 2, 1, 1024, 1, 3)
     assert choose(1, 151936, 1024) == Tiling(1, 4, 1, 1024, 1, 1)
     assert choose(8, 512, 4096) is choose(65, 4096, 4096) is None
+
+
+def test_few_programs_norm_the_row_each_for_itself():
+    assert choose_normed(4096, 1024) == choose(1, 4096, 1024)
+    assert choose_normed(6144, 4096) == choose(1, 6144, 4096)
+    assert choose_normed(6144, 1024) == Tiling(1, 8, 1, 1024, 1, 1)  # half as many
+    assert choose_normed(24576, 4096) is choose_normed(151936, 1024) is None  # too many
+    assert choose_normed(1024, 12288) is None  # the row does not fit beside the weights
+
+
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_programs_that_norm_hold_the_whole_row(processors):
+    for n in (16, 1000, 1024, 2560, 4096, 6144, 12288, 24576, 151936):
+        for k in (64, 896, 1024, 2048, 4096, 12288):
+            tiling = choose_normed(n, k, processors)
+            if tiling is not None:
+                assert tiling.early * tiling.inputs >= k
+                assert tiling.early * tiling.inputs * tiling.outputs <= 128 * 128, "registers"
+                assert n <= 16 * processors * tiling.outputs
