@@ -5,6 +5,7 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them aft
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -93,17 +94,18 @@ class RecordedShapes:
             weights: numbers in the matrices of a layer.
         """
         most = max(2, max_rows)  # a symbolic size is at least 2
-        self._rows = sorted({2, min(8, most), most})
-        self._tokens = [tokens for tokens in _RECORDED_TOKENS if tokens * weights <= _DEVICE_BOUND]
+        tokens = [tokens for tokens in _RECORDED_TOKENS if tokens * weights <= _DEVICE_BOUND]
+        self._by_rows = {
+            rows: [Shape(count, rows) for count in tokens if count >= rows] for rows in sorted({2, min(8, most), most})
+        }
 
     def of(self, rows: int) -> list[Shape]:
         """Return the shapes of prefills of so many rows, smallest first."""
-        rows_there = next(size for size in self._rows if size >= rows)
-        return [Shape(tokens, rows_there) for tokens in self._tokens if tokens >= rows_there]
+        return next(shapes for most, shapes in self._by_rows.items() if most >= rows)
 
     def all(self) -> list[Shape]:
         """Return the shapes of prefills of any number of rows."""
-        return [shape for rows in self._rows for shape in self.of(rows)]
+        return [*itertools.chain.from_iterable(self._by_rows.values())]
 
     def smallest(self, tokens: int, rows: int) -> Shape | None:
         """Return the smallest shape that holds a prefill of so many tokens, or None for one too large for all."""
