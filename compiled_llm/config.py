@@ -42,7 +42,7 @@ class WrapConfig:
             string is bytes with a unit (``"8GiB"``) or tokens (``"20000 tokens"``). By default 0.8 of what is free on
             a CUDA device and 0.25 of what is free on a CPU. A fraction, the default too, never takes more than
             ``max_batch_size`` rows of the model's full length can use.
-        prefill_tokens: most tokens computed at once in prefill; longer prompts are computed in pieces, so that they
+        prefill_tokens: most tokens computed at once in prefill; longer prompts are computed in chunks, so that they
             need no more memory for activations.
         fuse_projections: compute linear layers that read one input (queries, keys and values; gate and up) as one
             product. Their weights become views of one storage each, and stay the parameters that they are. By default

@@ -371,7 +371,7 @@ class PagedModel:
         slots: NDArray[np.int64],
         embeddings: Tensor | None,
     ) -> Step:
-        """Run one piece; ``slots`` ``[C]`` are those of the rows that end in it, or there are none."""
+        """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or there are none."""
         wanted, chosen = len(keep), len(slots)
         shape = self._shape_to_replay(batch, keep, slots, embeddings)
         if shape is not None:

@@ -1,4 +1,4 @@
-"""The layout of packed tokens on their way through prefill: pieces of a bounded size, padding, recorded shapes.
+"""The layout of packed tokens on their way through prefill: chunks of a bounded size, padding, recorded shapes.
 
 Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen.
 """
@@ -169,7 +169,7 @@ def as_bytes(packed: Packed) -> NDArray[np.uint8]:
 
 
 def chunks(batch: Sequence[Extension], most: int, page_size: int) -> Iterator[list[Extension]]:
-    """Cut packed tokens into pieces of at most ``most``; a row that is cut attends to its earlier pieces in pages."""
+    """Cut packed tokens into chunks of at most ``most``; a row that is cut attends to its earlier chunks in pages."""
     chunk: list[Extension] = []
     room = most
     for extension in batch:
