@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -29,7 +30,7 @@ from test_families import FAMILIES, make
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
-LAYERS = 5
+LAYERS = 4
 
 
 class Graphs(list[fx.GraphModule]):
@@ -38,8 +39,7 @@ class Graphs(list[fx.GraphModule]):
     traced: list[int]
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+def tracing(patch: pytest.MonkeyPatch) -> Graphs:
     """Programs are outlined where they are recorded, which is on CUDA; here they run as Dynamo has made them."""
     given = Graphs()
     given.traced = []
@@ -58,9 +58,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
         given.traced.append(len({node.args[2] for node in ends}) or LAYERS)
         outline.fill(graph)
 
-    monkeypatch.setattr(programs, "Inductor", Backend)
-    monkeypatch.setattr(inductor, "fill", fill)
+    patch.setattr(programs, "Inductor", Backend)
+    patch.setattr(inductor, "fill", fill)
     return given
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    return tracing(monkeypatch)
 
 
 def model_of(**overrides: Any) -> PreTrainedModel:
@@ -120,6 +125,12 @@ class Half(Qwen3MLP):
         return half
 
 
+class Third(Qwen3MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        third: Tensor = super().forward(x) / 3
+        return third
+
+
 def scale(layer: nn.Module) -> None:
     layer.self_attn.scaling *= 3
 
@@ -139,7 +150,7 @@ def replace_a_module(layer: nn.Module) -> None:
 
 
 def swap_a_class(layer: nn.Module) -> None:
-    layer.mlp.__class__ = Half
+    layer.mlp.__class__ = Third
 
 
 def patch_a_forward(layer: nn.Module) -> None:
@@ -198,25 +209,44 @@ CHANGES = [
 ]
 
 
-def logits(model: PreTrainedModel, seed: int) -> list[Tensor]:
-    out = greedy(model, mixed_prompts([9, 12], 128, seed), 4, output_logits=True, return_dict_in_generate=True)
-    return list(out.logits)
+def logits(model: PreTrainedModel, seed: int, new_tokens: int = 4) -> list[Tensor]:
+    """With one new token, prefill's alone."""
+    inputs = mixed_prompts([9, 12], 128, seed)
+    return list(greedy(model, inputs, new_tokens, output_logits=True, return_dict_in_generate=True).logits)
 
 
-def assert_alike(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> None:
-    for ours, theirs in zip(logits(model, seed), logits(plain, seed), strict=True):
+def assert_alike(model: PreTrainedModel, plain: PreTrainedModel, seed: int, new_tokens: int = 4) -> None:
+    for ours, theirs in zip(logits(model, seed, new_tokens), logits(plain, seed, new_tokens), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_layer_that_differs_from_the_start_is_traced_for_itself(change, graphs, seed):
+# A weight is an input, and a graph cannot tell one from another; a hook may do anything.
+NOT_TOLD_APART = {replace_a_weight: 1, hook: LAYERS, hook_the_layer: LAYERS, patch_the_layers_forward: LAYERS}
+
+
+def test_layers_that_differ_from_the_start_are_each_traced_for_themselves(graphs, seed):
+    """All in one model: the first and the last layer are as they were, each between them differs in its own way."""
+    changes = [change for change in CHANGES if change not in NOT_TOLD_APART]
+    count = len(changes) + 2
+    plain, model = (tiny_qwen3(num_hidden_layers=count, eos_token_id=None) for _ in range(2))
+    compiled_llm.wrap(model, **OPTIONS)
+    for changed in (plain, model):
+        for change, layer in zip(changes, changed.model.layers[1:-1], strict=True):
+            change(layer)
+    assert_alike(model, plain, seed)
+    assert graphs.traced == [count - 1] * 2
+    outlines = model.compiled.paged().programs._outlines
+    found = [outline._layers.like for outline in outlines.values() if outline._layers is not None]
+    assert found == [[*range(count - 1), 0]] * 2
+
+
+@pytest.mark.parametrize(("change", "traced"), NOT_TOLD_APART.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_what_differs_without_an_attribute_does_not_mislead(change, traced, graphs, seed):
     plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
     for changed in (plain, model):
-        change(changed.model.layers[3])
-    assert_alike(model, plain, seed)
-    # A weight is an input, and a graph cannot tell one from another; a hook may do anything.
-    expected = {replace_a_weight: 1, hook: LAYERS, hook_the_layer: LAYERS, patch_the_layers_forward: LAYERS}
-    assert graphs.traced == [expected.get(change, 2)] * 2
+        change(changed.model.layers[2])
+    assert_alike(model, plain, seed, new_tokens=1)
+    assert graphs.traced == [traced]
 
 
 def test_a_window_of_one_layer_is_seen(graphs, monkeypatch, seed):
@@ -227,29 +257,87 @@ def test_a_window_of_one_layer_is_seen(graphs, monkeypatch, seed):
             monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
         model = compiled_llm.wrap(model_of(), **OPTIONS)
         for _ in range(2):
-            found.append(torch.stack(logits(model, seed)))
-            narrow_the_window(model.model.layers[3])
-    assert graphs.traced == [1, 1, *[LAYERS] * 6]
+            found.append(torch.stack(logits(model, seed, new_tokens=1)))
+            narrow_the_window(model.model.layers[2])
+    assert graphs.traced == [1, LAYERS, LAYERS, LAYERS]
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
     assert not torch.equal(found[0], found[1])
 
 
-@pytest.mark.parametrize(
-    ("change", "number"),
-    [*((change, 3) for change in CHANGES), *((change, 0) for change in CHANGES[::4])],  # 0 is traced, and has guards
-    ids=lambda value: getattr(value, "__name__", f"layer {value}"),
-)
-def test_a_later_change_of_any_layer_is_noticed(change, number, graphs, seed):
+# Attributes, modules, tensors, and hooks; the first layer is the one that was traced.
+LATER = [
+    *((change, 2) for change in (scale, replace_a_module, convert_a_weight, add_a_bias, replace_a_weight, hook)),
+    *((change, 0) for change in (act_otherwise, hook_the_layer)),
+]
+
+
+@pytest.mark.parametrize(("change", "number"), LATER, ids=lambda value: getattr(value, "__name__", f"layer {value}"))
+def test_after_a_later_change_of_any_layer_the_model_is_traced_as_it_is_by_then(change, number, graphs, seed):
     plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
-    assert_alike(model, plain, seed)
-    assert graphs.traced == [1, 1]
-    hold = watch_of(model)
-    assert hold()
+    assert_alike(model, plain, seed, new_tokens=1)
+    assert graphs.traced == [1]
     for changed in (plain, model):
         change(changed.model.layers[number])
-    assert change in (hook, hook_the_layer) or not hold()  # hooks have a watch of their own
-    assert_alike(model, plain, seed)
+    assert_alike(model, plain, seed, new_tokens=1)
+    assert graphs.traced == [1] + [LAYERS] * (change is not replace_a_weight)
+
+
+@pytest.fixture(scope="module")
+def outlined() -> PreTrainedModel:
+    """A model that was traced in outline; who changes it undoes that."""
+    with pytest.MonkeyPatch.context() as patch:
+        graphs = tracing(patch)
+        model = compiled_llm.wrap(model_of(), **OPTIONS)
+        logits(model, 0)
+        assert graphs.traced == [1, 1]
+    return model
+
+
+@contextmanager
+def undone(layer: nn.Module) -> Iterator[None]:
+    """Undo what is done to attributes, modules, parameters and classes."""
+    before = [
+        (module, type(module), dict(vars(module)), [(held, dict(held)) for held in dicts_of(module)])
+        for module in layer.modules()
+    ]
+    yield
+    for module, kind, attributes, contents in before:
+        module.__class__ = kind
+        vars(module).clear()
+        vars(module).update(attributes)
+        for held, content in contents:
+            held.clear()
+            held.update(content)
+
+
+def dicts_of(module: nn.Module) -> list[dict[str, Any]]:
+    return [module._modules, module._parameters, module._buffers]
+
+
+@pytest.mark.parametrize("number", [0, 2], ids="layer {}".format)
+@pytest.mark.parametrize("change", CHANGES[:-2], ids=lambda change: change.__name__)
+def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkeypatch):
+    """By what a recording takes for granted, and by what is called where nothing is recorded."""
+    paged = outlined.compiled.paged()
+    outlines, decode = paged.programs._outlines, paged.programs.decode_many_function
+    arguments = paged.programs._arguments(outlined, paged.buffers.bucket(2), paged.sampler.tables, paged.pages)
+
+    @torch.no_grad()
+    def traced_whole() -> bool:
+        with paged_attention_in(attention_configs(outlined)):
+            return copy.copy(outline).prepare(arguments) is outlined
+
+    outline = outlines[decode]
+    monkeypatch.setitem(outlines, decode, copy.copy(outline))  # it looks at its layers no longer once one has changed
+    hold, layer = watch_of(outlined), outlined.model.layers[number]
+    assert hold()
+    assert not traced_whole()
+    with undone(layer):
+        change(layer)
+        assert not hold()
+        assert traced_whole() == (change is not replace_a_weight)  # which is an input
+    assert not traced_whole()
 
 
 def watch_of(model: PreTrainedModel) -> Callable[[], bool]:
@@ -297,13 +385,13 @@ def test_after_a_change_the_whole_model_is_traced(graphs, seed):
 
 def test_another_list_of_layers_is_noticed(graphs, seed):
     plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
-    assert_alike(model, plain, seed)
+    assert_alike(model, plain, seed, new_tokens=1)
     for changed in (plain, model):
         inner = copy.copy(changed.model)
         inner._modules = {**inner._modules, "layers": nn.ModuleList(reversed(inner.layers))}
         changed.model = inner
-    assert_alike(model, plain, seed)
-    assert graphs.traced == [1, 1, LAYERS, LAYERS]
+    assert_alike(model, plain, seed, new_tokens=1)
+    assert graphs.traced == [1, LAYERS]
 
 
 class Numbered(Qwen3Attention):
@@ -360,7 +448,7 @@ class TwiceInTheMiddle(Qwen3Model):
         for number, layer in enumerate(self.layers):
             turned = tuple(each * 1.5 for each in rotary) if number == 1 else rotary
             hidden = layer(hidden, position_embeddings=turned, position_ids=position_ids, **kwargs)
-            hidden = hidden * 2 if number == 3 else hidden
+            hidden = hidden * 2 if number == 2 else hidden
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
 
@@ -392,7 +480,7 @@ def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
 
 def test_an_outline_keeps_no_model_alive(graphs, seed):
     model = compiled_llm.wrap(model_of(), **OPTIONS)
-    logits(model, seed)
+    logits(model, seed, new_tokens=1)
     layer = weakref.ref(model.model.layers[2])
     gc.collect()
     del model

@@ -125,7 +125,10 @@ def tiling_of(batch: Batch, spare: int, alone: int = 2, least: int = 1, together
     return Tiling(together, together + spare, alone, least, block=8192 // batch.pages.shape[4], stages=3, warps=4)
 
 
-def check(batch: Batch, tiling: int | Tiling, window_left: int = -1, soft_cap: float = 0.0) -> None:
+def check(
+    batch: Batch, tiling: int | Tiling, window_left: int = -1, soft_cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Compare what this tiling gives, which is returned, with a dense computation."""
     pages = batch.appended()
     out, lse = launch(batch, tiling, window_left, soft_cap)
     torch.testing.assert_close(batch.pages, pages, rtol=0, atol=0, equal_nan=True)
@@ -137,6 +140,7 @@ def check(batch: Batch, tiling: int | Tiling, window_left: int = -1, soft_cap: f
     assert out.is_contiguous()
     torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    return out, lse
 
 
 SPARE = pytest.mark.parametrize("spare", [0, 8], ids="spare={}".format)
@@ -146,7 +150,7 @@ LENGTHS = [1, 15, 16, 17, 64, 65, 300, 513]
 @interpreted
 @SPARE
 @pytest.mark.parametrize("head_dim", [64, 128], ids="D={}".format)
-@pytest.mark.parametrize("group", [1, 2, 4, 5, 8], ids="group={}".format)
+@pytest.mark.parametrize("group", [1, 5, 8], ids="group={}".format)
 def test_rows_of_any_length(group: int, head_dim: int, spare: int, seed: int) -> None:
     check(batch_of(LENGTHS, group, 16, head_dim), spare)
 
@@ -165,24 +169,20 @@ def test_long_rows_are_shared_by_many_programs(spare: int, seed: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("spare", "alone", "least", "shared"),
-    [
+def test_of_many_rows_only_long_ones_are_shared(seed: int) -> None:
+    batch = batch_of([256, 512, 513, 1100], 2, 16, 128)  # blocks: 4, 8, 9, 18
+    expected, _ = launch(batch, 0)
+    for spare, alone, least, shared in (
         (35, 3, 1, [True, True, True, True]),
         (35, 8, 1, [False, False, True, True]),
         (35, 3, 8, [False, False, True, True]),
         (3, 3, 1, [False, False, False, True]),
         (35, 3, 18, [False, False, False, False]),
-    ],
-)
-def test_of_many_rows_only_long_ones_are_shared(
-    spare: int, alone: int, least: int, shared: list[bool], seed: int
-) -> None:
-    batch = batch_of([256, 512, 513, 1100], 2, 16, 128)  # blocks: 4, 8, 9, 18
-    expected, _ = launch(batch, 0)
-    out, _ = launch(batch, tiling_of(batch, spare, alone, least))
-    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
-    assert [not torch.equal(*row) for row in zip(out, expected, strict=True)] == shared
+    ):
+        out, _ = launch(batch, tiling_of(batch, spare, alone, least))
+        torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+        found = [not torch.equal(*row) for row in zip(out, expected, strict=True)]
+        assert found == shared, (spare, alone, least)
 
 
 @interpreted
@@ -193,23 +193,23 @@ def test_one_long_row_of_many(seed: int) -> None:
         lengths[long] = 3000
         batch, tiling = batch_of(lengths, 2, 16, 128), choose(rows, 8, 2, 128, 40_960, **H200)
         tiling = tiling._replace(programs=tiling.together + 5)  # the interpreter takes its time
-        check(batch, tiling)
-        out, alone = (launch(batch, tiling._replace(alone=most))[0][long] for most in (tiling.alone, 1000))
-        assert not torch.equal(out, alone)
+        out, _ = check(batch, tiling)
+        alone, _ = launch(batch, tiling._replace(alone=1000))
+        assert not torch.equal(out[long], alone[long])
 
 
 @interpreted
-@pytest.mark.parametrize("together", [1, 2, 3, 5, 7], ids="together={}".format)
+@pytest.mark.parametrize("together", [1, 3, 7], ids="together={}".format)
 def test_groups_of_rows_that_share_programs(together: int, seed: int) -> None:
     batch = batch_of([300, 1000, 1, 40, 700, 1500, 65], 4, 16, 128)
     check(batch, tiling_of(batch, 12, together=together))
 
 
 @interpreted
-@pytest.mark.parametrize(("window_left", "soft_cap"), [(-1, 0.0), (150, 5.0), (2000, 0.0)])
+@pytest.mark.parametrize(("window_left", "soft_cap"), [(-1, 0.0), (150, 5.0), (10_000, 0.0)])
 def test_batches_of_mixed_rows(window_left: int, soft_cap: float, seed: int) -> None:
     for rows in (3, 16):
-        lengths = (2 ** (torch.rand(rows) * 12)).int().tolist()
+        lengths = (2 ** (torch.rand(rows) * 11)).int().tolist()
         batch = batch_of(lengths, 2, 16, 128)
         most_keys = 4096 if window_left < 0 else window_left + 1
         check(batch, choose(rows, KV_HEADS, 2, 128, most_keys, **H200), window_left, soft_cap)
@@ -217,11 +217,10 @@ def test_batches_of_mixed_rows(window_left: int, soft_cap: float, seed: int) -> 
 
 @interpreted
 @SPARE
-@pytest.mark.parametrize("window_left", [0, 1, 20, 300, 10_000], ids="window={}".format)
+@pytest.mark.parametrize("window_left", [0, 1, 20, 300], ids="window={}".format)
 def test_nothing_outside_of_the_window_is_read(window_left: int, spare: int, seed: int) -> None:
     batch = batch_of(LENGTHS, 2, 16, 128)
-    check(batch, spare, window_left)
-    expected = launch(batch, spare, window_left)
+    expected = check(batch, spare, window_left)
     for row, length in enumerate(LENGTHS):
         own = batch.indices[batch.indptr[row] : batch.indptr[row + 1]]
         for position in range(length - 1 - window_left):
@@ -402,7 +401,7 @@ def counts_of(shares: Sequence[Share], rows: int) -> list[int]:
 
 
 @interpreted
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(derandomize=True, deadline=None, max_examples=10)
 @given(
     st.lists(st.one_of(st.integers(1, 5), st.integers(1, 60), st.integers(1, 2**20)), min_size=1, max_size=32),
     st.integers(0, 69),

@@ -62,8 +62,11 @@ def launch(*given: Any) -> Tensor:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spread", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize(
+    ("spread", "dtype"),
+    [(0.3, torch.float32), (1.0, torch.float32), (5.0, torch.float32), (1.0, torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("vocabulary", [5, 777, 4097, 9001])
 def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, dtype: torch.dtype, seed: int) -> None:
     logits = (torch.randn(len(BRANCHES), vocabulary) * spread).to(dtype)
@@ -86,7 +89,7 @@ def test_sets_are_exact(setting: Sampling, seed: int) -> None:
     logits = torch.randn(1, 901) * 2
     setting = replace(setting, top_k=setting.top_k and min(setting.top_k, 300))
     tokens, uniform = middles(distribution(logits[0], setting))
-    picked = torch.randperm(len(tokens))[:24]
+    picked = torch.randperm(len(tokens))[:12]
     chosen = launch(*arguments(logits.expand(len(picked), -1), uniform[picked], [setting] * len(picked)))
     assert torch.equal(chosen, tokens[picked])
 
