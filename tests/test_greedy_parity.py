@@ -16,7 +16,8 @@ from parity import assert_account_is_empty, greedy, mixed_prompts
 
 # Below, at and above buckets (1, 2, 4, 8), one after the other on the same model, and how many tokens each writes.
 BATCHES = [
-    ([7], 200), ([5, 9], 50), ([1, 12, 30], 50), ([4, 4, 4, 4], 50), ([3, 17, 1, 8, 25], 200), ([6], 50), ([2, 31, 9], 50),
+    ([7], 200), ([5, 9], 50), ([1, 12, 30], 50), ([4, 4, 4, 4], 50),
+    ([3, 17, 1, 8, 25], 200), ([6], 50), ([2, 31, 9], 50),
 ]  # fmt: skip
 
 

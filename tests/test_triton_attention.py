@@ -125,9 +125,7 @@ def tiling_of(batch: Batch, spare: int, alone: int = 2, least: int = 1, together
     return Tiling(together, together + spare, alone, least, block=8192 // batch.pages.shape[4], stages=3, warps=4)
 
 
-def check(
-    batch: Batch, tiling: int | Tiling, window_left: int = -1, soft_cap: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def check(batch: Batch, tiling: int | Tiling, window_left: int = -1, soft_cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """Compare what this tiling gives, which is returned, with a dense computation."""
     pages = batch.appended()
     out, lse = launch(batch, tiling, window_left, soft_cap)
