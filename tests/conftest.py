@@ -20,6 +20,7 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Co
 from transformers import LlamaForCausalLM as Llama
 from transformers import Qwen3ForCausalLM as Qwen3
 
+from compiled_llm import inductor
 from compiled_llm.runner import Runner
 from interpreting import INTERPRETED
 
@@ -87,7 +88,6 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(autouse=True, scope="module")
 def _collections_pass_over_what_was_there_before() -> None:
     """Each took a second by the end, of everything imported and compiled so far; many tests ask for one."""
-    gc.unfreeze()
     gc.collect()
     gc.freeze()
 
@@ -99,6 +99,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs run as Dynamo and our passes leave them: enough where nothing depends on what Inductor makes of them."""
+    monkeypatch.setattr(inductor, "compile_with_inductor", lambda module, inputs, options: module.forward)
 
 
 @pytest.fixture(scope="session")

@@ -548,7 +548,8 @@ def test_forward_hooks_that_change_logits_change_tokens(models, inputs):
     torch.testing.assert_close(greedy(wrapped, inputs, 9), greedy(plain, inputs, 9))
 
 
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_hooks_on_inner_modules_fire_whenever_they_are_registered(mode, inputs):
     model, plain = (tiny_llama(eos_token_id=None, num_hidden_layers=1) for _ in range(2))
     compiled_llm.wrap(model, **{**OPTIONS, "mode": mode, "progress": False})

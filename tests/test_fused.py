@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm import fused, inductor
+from compiled_llm import fused
 from compiled_llm.fused import FusedWeights, Group, LinearWatch
 from compiled_llm.inductor import Inductor
 from compiled_llm.passes import FusedProducts
@@ -510,11 +510,10 @@ def test_tokens_equal_huggingface(family, products, seed):
     assert_account_is_empty(model)
 
 
+@pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("family", ["Cohere", "GptOss", "Mixtral", "OPT", "Phi"])
-def test_graphs_of_other_families_stay_right(family, products, monkeypatch, seed):
-    """Run as they come out of the pass, without Inductor: parallel blocks, experts, biases."""
-
-    monkeypatch.setattr(inductor, "compile_with_inductor", lambda module, inputs, options: module.forward)
+def test_graphs_of_other_families_stay_right(family, products, seed):
+    """Parallel blocks, experts, biases."""
     model, inputs = make(family, OTHER_FAMILIES[family], seed), mixed_prompts([5, 19, 11], 128, seed)
     expected = greedy(model, inputs, 12)
     compiled_llm.wrap(model, **OPTIONS)
@@ -661,6 +660,7 @@ def test_copies_and_pickles_fuse_weights_of_their_own(twins, seed):
         assert addresses[0].isdisjoint(addresses[1])
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_a_converted_model_is_fused_anew(seed):
     plain, wrapped = tiny_qwen3(**SMALL), compiled_llm.wrap(tiny_qwen3(**SMALL), **OPTIONS)
     inputs = mixed_prompts([4, 9], 128, seed)
@@ -671,6 +671,7 @@ def test_a_converted_model_is_fused_anew(seed):
     assert len(wrapped.compiled.paged().weights.groups) == 2
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_unwrapping_gives_weights_memory_of_their_own(seed):
     plain, wrapped = tiny_qwen3(**SMALL), compiled_llm.wrap(tiny_qwen3(**SMALL), **OPTIONS)
     inputs = mixed_prompts([4, 9], 128, seed)

@@ -88,6 +88,7 @@ def test_prefills_and_steps_are_recorded_once_and_give_huggingfaces_tokens(seed)
     assert_account_is_empty(model)
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_after_warmup_nothing_is_recorded(seed):
     model = compiled_llm.wrap(plain(), **OPTIONS)
     model.compiled.warmup([2])
@@ -102,6 +103,7 @@ def test_after_warmup_nothing_is_recorded(seed):
     assert (after.graphs, after.recompiles) == (2, 0)
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_prefills_whose_plans_do_not_fit_are_not_recorded(seed, monkeypatch):
     monkeypatch.setattr(Planner, "fits", lambda self, shape: not shape.split and shape.tokens <= 48)
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
@@ -114,6 +116,7 @@ def test_prefills_whose_plans_do_not_fit_are_not_recorded(seed, monkeypatch):
     assert model.compiled.stats().prefill_recordings == before.prefill_recordings
 
 
+@pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("during", [False, True], ids=["between calls", "during a call"])
 @pytest.mark.parametrize(
     ("change", "moved"),
@@ -144,6 +147,7 @@ def test_what_no_longer_holds_is_recorded_anew(change, moved, during, seed):
     assert_account_is_empty(model)
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_what_a_replay_gave_before_its_guards_were_found_wrong_is_thrown_away(monkeypatch, seed):
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
     inputs = mixed_prompts([5, 18], 128, seed)
@@ -157,6 +161,7 @@ def test_what_a_replay_gave_before_its_guards_were_found_wrong_is_thrown_away(mo
     assert not torch.equal(after, before)
 
 
+@pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("watched", [False, True], ids=["nobody watches", "code of the user's runs"])
 def test_a_call_looks_at_the_model_once_and_at_each_recording_once(watched, monkeypatch, seed):
     model = compiled_llm.wrap(plain(), **OPTIONS)
@@ -170,6 +175,7 @@ def test_a_call_looks_at_the_model_once_and_at_each_recording_once(watched, monk
     assert looks == ({"weights_hold": 12, "guards_hold": 12} if watched else {"weights_hold": 1, "guards_hold": 2})
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_a_token_that_was_thrown_away_does_not_count_as_seen(seed):
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
     inputs, options = mixed_prompts([5, 18], 128, seed), {"repetition_penalty": 30.0}
@@ -179,12 +185,15 @@ def test_a_token_that_was_thrown_away_does_not_count_as_seen(seed):
     torch.testing.assert_close(greedy(model, inputs, 4, **options), greedy(reference, inputs, 4, **options))
 
 
-@pytest.mark.parametrize("lengths", [[16], [15], [17], [9, 7], [4, 4, 8], [5, 4, 4], [64]])
-def test_prefills_that_fill_a_shape_or_nearly_give_huggingfaces_tokens(lengths, seed):
+@pytest.mark.usefixtures("without_inductor")
+def test_prefills_that_fill_a_shape_or_nearly_give_huggingfaces_tokens(seed):
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
-    inputs = mixed_prompts(lengths, 128, seed)
-    torch.testing.assert_close(greedy(model, inputs, 3), greedy(reference, inputs, 3))
-    assert model.compiled.stats().prefill_recordings == 1
+    shapes = set()
+    for lengths in ([16], [15], [17], [9, 7], [4, 4, 8], [5, 4, 4], [64]):
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 3), greedy(reference, inputs, 3))
+        shapes.add(SHAPES.smallest(sum(lengths), len(lengths)))
+        assert model.compiled.stats().prefill_recordings == len(shapes)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
@@ -222,6 +231,7 @@ def test_shapes_have_room_for_the_rows_and_no_more_than_there_can_be(rows):
         assert all(rows <= shape.rows <= max(2, most) and shape.rows <= shape.tokens for shape in shapes.of(rows))
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_a_prefill_whose_keys_are_split_is_recorded_apart(seed, monkeypatch):
     monkeypatch.setattr(Planner, "splits", lambda self, batch: batch[0].row.length > 30)
     monkeypatch.setattr(Planner, "fits", lambda self, shape: True)
@@ -268,6 +278,7 @@ def test_prefill_is_compiled_with_as_many_tokens_as_the_model_can_take(max_posit
     assert (length > 2) == (min(500, max_positions) >= rows * page_size)
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_a_recording_that_fails_leaves_the_next_call_whole(monkeypatch, seed):
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
     inputs = mixed_prompts([5, 9], 128, seed)

@@ -189,7 +189,8 @@ CHANGES = [convert, convert_and_back, load, load_assigned, train_a_step, tie, ne
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", ["eager", "compile"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_tokens_and_logits_follow_a_change(change, mode, seed):
     if mode == "compile" and change not in (convert, load, load_assigned, new_head, more_tokens):
