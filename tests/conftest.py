@@ -85,11 +85,22 @@ def seed(request: pytest.FixtureRequest) -> int:
     return chosen
 
 
+_objects = gc.get_objects
+
+
+def _objects_and_frozen_ones(generation: int | None = None) -> list[Any]:
+    gc.unfreeze()
+    return _objects(generation)
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _collections_pass_over_what_was_there_before() -> None:
+def _collections_pass_over_what_was_there_before() -> Iterator[None]:
     """Each took a second by the end, of everything imported and compiled so far; many tests ask for one."""
     gc.collect()
     gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_objects", _objects_and_frozen_ones)  # `explain` looks through all functions
+        yield
 
 
 @pytest.fixture(scope="module")

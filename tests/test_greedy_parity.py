@@ -110,6 +110,7 @@ def test_sliding_and_full_layers_in_one_model(seed):
     torch.testing.assert_close(greedy(wrapped, inputs, 50), greedy(plain, inputs, 50))
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_two_wrapped_models_of_one_class_do_not_share_graphs(seed):
     first = compiled_llm.wrap(tiny_qwen3(seed=3, num_hidden_layers=1), page_size=4, progress=False)
     second = compiled_llm.wrap(tiny_qwen3(seed=4, num_hidden_layers=1), page_size=4, progress=False)

@@ -25,6 +25,7 @@ def test_pieces_do_not_change_tokens(prefill_tokens, seed):
         assert_account_is_empty(wrapped)
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_pieces_do_not_recompile(seed):
     wrapped = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), page_size=4, prefill_tokens=9, progress=False)
     wrapped.compiled.warmup([1, 4])

@@ -38,7 +38,8 @@ ARGUMENTS: list[dict[str, Any]] = [
 @pytest.fixture
 def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     """A plain model and a wrapped one."""
-    return tiny_qwen3(num_hidden_layers=1), compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), progress=False)
+    plain, wrapped = (tiny_qwen3(num_hidden_layers=1) for _ in range(2))
+    return plain, compiled_llm.wrap(wrapped, mode="eager", progress=False)
 
 
 def prepared(model: PreTrainedModel, arguments: dict[str, Any]) -> Any:
