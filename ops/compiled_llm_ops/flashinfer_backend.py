@@ -69,7 +69,7 @@ STAGING_BUFFERS = 16
 """Plans the host may be ahead of the device: three and more prefills of a model with several attention groups."""
 
 # What FlashInfer's planner returns, in its order: PrefillPlanInfo in scheduler.cuh.
-PLAN_FIELDS = (
+PLAN_FIELDS: tuple[str, ...] = (
     "padded_batch_size",
     "total_num_rows",
     "total_num_rows_offset",
