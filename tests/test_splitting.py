@@ -77,6 +77,10 @@ def test_one_long_row_among_short_ones_is_shared() -> None:
     assert not decided([64] * 8, [64] * 8)
 
 
+def test_with_more_heads_than_blocks_fill_the_device_nothing_is_shared() -> None:
+    assert not worth_splitting(QWEN3_SMALL._replace(kv_heads=64, query_heads=64), np.array([64]), np.array([9000]), 16)
+
+
 def test_rows_without_new_tokens_do_not_count() -> None:
     assert not decided([64, 0], [64, 30_000])
 

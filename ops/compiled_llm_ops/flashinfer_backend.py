@@ -534,7 +534,7 @@ def worth_splitting(
     tiles = -(-queries * (geometry.query_heads // geometry.kv_heads) // tile)
     longest, tokens = int(seen[tiles > 0].max(initial=0)), int(queries.sum())
     alone = _most_tiles(geometry, tokens, len(queries), tile) * geometry.kv_heads <= processors
-    shared = int(tiles @ seen) / _most_blocks(geometry, processors)
+    shared = int(tiles @ seen) * geometry.kv_heads / (2 * processors)  # two blocks fill a multiprocessor
     merging = 64 + tokens * geometry.query_heads / 18
     return longest * (0.6 if alone else 1) - shared > merging
 
