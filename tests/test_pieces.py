@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -134,11 +134,8 @@ def test_what_a_piece_gives_is_told_from_an_earlier_one_like_it(seed):
         torch._dynamo.mark_dynamic(tensor, 0)
     module, _ = traced(layers, inputs, *others)
     told, run = Examples(module), Examples(module)
-    for piece in cut(module):
-        description = piece.describe(told.of(piece))
-        assert piece.describe(run.of(piece)) == description
-        told.follow(piece, description)
-        run.follow(piece, f"{description} of its own {id(piece)}")
+    for _ in both_ways(module, told, run):
+        pass
     assert len(run._known) == 7
     assert len(told._known) == 4, "in front of all, three layers, two layers with sums, and the last"
 
@@ -154,11 +151,7 @@ def test_parts_of_one_product_share_memory_in_what_is_told_too(seed):
 
     module, _ = traced(layers, inputs_of())
     told, run = Examples(module), Examples(module)
-    for number, piece in enumerate(cut(module)):
-        description = piece.describe(told.of(piece))
-        assert piece.describe(run.of(piece)) == description
-        told.follow(piece, description)
-        run.follow(piece, f"{description} of its own {number}")
+    for piece in both_ways(module, told, run):
         layouts = [
             [(storage_number(value), value.shape, value.stride(), value.storage_offset()) for value in each]
             for each in ([examples._values[node] for node in piece.gives] for examples in (told, run))
@@ -178,11 +171,8 @@ def test_what_lies_in_another_order_is_told_too(seed):
 
     module, _ = traced(layers, inputs_of())
     told, run = Examples(module), Examples(module)
-    for number, piece in enumerate(cut(module)):
-        description = piece.describe(told.of(piece))
-        assert piece.describe(run.of(piece)) == description
-        told.follow(piece, description)
-        run.follow(piece, f"{description} of its own {number}")
+    for _ in both_ways(module, told, run):
+        pass
     assert (len(told._known), len(run._known)) == (3, 5)
 
 
@@ -227,6 +217,16 @@ def traced(function: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphModule, 
         torch.compile(function, fullgraph=True, dynamic=False, backend=backend)(*inputs)
     (found,) = graphs
     return found
+
+
+def both_ways(module: fx.GraphModule, told: Examples, run: Examples) -> Iterator[Piece]:
+    """Go through the pieces with results told from the first of a kind, and with those of each piece itself."""
+    for number, piece in enumerate(cut(module)):
+        description = piece.describe(told.of(piece))
+        assert piece.describe(run.of(piece)) == description
+        told.follow(piece, description)
+        run.follow(piece, f"{description} of its own {number}")
+        yield piece
 
 
 def descriptions(function: Callable[..., Any], *inputs: Any) -> list[str]:
