@@ -280,18 +280,18 @@ class PagedModel:
 
         The weights have been looked at.
         """
+        if key in self.recordings:
+            with self._switch.paged(self.thread.caller):
+                holds = self.recordings.guards_hold(key, self._glance)
+            if not holds:
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)  # a replay that found this out late may be running
+                self._held.clear()
+                self._ready -= self.recordings.forget()
+                self.programs.drop_tensors()
+                return False
         self._held.add(key)
-        if key not in self.recordings:
-            return True
-        with self._switch.paged(self.thread.caller):
-            if self.recordings.guards_hold(key, self._glance):
-                return True
-        self._held.clear()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # a replay that found this out late may be running
-        self._ready -= self.recordings.forget()
-        self.programs.drop_tensors()
-        return False
+        return True
 
     def memory(self) -> dict[str, int]:
         """Return where device memory went, in bytes."""
@@ -455,7 +455,8 @@ class PagedModel:
         if shape is None:
             return None
         shape = shape._replace(split=self.planner.splits(batch))
-        return shape if self.planner.fits(shape) else None  # larger ones fit even less
+        fits = shape in self.recordings or self.planner.fits(shape)
+        return shape if fits else None  # larger ones fit even less
 
     def _replay_prefill(
         self, shape: Shape, batch: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
