@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compiled_llm.config import WrapConfig
+    from compiled_llm.execution.stats import Stats
     from compiled_llm.explaining.explainer import explain
-    from compiled_llm.layers import UnsupportedModelError
-    from compiled_llm.page_table import OutOfPagesError
-    from compiled_llm.stats import Stats
-    from compiled_llm.wrapping import unwrap, wrap
+    from compiled_llm.huggingface.wrap import unwrap, wrap
+    from compiled_llm.kvcache.pool import OutOfPagesError
+    from compiled_llm.model.layer_probe import UnsupportedModelError
 
 from compiled_llm import logs
 from compiled_llm.env import Env
@@ -22,13 +22,13 @@ __all__ = ["OutOfPagesError", "Stats", "UnsupportedModelError", "WrapConfig", "e
 
 # Imported at first use: torch and transformers take seconds, which `compiled-llm --help` need not.
 _HOMES = {
-    "OutOfPagesError": "compiled_llm.page_table",
-    "Stats": "compiled_llm.stats",
-    "UnsupportedModelError": "compiled_llm.layers",
+    "OutOfPagesError": "compiled_llm.kvcache.pool",
+    "Stats": "compiled_llm.execution.stats",
+    "UnsupportedModelError": "compiled_llm.model.layer_probe",
     "WrapConfig": "compiled_llm.config",
     "explain": "compiled_llm.explaining.explainer",
-    "unwrap": "compiled_llm.wrapping",
-    "wrap": "compiled_llm.wrapping",
+    "unwrap": "compiled_llm.huggingface.wrap",
+    "wrap": "compiled_llm.huggingface.wrap",
 }
 
 

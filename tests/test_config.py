@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_llm import WrapConfig, kv_cache
+from compiled_llm import WrapConfig
 from compiled_llm.config import KVMemory, parse_kv_memory
-from compiled_llm.kv_cache import page_bytes, pages_to_allocate
-from compiled_llm.layers import Layer
+from compiled_llm.kvcache import memory as kv_cache
+from compiled_llm.kvcache.memory import page_bytes, pages_to_allocate
+from compiled_llm.model.layer_probe import Layer
 
 CPU = torch.device("cpu")
 LAYERS = [Layer(4, 2, 16, -1, 0.0), Layer(4, 2, 16, 6, 0.0), Layer(8, 1, 32, -1, 0.0)]

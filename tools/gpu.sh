@@ -74,7 +74,7 @@ if missing:
     sys.exit(1)
 
 import torch
-from compiled_llm_ops.flashinfer_backend import missing_for_cuda
+from compiled_llm_ops.flashinfer.plan import missing_for_cuda
 
 print("python", sys.version.split()[0], "CUDA", torch.version.cuda, "nvcc", shutil.which("nvcc"))
 if not torch.cuda.is_available():
@@ -84,14 +84,14 @@ if problems := missing_for_cuda():
     sys.exit("\n".join(problems))
 PYTHON
   say 'the ops'
-  run_tests ops.log -x tests/test_ops_gpu.py
+  run_tests ops.log -x tests/ops/test_ops_gpu.py
 }
 
 tests() {
   local files=() file
-  for file in $(grep -lE 'mark\.gpu' tests/test_*.py); do
+  for file in $(grep -rlE 'mark\.gpu' tests --include='test_*.py'); do
     # The checks have run these already.
-    if [[ $file != tests/test_ops_gpu.py || " ${stages[*]} " != *' checks '* ]]; then
+    if [[ $file != tests/ops/test_ops_gpu.py || " ${stages[*]} " != *' checks '* ]]; then
       files+=("$file")
     fi
   done
@@ -125,7 +125,7 @@ bench() {
     read -ra arguments <<<"$run"
     number=$((number + 1))
     say "compiled-llm bench ${arguments[*]}"
-    "$python" -c 'from compiled_llm.cli import main; main()' bench "${arguments[@]}" --verbose \
+    "$python" -m compiled_llm bench "${arguments[@]}" --verbose \
       ${COMMIT:+--commit "$COMMIT"} \
       --json "$out/bench-$number.json" | tee "$out/bench-$number.md" || status=$?
   done

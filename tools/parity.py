@@ -2,7 +2,8 @@
 
     python tools/parity.py qwen3-8b
 
-It is the parity test of `tests/test_model_gpu.py` on one of the bench's models: 8 rows of mixed lengths, then one row.
+It is the parity test of `tests/execution/test_model_gpu.py` on one of the bench's models:
+8 rows of mixed lengths, then one row.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_llm.bench import models
+from compiled_llm.commands.bench import models
 
 STEPS = 220
 BATCHES = ([1, 15, 16, 17, 33, 64, 100, 250], [100])
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-    import test_model_gpu as tests
+    from support import twins as tests
 
     cuda = torch.cuda.is_available()
     tests.DEVICE = "cuda" if cuda else "cpu"

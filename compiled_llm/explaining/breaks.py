@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from compiled_llm.compile import DECODE_ONE, PREFILL
+from compiled_llm.compilation.programs import DECODE_ONE, PREFILL
 from compiled_llm.explaining.advice import advise_break
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.explaining.places import NOWHERE, Place, blame, is_users, stack_in

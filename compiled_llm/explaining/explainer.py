@@ -15,18 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.attention import (
-    BATCH_ARGUMENT,
-    AttentionSwitch,
-    attention_configs,
-    paged_attention_in,
-)
-from compiled_llm.checks import check_model, check_placement, check_prompt
-from compiled_llm.compile import Forward
+from compiled_llm.compilation.programs import Forward
 from compiled_llm.config import WrapConfig
-from compiled_llm.drop_in import WrappedModel
 from compiled_llm.explaining import breaks
-from compiled_llm.explaining.dump import Dump, new_folder
+from compiled_llm.explaining.dump.dump import Dump, new_folder
 from compiled_llm.explaining.findings import Finding, Findings, general
 from compiled_llm.explaining.graph_checks import unrecordable
 from compiled_llm.explaining.history import history_of, timings_of
@@ -35,10 +27,18 @@ from compiled_llm.explaining.recompiles import environment_in, recompiles_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.timings import Prompts, Timing
 from compiled_llm.explaining.tracing import Bench, Trace
-from compiled_llm.fused import Group, LinearWatch
-from compiled_llm.generate import prompts_of
-from compiled_llm.layers import Layer, UnpagedCallError, UnsupportedModelError, probe_layers
-from compiled_llm.snapshot import unchanged
+from compiled_llm.huggingface.generate import prompts_of
+from compiled_llm.huggingface.wrapped_model import WrappedModel
+from compiled_llm.model.attention import (
+    BATCH_ARGUMENT,
+    AttentionSwitch,
+    attention_configs,
+    paged_attention_in,
+)
+from compiled_llm.model.checks import check_model, check_placement, check_prompt
+from compiled_llm.model.fused_weights import Group, LinearWatch
+from compiled_llm.model.layer_probe import Layer, UnpagedCallError, UnsupportedModelError, probe_layers
+from compiled_llm.model.restore import unchanged
 
 _INTERFACE = (
     "Use the model unwrapped; or let its attention layers call ALL_ATTENTION_FUNCTIONS[config._attn_implementation], "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from compiled_llm.compile import PREFILL
+from compiled_llm.compilation.programs import PREFILL
 from compiled_llm.explaining.advice import advise_break, advise_change
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.explaining.places import blame, stack_in

@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from compiled_llm.execution.events import Miss
 from compiled_llm.explaining.advice import advise_change
 from compiled_llm.explaining.findings import Finding, Findings, general
 from compiled_llm.explaining.places import blame, stack_in
 from compiled_llm.explaining.recompiles import recompiles_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.timings import Prompts, Timing, measure
-from compiled_llm.journal import Miss
 
 if TYPE_CHECKING:
-    from compiled_llm.runtime import CompiledModel
+    from compiled_llm.execution.runtime import CompiledModel
 
 _SLOW = "Leave this feature out of the call where speed matters."
 _MOVED = (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from compiled_llm.profiling.breakdown import columns_of, rows_of
+from compiled_llm.explaining.profile.breakdown import columns_of, rows_of
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }

@@ -18,12 +18,12 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
+from compiled_llm.execution.events import Miss
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.explaining.places import Place
+from compiled_llm.explaining.profile.breakdown import Breakdown, Kernel, Kind, columns_of, rows_of
 from compiled_llm.explaining.timings import Timing
 from compiled_llm.explaining.tracing import Trace
-from compiled_llm.journal import Miss
-from compiled_llm.profiling.breakdown import Breakdown, Kernel, Kind, columns_of, rows_of
 
 _LONGEST = 3
 

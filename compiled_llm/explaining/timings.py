@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from compiled_llm.paged_model import PagedModel
-from compiled_llm.profiling.bandwidth import read_bandwidth
-from compiled_llm.profiling.breakdown import Breakdown, kernels_of, kinds_of, moved_by_decode
-from compiled_llm.profiling.kernels import KernelProfiler, busy_us
-from compiled_llm.profiling.step_bytes import StepBytes, step_bytes
-from compiled_llm.progress import ProgressDisplay
-from compiled_llm.runner import Runner
+from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.runner import Runner
+from compiled_llm.explaining.profile.bandwidth import read_bandwidth
+from compiled_llm.explaining.profile.breakdown import Breakdown, kernels_of, kinds_of, moved_by_decode
+from compiled_llm.explaining.profile.kernels import KernelProfiler, busy_us
+from compiled_llm.explaining.profile.step_bytes import StepBytes, step_bytes
 
 Prompts = Sequence[NDArray[np.int64]]
 

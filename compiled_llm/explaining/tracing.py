@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
-from compiled_llm.attention import AttentionSwitch
 from compiled_llm.compat import (
     CompiledGraph,
     compiled_graphs,
@@ -32,19 +31,20 @@ from compiled_llm.compat import (
     no_bytecode_hooks,
     traced_by_inductor,
 )
-from compiled_llm.compile import DECODE_MANY, DECODE_ONE, PREFILL, Forward, PrefillInputs, Programs
+from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Forward, PrefillInputs, Programs
+from compiled_llm.compilation.sampling import SamplingTables
 from compiled_llm.config import Mode, WrapConfig
-from compiled_llm.drop_in import WrappedModel
-from compiled_llm.executor import executor_for
+from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.explaining.places import Place
 from compiled_llm.explaining.timings import Prompts, Timing, measure, tokens_to_hold
-from compiled_llm.fused import FusedWeights, Group
-from compiled_llm.kv_cache import DecodeInputs
-from compiled_llm.layers import Layer
-from compiled_llm.paged_model import PagedModel
-from compiled_llm.progress import ProgressDisplay
-from compiled_llm.runner import Runner
-from compiled_llm.sampling import SamplingTables
+from compiled_llm.huggingface.wrapped_model import WrappedModel
+from compiled_llm.kvcache.memory import DecodeInputs
+from compiled_llm.model.attention import AttentionSwitch
+from compiled_llm.model.fused_weights import FusedWeights, Group
+from compiled_llm.model.layer_probe import Layer
 
 # Steps of one batch: a prefill, a decode step that compiles and one that shows what has changed since.
 _STEPS = 3

@@ -4,13 +4,13 @@ Usable on its own: needs torch only; on CUDA also flashinfer-python, and the tri
 fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kernel in plain PyTorch for the CPU.
 """
 
-from compiled_llm_ops.attention import paged_attention, paged_attention_lse
-from compiled_llm_ops.decode import decode_attention, decode_attention_lse
-from compiled_llm_ops.linear import skinny_linear
-from compiled_llm_ops.norm import add_rms_norm
-from compiled_llm_ops.normed_linear import normed_linear
-from compiled_llm_ops.pages import append_paged_kv
-from compiled_llm_ops.plans import AttentionPlan, Geometry, PageTable, find_plan, register_plan
+from compiled_llm_ops.attention.append import append_paged_kv
+from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
+from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
+from compiled_llm_ops.contracts import AttentionPlan, Geometry, PageTable, find_plan, register_plan
+from compiled_llm_ops.linear.linear import skinny_linear
+from compiled_llm_ops.linear.norm import add_rms_norm
+from compiled_llm_ops.linear.normed_linear import normed_linear
 from compiled_llm_ops.sampling import NOT_A_TOKEN, sample_tokens, uniform_numbers, uniform_of
 
 __all__ = [

@@ -210,7 +210,7 @@ def _cuda(
     penalty: Tensor,
     seen: Tensor,
 ) -> Tensor:
-    from compiled_llm_ops import triton_sampling
+    from compiled_llm_ops.kernels import sampling as triton_sampling
 
     _check(logits, uniform, slots, temperature, top_k, top_p, min_p, penalty, seen)
     with torch.cuda.device_of(logits):

@@ -1,0 +1,1 @@
+"""What a user runs: `compiled-llm generate`, `explain`, `doctor` and `bench`."""

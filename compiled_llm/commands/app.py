@@ -1,0 +1,176 @@
+"""The commands of `compiled-llm`. What imports torch or transformers is imported inside, so that --help is quick."""
+
+from __future__ import annotations
+
+from enum import Enum
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from compiled_llm.commands.bench.commands import app as bench
+from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.explain import explain
+from compiled_llm.commands.generate import Request, SamplingFlags, run
+from compiled_llm.commands.prompt import read_prompt
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(bench, name="bench")
+app.command()(explain)
+
+_INPUT, _SAMPLING, _MODEL, _OUTPUT = "Input", "Sampling", "Model", "Output"
+
+
+class Dtype(str, Enum):
+    """What `--dtype` takes."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Device(str, Enum):
+    """What `--device` takes."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"compiled-llm {version('compiled-llm')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """HuggingFace causal LMs as one compiled graph over FlashInfer's paged attention."""
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="The text to continue; with --chat, the message to answer. `-`, or nothing in a pipe: stdin.",
+            show_default=False,
+        ),
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Read the prompt from a file, without its last line end.", rich_help_panel=_INPUT
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template.", rich_help_panel=_INPUT)
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.", rich_help_panel=_INPUT)
+    ] = None,
+    sample: Annotated[
+        bool | None,
+        typer.Option(
+            "--sample/--greedy",
+            help="Draw each token, or take the most likely one. Greedy, unless a flag below is given.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Above 1 evens probabilities out, below 1 sharpens them.", rich_help_panel=_SAMPLING),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw among the k most likely; 0 for all.", rich_help_panel=_SAMPLING)
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw among the most likely that together have this probability.", rich_help_panel=_SAMPLING),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw among those at least this times as likely as the most likely.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Above 1 makes tokens seen before less likely; goes with --greedy as well.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed draws the same text.", rich_help_panel=_SAMPLING)
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A folder, a GGUF file, a hub id, or `demo`: SmolLM2-135M, downloaded once (93 MB).",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "demo",
+    mode: Annotated[
+        str, typer.Option(help="How to run: eager, compile, reduce-overhead or cuda-graphs.", rich_help_panel=_MODEL)
+    ] = "cuda-graphs",
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.", rich_help_panel=_MODEL)
+    ] = Dtype.auto,
+    device: Annotated[
+        Device, typer.Option(help="auto: CUDA if there is a device.", rich_help_panel=_MODEL)
+    ] = Device.auto,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens.", rich_help_panel=_OUTPUT)] = 64,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Stop once the new text holds TEXT, which stays in it. May be given several times.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write one JSON object at the end, and no text.", rich_help_panel=_OUTPUT)
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show neither progress nor figures.", rich_help_panel=_OUTPUT)
+    ] = False,
+) -> None:
+    """Write the model's text to stdout as it comes, then one line of figures to stderr."""
+    with readable_errors():
+        sampling = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        request = Request(
+            prompt=read_prompt(prompt, file),
+            chat=chat,
+            system=system,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            stop=stop or [],
+            model=model,
+            mode=mode,
+            dtype=dtype.value,
+            device=device.value,
+            as_json=as_json,
+            quiet=quiet,
+        )
+        run(request)
+
+
+@app.command()
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Do not try to build kernels and run a model.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
+) -> None:
+    """Show what this machine has and what is missing, and try whether kernels build and a model runs.
+
+    Exit code 0 if compiled_llm can run here, on CUDA if there is a device, else on the CPU; 1 if not.
+    """
+    with readable_errors():
+        from compiled_llm.commands.doctor.report import report
+
+        can_run = report(quick=quick, as_json=as_json)
+    raise typer.Exit(0 if can_run else 1)

@@ -1,0 +1,12 @@
+"""vLLM, in a process and if need be in an environment of its own."""
+
+from __future__ import annotations
+
+from compiled_llm.commands.bench.peer import PeerContender
+
+
+class VLLM(PeerContender):
+    """vLLM's ``LLM.generate``: offline, CUDA graphs, everything as it chooses by itself."""
+
+    name = "vllm"
+    summary = "vLLM, offline"

@@ -1,0 +1,200 @@
+"""What a run of the bench found: a header that says where and how, and results; to JSON and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from compiled_llm.commands.bench.timing import Spread
+from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.explaining.profile.breakdown import Breakdown, Kernel, Kind
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One contender under one workload.
+
+    Attributes:
+        contender: its name.
+        batch: rows.
+        prompt: tokens in each prompt.
+        new: new tokens of each row.
+        sampled: whether tokens were sampled.
+        first_s: each run's time to the first token, in seconds.
+        total_s: each run's whole time, in seconds.
+        ready_s: what compiling and warming up took before, in seconds.
+        ceiling: tokens/s that the read bandwidth allows, or None where it is not known.
+    """
+
+    contender: str
+    batch: int
+    prompt: int
+    new: int
+    sampled: bool
+    first_s: list[float]
+    total_s: list[float]
+    ready_s: float
+    ceiling: float | None
+
+    @property
+    def workload(self) -> Workload:
+        """What was asked."""
+        return Workload(self.batch, self.prompt, self.new, self.sampled)
+
+    @property
+    def first(self) -> Spread:
+        """Time to first token, in seconds."""
+        return Spread.of_times(self.first_s)
+
+    @property
+    def decode(self) -> Spread:
+        """Tokens/s after the first."""
+        tokens = self.batch * (self.new - 1)
+        return Spread.of_rates(
+            tokens / (total - first) for first, total in zip(self.first_s, self.total_s, strict=True)
+        )
+
+    @property
+    def end_to_end(self) -> Spread:
+        """Tokens/s of the whole call."""
+        return Spread.of_rates(self.batch * self.new / total for total in self.total_s)
+
+    @property
+    def of_ceiling(self) -> float | None:
+        """The median decode rate as a share of the ceiling."""
+        return None if self.ceiling is None else self.decode.median / self.ceiling
+
+    def figures(self) -> dict[str, Any]:
+        """What is computed from the times; repeated in JSON for those who read it."""
+        return {
+            "context": self.workload.context,
+            "first_s": asdict(self.first),
+            "decode_tokens_per_s": asdict(self.decode),
+            "end_to_end_tokens_per_s": asdict(self.end_to_end),
+            "of_ceiling": self.of_ceiling,
+        }
+
+
+@dataclass(frozen=True)
+class Startup:
+    """One contender's way from nothing to tokens, in processes of its own.
+
+    Attributes:
+        contender: its name.
+        cache: ``cold`` (empty cache folders in every run) or ``warm`` (those of an earlier run).
+        stages: seconds from the start of the process to each stage, for every run: ``imported``, ``loaded``,
+            ``first token``, ``all tokens``.
+    """
+
+    contender: str
+    cache: str
+    stages: dict[str, list[float]]
+
+    def stage(self, name: str) -> Spread:
+        """Summarise one stage."""
+        return Spread.of_times(self.stages[name])
+
+    def figures(self) -> dict[str, Any]:
+        """What is computed from the times."""
+        return {name: asdict(self.stage(name)) for name in self.stages}
+
+
+@dataclass(frozen=True)
+class Roofline(Breakdown):
+    """Where the time of one decode step goes.
+
+    Attributes:
+        contender: its name.
+        batch: rows.
+        prompt: tokens in each prompt.
+        new: new tokens of each row.
+        sampled: whether tokens were sampled.
+    """
+
+    contender: str
+    batch: int
+    prompt: int
+    new: int
+    sampled: bool
+
+    @property
+    def workload(self) -> Workload:
+        """What was asked."""
+        return Workload(self.batch, self.prompt, self.new, self.sampled)
+
+
+@dataclass
+class Report:
+    """One run of the bench.
+
+    Attributes:
+        command: the command line.
+        machine: versions, GPU, clocks, CPU, commit; see ``machine.py``.
+        model: its name, weights and dtype.
+        read_bandwidth: bytes/s, measured in this run; None where nothing needed it.
+        latency: results of ``bench latency``.
+        startup: results of ``bench startup``.
+        roofline: results of ``bench roofline``.
+        memory: bytes on the device by contender.
+        unavailable: why contenders could not take part.
+        failures: what went wrong with those that did.
+    """
+
+    command: str
+    machine: dict[str, Any]
+    model: dict[str, Any]
+    read_bandwidth: float | None = None
+    latency: list[Latency] = field(default_factory=list)
+    startup: list[Startup] = field(default_factory=list)
+    roofline: list[Roofline] = field(default_factory=list)
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was measured."""
+        return not (self.latency or self.startup or self.roofline)
+
+    def save(self, path: Path) -> None:
+        """Write JSON."""
+        results = {name: _with_figures(getattr(self, name)) for name in ("latency", "startup", "roofline")}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self), **results}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Report:
+        """Read what ``save`` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            found = json.loads(path.read_text())
+            if found.pop("schema") != SCHEMA:
+                raise ValueError(f"schema {SCHEMA} is needed")
+            found["latency"] = [Latency(**fields) for fields in _without_figures(found["latency"])]
+            found["startup"] = [Startup(**fields) for fields in _without_figures(found["startup"])]
+            found["roofline"] = [_roofline(fields) for fields in _without_figures(found["roofline"])]
+            return cls(**found)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no result of compiled-llm bench: {error}") from error
+
+
+def _with_figures(results: Iterable[Latency | Startup | Roofline]) -> list[dict[str, Any]]:
+    return [{**asdict(result), "figures": result.figures()} for result in results]
+
+
+def _without_figures(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in result.items() if name != "figures"} for result in results]
+
+
+def _roofline(fields: dict[str, Any]) -> Roofline:
+    kinds = [Kind(**kind) for kind in fields["kinds"]]
+    kernels = [Kernel(**kernel) for kernel in fields["kernels"]]
+    return Roofline(**{**fields, "kinds": kinds, "kernels": kernels})

@@ -1,0 +1,206 @@
+"""A report as tables, which Markdown and the terminal show alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from compiled_llm.commands.bench.report import Latency, Report, Roofline, Startup
+from compiled_llm.commands.bench.timing import Spread
+from compiled_llm.explaining.profile.breakdown import columns_of, rows_of
+
+
+@dataclass
+class Table:
+    """A table with a title.
+
+    Attributes:
+        title: what it shows.
+        columns: their heads.
+        rows: cells, as many in each row as there are columns.
+        note: a sentence to follow it.
+        leading: how many columns are names rather than figures.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: list[list[str]] = field(default_factory=list)
+    note: str = ""
+    leading: int = 1
+
+
+def tables_of(report: Report) -> list[Table]:
+    """Return every table that the report has figures for."""
+    return [
+        *_latency(report.latency),
+        *_sampling(report.latency),
+        *_memory(report),
+        *_startup(report.startup),
+        *(_roofline(result) for result in report.roofline),
+        *_kernels(report.roofline),
+    ]
+
+
+def header(report: Report) -> list[str]:
+    """Return lines that say what was measured, with what and where."""
+    machine, model = report.machine, report.model
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    where = _gpu(machine["gpu"]) if machine["gpu"] else _cpu(machine)
+    lines = [
+        f"{model['name']} ({model['weights']} weights, {model['dtype']}) on {where}.",
+        f"{versions}; Python {machine['python']}; commit {machine['commit'] or 'not known'}; {machine['date']}.",
+    ]
+    if report.read_bandwidth is not None:
+        lines.append(f"Read bandwidth, measured in this run: {report.read_bandwidth / 1e9:,.1f} GB/s.")
+    return lines
+
+
+def _gpu(gpu: dict[str, object]) -> str:
+    clocks = gpu["clocks"]
+    state = ", ".join(f"{name} {value}" for name, value in clocks.items()) if isinstance(clocks, dict) else "not known"
+    return f"{gpu['name']} (driver {gpu['driver']}, CUDA {gpu['cuda']}; under load: {state})"
+
+
+def _cpu(machine: dict[str, dict[str, object]]) -> str:
+    cpu = machine["cpu"]
+    return f"{cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads, load at the start {machine['load']}"
+
+
+def footer(report: Report) -> list[str]:
+    """Return lines on who could not take part and what failed."""
+    return [
+        *(f"Not available: {name}: {reason}." for name, reason in report.unavailable.items()),
+        *(f"Failed: {line}" for line in report.failures),
+    ]
+
+
+# ---- latency
+
+
+def _latency(results: Sequence[Latency]) -> Iterator[Table]:
+    for prompt, new, sampled in dict.fromkeys((result.prompt, result.new, result.sampled) for result in results):
+        group = [result for result in results if (result.prompt, result.new, result.sampled) == (prompt, new, sampled)]
+        base = group[0].contender
+        title = f"Prompts of {prompt} tokens, {new} new tokens, {group[0].workload.decoding}"
+        columns = [
+            "contender",
+            "batch",
+            "first token, ms",
+            "decode, tokens/s",
+            f"x {base}",
+            "of the ceiling",
+            "end to end, tokens/s",
+        ]
+        group.sort(key=lambda result: result.batch)  # stable: contenders stay in order
+        rows = [_latency_row(result, base_of(result, results, base)) for result in group]
+        yield Table(title, columns, rows, _note(group), leading=1)
+
+
+def base_of(result: Latency, results: Sequence[Latency], base: str) -> Latency | None:
+    """Return what the contender ``base`` did under the same workload, if it got that far."""
+    same = (other for other in results if other.contender == base and other.workload == result.workload)
+    return next(same, None)
+
+
+def _latency_row(result: Latency, base: Latency | None) -> list[str]:
+    return [
+        result.contender,
+        str(result.batch),
+        _pair(result.first, 1e3) + ("" if result.first.p99 is None else f" / {_number(result.first.p99 * 1e3)}"),
+        _pair(result.decode),
+        "" if base is None else f"{result.decode.median / base.decode.median:.2f}",
+        "" if result.of_ceiling is None else f"{result.of_ceiling:.0%}",
+        _pair(result.end_to_end),
+    ]
+
+
+def _pair(spread: Spread, scale: float = 1.0) -> str:
+    return f"{_number(spread.best * scale)} / {_number(spread.median * scale)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _note(group: Sequence[Latency]) -> str:
+    runs = sorted({result.first.runs for result in group})
+    counts = " or ".join(map(str, runs))
+    p99 = " (the first token's third figure is the 99th percentile)" if any(r.first.p99 for r in group) else ""
+    return f"Best / median{p99} of {counts} runs; ratios and shares are of medians."
+
+
+def _sampling(results: Sequence[Latency]) -> Iterator[Table]:
+    """What sampling costs over greedy decoding."""
+    rows = []
+    for result in results:
+        greedy = next((other for other in results if _is_greedy_twin(other, result)), None)
+        if greedy is not None:
+            cost = greedy.decode.median / result.decode.median - 1
+            rows.append([result.contender, str(result.batch), f"{result.prompt} + {result.new}", f"{cost:+.1%}"])
+    if rows:
+        columns = ["contender", "batch", "tokens", "time of a decode step"]
+        yield Table("Sampled over greedy", columns, rows, "Medians.")
+
+
+def _is_greedy_twin(other: Latency, result: Latency) -> bool:
+    same = (other.contender, other.batch, other.prompt, other.new) == (
+        result.contender,
+        result.batch,
+        result.prompt,
+        result.new,
+    )
+    return same and result.sampled and not other.sampled
+
+
+def _memory(report: Report) -> Iterator[Table]:
+    kinds = list(dict.fromkeys(kind for memory in report.memory.values() for kind in memory))
+    if kinds:
+        rows = [
+            [name, *(_number(memory[kind] / 2**20) if kind in memory else "" for kind in kinds)]
+            for name, memory in report.memory.items()
+        ]
+        yield Table("Memory, MiB", ["contender", *kinds], rows)
+
+
+# ---- startup
+
+
+def _startup(results: Sequence[Startup]) -> Iterator[Table]:
+    if results:
+        stages = list(results[0].stages)
+        rows = [
+            [
+                result.contender,
+                result.cache,
+                str(result.stage(stages[0]).runs),
+                *(_pair(result.stage(stage)) for stage in stages),
+            ]
+            for result in results
+        ]
+        columns = ["contender", "caches", "runs", *(f"{stage}, s" for stage in stages)]
+        note = "Seconds from the start of the process, best / median. Cold: empty folders for everything compiled."
+        yield Table("Start-up", columns, rows, note, leading=2)
+
+
+# ---- roofline
+
+
+def _roofline(result: Roofline) -> Table:
+    title = f"A decode step of {result.contender}, {result.workload}"
+    return Table(title, columns_of(result), rows_of(result, "one decode step"), _roofline_note(result))
+
+
+def _roofline_note(result: Roofline) -> str:
+    note = (
+        f"Times by kind from {result.steps} profiled steps about a context of {result.workload.context}; the step from "
+        "runs without the profiler."
+    )
+    if result.host_us is not None:
+        note += f" Launching a step takes the host {result.host_us:,.0f} us (idle device, mean, page entries included)."
+    return note
+
+
+def _kernels(results: Sequence[Roofline]) -> Iterator[Table]:
+    for result in results:
+        rows = [[kernel.name[:100], f"{kernel.launches:.1f}", f"{kernel.us:,.1f}"] for kernel in result.kernels[:10]]
+        yield Table(f"Longest {result.measured}, {result.contender}, {result.workload}", ["name", "a step", "us"], rows)

@@ -1,0 +1,211 @@
+"""Whether kernels build here and give the right tokens: found out by doing it.
+
+Shapes: T prompt tokens, G generated tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from compiled_llm.commands.doctor.findings import Finding, essence, find_nvcc, has_built_kernels
+from compiled_llm.execution.progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    import torch
+
+    from compiled_llm.execution.stats import Stats
+
+_PART = "kernel builds"
+_PROMPT_TOKENS, _NEW_TOKENS = 40, 16
+
+_CUDA_SOURCE = """
+#include <cuda_bf16.h>
+#include <vector>
+__global__ void scale(__nv_bfloat16* x, float by) { x[threadIdx.x] = __float2bfloat16(by); }
+std::vector<int> host_compiler_works() { return {1, 2, 3}; }
+"""
+
+
+class Step(NamedTuple):
+    """Something to try.
+
+    Attributes:
+        name: a word for it.
+        doing: what to show meanwhile.
+        run: does it and returns what came out; raises if that is wrong.
+    """
+
+    name: str
+    doing: str
+    run: Callable[[], str]
+
+
+class WrongTokensError(RuntimeError):
+    """A wrapped model chose tokens that HuggingFace would not have chosen."""
+
+
+def try_builds(cuda: bool) -> Iterator[Finding]:
+    """Build kernels and run a tiny random model, showing on stderr what is done; stops at the first failure."""
+    progress = ProgressDisplay(enabled=True)
+    for step in _steps("cuda" if cuda else "cpu"):
+        started = time.perf_counter()
+        try:
+            with progress.task(step.doing):
+                result = step.run()
+        except Exception as error:
+            yield Finding(_PART, step.name, "failed", essence(error), _advice(error), needed=True)
+            return
+        yield Finding(_PART, step.name, "ok", result, needed=True, seconds=time.perf_counter() - started)
+
+
+def _steps(device: str) -> list[Step]:
+    trial = functools.cache(functools.partial(Trial, device))
+    steps = [
+        Step("Inductor", f"compiling a kernel for {device}", functools.partial(build_with_inductor, device)),
+        Step("ops", "running a tiny model over pages", lambda: trial().run("eager")),
+        Step("compiled model", "compiling a tiny model", lambda: trial().run("compile")),
+    ]
+    if device == "cuda" and not has_built_kernels() and (compiler := find_nvcc()) is not None:
+        steps.insert(0, Step("nvcc", "compiling a CUDA kernel", functools.partial(build_with_nvcc, compiler)))
+    return steps
+
+
+def _advice(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, WrongTokensError):
+        return "this is a bug of compiled_llm or of a library under it: report it with `compiled-llm doctor --json`"
+    if "Python.h" in text:
+        return "install Python's headers, for example with 'apt install python3-dev'"
+    if "out of memory" in text.lower():
+        return "see in nvidia-smi what else runs there"
+    return "TORCH_LOGS=+inductor or FLASHINFER_JIT_VERBOSE=1 in the environment tells more"
+
+
+def build_with_inductor(device: str) -> str:
+    """Compile a kernel that no cache holds, and check what it computes.
+
+    Raises:
+        RuntimeError: it does not compile, or computes something else.
+    """
+    import torch
+
+    new = int.from_bytes(os.urandom(3), "big")  # a literal in the kernel's source
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2 + new).sum(dim=-1)
+
+    x = torch.arange(64 * 64, device=device).view(64, 64)
+    compiled = torch.compile(function, fullgraph=True, dynamic=False)
+    if not torch.equal(compiled(x), function(x)):
+        raise RuntimeError("the kernel that Inductor compiled computes something wrong")
+    return "a new Triton kernel" if device == "cuda" else "a new C++ kernel"
+
+
+def build_with_nvcc(compiler: str) -> str:
+    """Compile CUDA and C++ with nvcc and its host compiler.
+
+    Raises:
+        RuntimeError: it does not compile.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "scale.cu"
+        source.write_text(_CUDA_SOURCE)
+        command = [compiler, "-std=c++17", "-c", str(source), "-o", str(source.with_suffix(".o"))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"nvcc fails:\n{done.stderr or done.stdout}")
+    return "a CUDA kernel"
+
+
+class Trial:
+    """A tiny random model, wrapped in several modes and compared with HuggingFace's own forward."""
+
+    def __init__(self, device: str) -> None:
+        """Make the model; it leaves torch's random numbers as they are."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=128,  # what most models have, so that FlashInfer's kernels are theirs too
+            max_position_embeddings=256,
+            initializer_range=0.15,  # large enough that logits differ
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model: Any = LlamaForCausalLM(config)
+            self.prompt = torch.randint(3, 128, (1, _PROMPT_TOKENS)).to(device)
+        self.model = model.eval().to(device, _dtype(device))
+
+    def run(self, mode: str) -> str:
+        """Generate in a mode and check the tokens.
+
+        Raises:
+            WrongTokensError: they are wrong.
+            RuntimeError: something does not build or run.
+        """
+        import torch
+
+        import compiled_llm
+
+        options = {"max_batch_size": 1, "kv_memory": "256 tokens", "progress": False}
+        wrapped = compiled_llm.wrap(self.model, mode=mode, **options)
+        try:
+            tokens = wrapped.generate(
+                input_ids=self.prompt,
+                attention_mask=torch.ones_like(self.prompt),
+                max_new_tokens=_NEW_TOKENS,
+                do_sample=False,
+            )
+            stats: Stats = wrapped.compiled.stats()
+        finally:
+            compiled_llm.unwrap(wrapped)
+        if stats.generate_calls != {"fast loop": 1}:
+            raise RuntimeError(f"generate did not take the fast loop: {stats.generate_calls}, {stats.slow_paths}")
+        self.check(tokens)
+        how = "not compiled" if mode == "eager" else f"{stats.graphs} graphs"
+        return f"{how}, {_NEW_TOKENS} tokens, each HuggingFace's choice"
+
+    def check(self, tokens: torch.Tensor) -> None:
+        """Check that HuggingFace's forward would have chosen the tokens, up to rounding.
+
+        Args:
+            tokens: ``[1, T + G]``.
+
+        Raises:
+            WrongTokensError: it would not.
+        """
+        import torch
+
+        with torch.inference_mode():
+            logits = self.model(input_ids=tokens[:, :-1]).logits[0, _PROMPT_TOKENS - 1 :].float()  # [G, V]
+        chosen = logits.gather(1, tokens[0, _PROMPT_TOKENS:, None])[:, 0]
+        rounding = 1e-3 if self.model.dtype == torch.float32 else 0.1
+        wrong = (logits.amax(dim=-1) - chosen > rounding * logits.std()).nonzero().flatten().tolist()
+        if wrong:
+            raise WrongTokensError(
+                f"of {_NEW_TOKENS} tokens HuggingFace would have chosen {len(wrong)} differently, the first of them "
+                f"number {wrong[0] + 1}"
+            )
+
+
+def _dtype(device: str) -> torch.dtype:
+    import torch
+
+    if device == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16

@@ -1,0 +1,54 @@
+"""`compiled-llm explain`. What imports torch is imported inside, so that --help is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compiled_llm.commands.errors import readable_errors
+
+
+def explain(
+    model: Annotated[str, typer.Argument(help="A folder, a GGUF file, a hub id, or `demo`.")],
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the report as a page as well.")] = None,
+    timings: Annotated[
+        str,
+        typer.Option(
+            metavar="BATCHES", help="Also say where the time of prefill and decode goes, at these batch sizes: 1,8,32."
+        ),
+    ] = "",
+    dump: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write bytecode, guards, graphs and Inductor's code into a new folder, with an index."
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto: CUDA if there is a device.")] = "auto",
+) -> None:
+    """Say which lines keep a model from running as one graph, and what to do; exits 1 if there are any."""
+    with readable_errors():
+        sizes = _sizes(timings)
+        from compiled_llm.commands.loading import load
+        from compiled_llm.explaining.explainer import explain as explain_model
+
+        loaded, _ = load(model, dtype, device)
+        report = explain_model(loaded.eval(), timings=sizes, dump=dump)
+        typer.echo(str(report))
+        if dump is not None:
+            typer.echo(f"written to {dump / 'index.html'}", err=True)
+        if html is not None:
+            typer.echo(f"written to {report.to_html(html)}", err=True)
+    raise typer.Exit(0 if report.clean else 1)
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        sizes = [0]
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"--timings {text!r}: give batch sizes from 1, with commas between")
+    return sizes

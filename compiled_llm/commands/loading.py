@@ -1,0 +1,148 @@
+"""A model and its tokenizer from whatever names one: `demo`, a folder, a GGUF file or a hub id."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
+)
+from transformers.utils import logging as transformers_logging
+
+from compiled_llm.commands import demo
+
+
+class Source(NamedTuple):
+    """Where `from_pretrained` finds a model: a folder or hub id, and the GGUF file in it if it is one."""
+
+    location: str
+    gguf_file: str | None = None
+    is_local: bool = True
+    pad_token: str | None = None
+
+
+def load(
+    model: str = "demo", dtype: torch.dtype | str = "auto", device: torch.device | str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal LM and its tokenizer, showing progress on stderr.
+
+    Args:
+        model: ``demo`` (see `compiled_llm.commands.demo`), a folder, a GGUF file or a hub id.
+        dtype: a torch dtype, its name, or ``auto``: float32 on the CPU, bfloat16 elsewhere.
+        device: a torch device, its name, or ``auto``: CUDA if there is one, else the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such folder or file.
+        ValueError: the dtype or device is unknown or unavailable.
+        RuntimeError: the demo model cannot be fetched, or what was found cannot be loaded.
+    """
+    device = _device(device)
+    dtype = _dtype(dtype, device)
+    source = _locate(model)
+    options = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+    try:
+        with _progress(source) as show:
+            show("loading the tokenizer")
+            tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
+            show("loading the weights")
+            loaded: Any = AutoModelForCausalLM.from_pretrained(source.location, dtype=dtype, **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise RuntimeError(f"{model} cannot be loaded as a causal LM: {_first_line(error)}") from error
+    _prepare_for_batches(tokenizer, source.pad_token)
+    return loaded.to(device), tokenizer
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not a device: use auto, cpu or cuda") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(device)!r}, but torch {torch.__version__} sees no CUDA device here: use cpu")
+    return chosen
+
+
+def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is not a dtype for weights: use auto, float32, bfloat16 or float16")
+    return chosen
+
+
+def _locate(model: str) -> Source:
+    if model == "demo":
+        _require_gguf()
+        return Source(str(demo.fetch()), demo.GGUF_NAME, pad_token=demo.PAD_TOKEN)
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ValueError(f"model={model!r} is a file, but not a .gguf: name a GGUF file, or the model's folder")
+        _require_gguf()
+        return Source(str(path.parent), path.name)
+    if path.is_dir():
+        return Source(str(path))
+    if _cannot_be_hub_id(model):
+        raise FileNotFoundError(f"model={model!r}: there is no such file or folder")
+    return Source(model, is_local=False)
+
+
+def _cannot_be_hub_id(model: str) -> bool:
+    return not model or model.startswith(("/", ".", "~")) or model.count("/") > 1 or model.lower().endswith(".gguf")
+
+
+def _require_gguf() -> None:
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise RuntimeError(f"a GGUF file needs {package} to be loaded: pip install 'compiled-llm[demo]'")
+
+
+def _prepare_for_batches(tokenizer: PreTrainedTokenizerBase, pad_token: str | None) -> None:
+    tokenizer.padding_side = "left"  # a decoder-only model continues at the right end
+    tokenizer.pad_token = pad_token or tokenizer.pad_token or tokenizer.eos_token
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextmanager
+def _progress(source: Source) -> Iterator[Callable[[str], object]]:
+    """Yield a function that shows what is being done; of a hub download HuggingFace's own bars tell more."""
+    console = Console(stderr=True)
+    animated = source.is_local and console.is_terminal
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    silence = _silence_bars() if source.is_local else nullcontext()
+    with silence, Progress(*columns, console=console, transient=True, disable=not animated) as progress:
+        task = progress.add_task("", total=None)
+        yield (lambda doing: progress.update(task, description=doing)) if animated else console.print
+
+
+@contextmanager
+def _silence_bars() -> Iterator[None]:
+    """Keep transformers' bars from fighting ours for the terminal's last line."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        # The bar of the GGUF reader obeys no setting.
+        with mock.patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors, create=True):
+            yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()

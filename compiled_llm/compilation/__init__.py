@@ -1,0 +1,1 @@
+"""From a forward to programs: traced, rewritten, compiled, captured, checked."""

@@ -1,0 +1,1 @@
+"""Rewrites of compiled graphs: what Dynamo traced becomes our ops."""

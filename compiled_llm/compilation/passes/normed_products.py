@@ -1,0 +1,111 @@
+"""The pass that leaves norms to the products that read them, and gates to those in front, where there is one row."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from compiled_llm.compat import example_of
+from compiled_llm_ops.linear import linear
+
+NORMED_LINEAR = torch.ops.compiled_llm.normed_linear.default
+_ADD_RMS_NORM = torch.ops.compiled_llm.add_rms_norm.default
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_LINEAR = nn.functional.linear
+_SILU = nn.functional.silu
+
+
+class NormedProducts:
+    """Makes one op of a normed sum, the product that alone reads it, and the gate behind that (SwiGLU), for one row.
+
+    It runs over the graph as Dynamo made it, behind ``NormedSums`` and ``FusedProducts``.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite the graph in place."""
+        for node in graph.find_nodes(op="call_function", target=_ADD_RMS_NORM):
+            results = {user.args[1]: user for user in node.users}
+            if set(results) == {0, 1} and _is_one_row(node):
+                _multiply_normed(graph, node, results[0], results[1])
+
+
+def _is_one_row(sums: fx.Node) -> bool:
+    states = example_of(cast(fx.Node, sums.args[0]))
+    return bool(states.numel() == states.shape[-1])
+
+
+def _multiply_normed(graph: fx.Graph, sums: fx.Node, total: fx.Node, normed: fx.Node) -> None:
+    """Replace a normed sum and its product, if that is all that reads it and there is a kernel for it."""
+    product = _only_user(normed)
+    if product is None or product.target is not _LINEAR or product.kwargs or product.args[0] is not normed:
+        return
+    weight, *bias = (entry for entry in product.args[1:] if entry is not None)
+    example = _example_of_weight(weight)
+    if example is None or not linear.has_kernel(example, rows=1) or any(user < product for user in total.users):
+        return
+    gate = None if bias else _gate(product, len(example))
+    with graph.inserting_before(product):
+        both = graph.call_function(NORMED_LINEAR, (*sums.args[:4], weight, gate is not None, True))
+        new_total, result = (graph.call_function(operator.getitem, (both, number)) for number in range(2))
+        new_total.meta.update(total.meta)
+        if bias:
+            result = graph.call_function(operator.add, (result, *bias))
+    end = gate or product
+    result.meta.update(end.meta)
+    total.replace_all_uses_with(new_total)
+    end.replace_all_uses_with(result)
+    for node in (*reversed(_between(product, end)), normed, total, sums):
+        graph.erase_node(node)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _example_of_weight(node: object) -> Tensor | None:
+    """Return what is like a weight that the graph is given, or like the whole of which it is given the first part."""
+    if not isinstance(node, fx.Node):
+        return None
+    if node.op == "placeholder":
+        example = example_of(node)
+        return example if isinstance(example, Tensor) and example.dim() == 2 and example.is_contiguous() else None
+    if node.target is not _AS_STRIDED:
+        return None
+    first, size, stride = cast(tuple[fx.Node, list[int], list[int]], node.args)
+    return cast(Tensor, example_of(first).new_empty(size)) if stride == [size[1], 1] else None
+
+
+def _gate(product: fx.Node, outputs: int) -> fx.Node | None:
+    """Return ``silu(first) * second`` of a product's halves, if that is all that reads it."""
+    halves = _halves(product, outputs)
+    if halves is None:
+        return None
+    active, gated = map(_only_user, halves)
+    if active is None or gated is None or active.target is not _SILU or _only_user(active) is not gated:
+        return None
+    return gated if gated.target is operator.mul and set(gated.args) == {active, halves[1]} else None
+
+
+def _halves(product: fx.Node, outputs: int) -> list[fx.Node] | None:
+    """Return the halves of what a product gives, if that is all that reads it: parts of a fused one, or chunks."""
+    chunks = _only_user(product)
+    if chunks is not None and chunks.target == "chunk" and (chunks.args[1:], chunks.kwargs) == ((2,), {"dim": -1}):
+        halves = {user.args[1:]: user for user in chunks.users}
+        wanted: list[tuple[Any, ...]] = [(0,), (1,)]
+    else:
+        halves = {user.args[1:]: user for user in product.users if user.target is torch.narrow}
+        wanted = [(-1, 0, outputs // 2), (-1, outputs // 2, outputs // 2)]
+    both = len(halves) == 2 == len((chunks or product).users) and set(halves) == set(wanted)
+    return [halves[part] for part in wanted] if both else None
+
+
+def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """Return all nodes on the way from one to the other, both included, inputs first."""
+    way = {first}
+    for node in first.graph.nodes:
+        if node <= last and not way.isdisjoint(node.all_input_nodes):
+            way.add(node)
+    return sorted(way)

@@ -1,0 +1,135 @@
+"""Counters: what ran where, and why something took a slower path."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from compiled_llm.kvcache.pool import PageAccount
+
+logger = logging.getLogger("compiled_llm.generate")
+
+Path = Literal["fast loop", "processed loop", "compiled forward", "original"]
+"""Our loop; our loop with processors between steps; HuggingFace's loop over the compiled forward, or the original."""
+
+ForwardPath = Literal["compiled", "original"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot of what has happened on one wrapped model.
+
+    Attributes:
+        generate_calls: calls of ``generate`` by the path they took.
+        forward_calls: calls of the model itself by ``compiled`` or ``original``; those that ``generate`` makes are
+            not among them.
+        slow_paths: why calls did not take the fast loop or the compiled forward, and how often.
+        steps: prefills and decode steps launched by the fast loop.
+        uploads: page tables written into the decode buffers; between them steps only replay.
+        graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), and 1 more once
+            ``inputs_embeds`` were given.
+        graph_breaks: always 0: programs compile whole or raise.
+        recompiles: graphs compiled again although they existed.
+        cudagraph_skips: times Inductor did not record a CUDA graph although it was asked to.
+        recordings: CUDA graphs recorded of decode steps, one for each batch size that is ready.
+        prefill_recordings: CUDA graphs recorded of prefills, one for each number of tokens and rows they are padded to;
+            0 but in mode ``"cuda-graphs"``.
+        buckets: decode batch sizes that are ready.
+        pages: the page account, or None while nothing is allocated.
+        page_size: tokens in a page.
+        memory: bytes on the device: ``weights``, ``pages``, ``workspace`` (FlashInfer's), ``buffers`` (page tables and
+            sampling settings) and ``graphs`` (what recording CUDA graphs took from the allocator).
+    """
+
+    generate_calls: dict[str, int] = field(default_factory=dict)
+    forward_calls: dict[str, int] = field(default_factory=dict)
+    slow_paths: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    uploads: int = 0
+    graphs: int = 0
+    graph_breaks: int = 0
+    recompiles: int = 0
+    cudagraph_skips: int = 0
+    recordings: int = 0
+    prefill_recordings: int = 0
+    buckets: list[int] = field(default_factory=list)
+    pages: PageAccount | None = None
+    page_size: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """A table."""
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for name, value in self._rows():
+            table.add_row(name, value)
+        console = Console(width=100, file=io.StringIO(), record=True)
+        console.print(table)
+        return "\n".join(line.rstrip() for line in console.export_text().splitlines())
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        calls = ", ".join(f"{count} {path}" for path, count in self.generate_calls.items())
+        yield "generate", calls or "not called"
+        if self.forward_calls:
+            yield "forward", ", ".join(f"{count} {path}" for path, count in self.forward_calls.items())
+        for reason, count in self.slow_paths.items():
+            yield "", f"{count} on a slower path: {reason}"
+        yield "steps", f"{self.steps}, page tables uploaded {self.uploads} times"
+        yield (
+            "graphs",
+            f"{self.graphs}, {self.graph_breaks} graph breaks, {self.recompiles} recompiles; recorded "
+            f"{self.recordings} decode steps and {self.prefill_recordings} prefills, {self.cudagraph_skips} skips",
+        )
+        yield "batch sizes", ", ".join(map(str, self.buckets)) or "none ready"
+        if self.pages is not None:
+            yield (
+                "pages",
+                f"{self.pages.used} used, {self.pages.cached} cached, {self.pages.free} free of {self.pages.total} "
+                f"({self.pages.total * self.page_size} tokens)",
+            )
+        for name, size in self.memory.items():
+            yield f"memory: {name}", f"{size / 2**20:,.1f} MiB"
+
+
+class Counters:
+    """The counters behind ``Stats``; safe to use from any thread."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self._lock = threading.Lock()
+        self.generate_calls: Counter[str] = Counter()
+        self.forward_calls: Counter[str] = Counter()
+        self.slow_paths: Counter[str] = Counter()
+        self.steps = 0
+        self.cudagraph_skips = 0
+
+    def took(self, path: Path, reason: str | None = None) -> None:
+        """Count one call of ``generate``; a reason for not taking the fast loop is logged the first time."""
+        with self._lock:
+            self.generate_calls[path] += 1
+            if reason is not None:
+                self._slow("generate", path, reason, reason)
+
+    def took_forward(self, path: ForwardPath, reason: str | None = None) -> None:
+        """Count one call of the model itself; a reason for not taking the compiled forward is logged the first time."""
+        with self._lock:
+            self.forward_calls[path] += 1
+            if reason is not None:
+                self._slow("forward", path, reason, f"forward: {reason}")
+
+    def _slow(self, call: str, path: str, reason: str, key: str) -> None:
+        self.slow_paths[key] += 1
+        if self.slow_paths[key] == 1:
+            logger.warning("%s takes a slower path (%s): %s", call, path, reason)
+
+    def add_steps(self, steps: int) -> None:
+        """Count launched steps."""
+        with self._lock:
+            self.steps += steps

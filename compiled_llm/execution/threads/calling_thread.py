@@ -1,0 +1,112 @@
+"""Running compiled calls on the thread that asks for them, where no recording belongs to a thread."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from compiled_llm.compat import inside_torch_modes
+from compiled_llm.execution.threads.device_thread import DeviceThread
+from compiled_llm.execution.threads.interrupts import allowed, held
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class CallingThread:
+    """Runs calls one after the other, each on its caller's thread; safe to use from any thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start idle."""
+        self._device = device
+        self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        self._lock = threading.RLock()
+        self._caller: int | None = None
+        self._aside: DeviceThread | None = None
+        self._stream: torch.cuda.Stream | None = None
+        _executors.add(self)
+
+    @property
+    def caller(self) -> int | None:
+        """Identity of the thread whose call is running."""
+        return self._caller
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``function`` here and return its result.
+
+        Modes that the caller has entered (``with torch.device(...)`` is one) cannot be left for the duration, and
+        would be compiled into the graphs; such a call runs on another thread.
+        """
+        with held(), self._lock:
+            if self._caller == threading.get_ident():
+                with allowed():
+                    return function(*args, **kwargs)
+            self._caller = threading.get_ident()
+            try:
+                self._follow_last_call()
+                if inside_torch_modes():
+                    self._aside = self._aside or DeviceThread(self._device)
+                    return self._aside.call(function, *args, **kwargs)
+                with self._on_device, _plain_world(), allowed():
+                    return function(*args, **kwargs)
+            finally:
+                self._caller = None
+
+    def _follow_last_call(self) -> None:
+        """Let the caller's CUDA stream wait for that of the last call: buffers and pages are shared by all streams."""
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def rest(self) -> None:
+        """Wait for the running call, and let other threads begin none."""
+        self._lock.acquire()
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def _plain_world() -> AbstractContextManager[None]:
+    """Leave the caller's gradient mode, inference mode and autocast: graphs are compiled for one world."""
+    # Mostly there is nothing to leave: HuggingFace's ``generate`` computes no gradients.
+    plain = torch.is_autocast_cache_enabled() and not (
+        torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
+    )
+    return nullcontext() if plain else _outside()
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    casting = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+    caching = torch.is_autocast_cache_enabled()
+    for device in casting:
+        torch.set_autocast_enabled(device, False)
+    torch.set_autocast_cache_enabled(True)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caching)
+        for device in casting:
+            torch.set_autocast_enabled(device, True)
+
+
+_executors: weakref.WeakSet[CallingThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_calls_end() -> None:
+    """Let running calls of daemon threads end: one inside torch while the interpreter shuts down aborts the process."""
+    for executor in list(_executors):
+        executor.rest()

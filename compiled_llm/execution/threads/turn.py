@@ -1,0 +1,74 @@
+"""Whose loop runs: concurrent ones would push each other out of the decode buffers, so they queue."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from compiled_llm.execution.threads.interrupts import check
+
+
+class Turn:
+    """A lock that a loop gives away while a callback of the user's runs, since that may call the model itself."""
+
+    def __init__(self) -> None:
+        """Start free."""
+        self._condition = threading.Condition()
+        self._holder: object | None = None
+        self._waiting = 0
+        self._loops: set[object] = set()
+        self._local = threading.local()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether others wait for the turn."""
+        return self._waiting > 0
+
+    @contextmanager
+    def taken(self, fits: Callable[[], bool]) -> Iterator[None]:
+        """Wait for the turn and hold it.
+
+        Args:
+            fits: whether there are pages enough; if not, loops in progress are waited for, except from inside one of
+                their callbacks, which they wait for.
+        """
+        outer, mine = getattr(self._local, "loop", None), object()
+        with self._condition:
+            self._wait_until(lambda: self._holder is None and bool(outer or not self._loops or fits()))
+            self._holder = mine
+            self._loops.add(mine)
+        self._local.loop = mine
+        try:
+            yield
+        finally:
+            self._local.loop = outer
+            with self._condition:
+                if self._holder is mine:  # not so if Ctrl-C came while waiting to have it back
+                    self._holder = None
+                self._loops.remove(mine)
+                self._condition.notify_all()
+
+    @contextmanager
+    def yielded(self) -> Iterator[None]:
+        """Let others have the turn while the block runs, in which Ctrl-C may be ``allowed``."""
+        mine = self._local.loop
+        with self._condition:
+            self._holder = None
+            self._condition.notify_all()
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._wait_until(lambda: self._holder is None or mine not in self._loops)
+                if mine in self._loops:  # not so if only a traceback has kept this from being closed
+                    self._holder = mine
+
+    def _wait_until(self, predicate: Callable[[], bool]) -> None:
+        self._waiting += 1
+        try:
+            while not predicate():
+                self._condition.wait(timeout=0.2)
+                check()
+        finally:
+            self._waiting -= 1

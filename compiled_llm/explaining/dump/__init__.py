@@ -1,0 +1,1 @@
+"""A dump of every stage between a line of Python and its kernels."""

@@ -1,0 +1,174 @@
+"""Everything that is made of a model on the way to kernels, as files, with an index that says what came of what.
+
+For each program a folder, with the stages in their order; for one that is not a graph, its pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from compiled_llm.compat import CompiledGraph, compiled_graphs
+from compiled_llm.explaining.dump.bytecode import readable
+from compiled_llm.explaining.dump.links import Link, links_of
+from compiled_llm.explaining.report import Report
+from compiled_llm.explaining.tracing import Bench, BrokenPrograms, Trace
+
+BYTECODE, GUARDS, GRAPH, ATEN, INDUCTOR = (
+    "1_bytecode.py",
+    "2_guards.txt",
+    "3_graph.py",
+    "4_aten_graph.py",
+    "5_inductor.py",
+)
+STAGES = {
+    BYTECODE: "what Dynamo runs in the function's place",
+    GUARDS: "what the graph relies on, checked at each call",
+    GRAPH: "Dynamo's graph, with the line of each operation",
+    ATEN: "the same in operators, after Inductor's rewriting",
+    INDUCTOR: "Inductor's code: the kernels, and their calls in order",
+}
+_PROVENANCE = "inductor_provenance_tracking_node_mappings.json"
+_MOVED = {ATEN: "fx_graph_transformed.py", INDUCTOR: "output_code.py"}
+
+
+@dataclass
+class DumpedProgram:
+    """One program's files.
+
+    Attributes:
+        name: the program.
+        folder: where they lie.
+        files: name and what it is, in order.
+        links: lines, nodes and kernels; empty where there is no one graph.
+    """
+
+    name: str
+    folder: Path
+    files: dict[str, str] = field(default_factory=dict)
+    links: list[Link] = field(default_factory=list)
+
+
+def new_folder(path: Path) -> Path:
+    """Return the folder, made if need be.
+
+    Raises:
+        ValueError: there is something in it already, or it is a file.
+    """
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise ValueError(f"dump={str(path)!r}: there is something already; name a new or an empty folder")
+    path.mkdir(parents=True, exist_ok=True)
+    return path.resolve()
+
+
+def folder_of(program: str, root: Path) -> Path:
+    """Return the folder of a program."""
+    return root / re.sub(r"\W+", "-", program)
+
+
+class Dump:
+    """Writes one dump.
+
+    Attributes:
+        root: its folder.
+        programs: what has been written.
+        notes: what could not be, and why.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Write into ``root``, which is empty."""
+        self.root = root
+        self.programs: list[DumpedProgram] = []
+        self.notes: list[str] = []
+
+    def add_programs(self, traces: Sequence[Trace], bench: Bench) -> None:
+        """Write the programs that came out as one graph each; and if all did, what Inductor makes of them."""
+        folders = {trace.name: folder_of(trace.name, self.root) / "inductor" for trace in traces}
+        if traces and all(trace.error is None for trace in traces):
+            self._attempt("Inductor's code is missing", lambda: bench.inductor(folders))
+        else:
+            self._note("Inductor's code is missing: it compiles programs that are one graph each.")
+        for trace in traces:
+            if trace.error is None and trace.graphs:
+                self._attempt(f"the files of {trace.name} are not whole", partial(self._add, trace))
+
+    def _add(self, trace: Trace) -> None:
+        program = self._program(trace.name)
+        graphs = compiled_graphs(trace.function)
+        self._write_compiled(program, graphs[:1])
+        self._write(program, GRAPH, trace.graphs[0].print_readable(print_output=False))
+        provenance = self._take_inductors(program)
+        program.links = links_of(trace.graphs[0], provenance)
+
+    def add_pieces(self, programs: BrokenPrograms) -> None:
+        """Write what Dynamo made of programs that did not come out whole, frame by frame."""
+        program = self._program("pieces")
+        for number, piece in enumerate(programs.pieces(), 1):
+            prefix = f"{number:03}_{re.sub(r'[^0-9A-Za-z]+', '_', piece.name).strip('_')}"
+            self._write_compiled(program, piece.graphs, prefix, f" ({piece.place})")
+        for number, graph in enumerate(programs.graphs, 1):
+            text = graph.print_readable(print_output=False)
+            self._write(program, f"graph_{number:03}.py", text, "a piece of Dynamo's graph")
+
+    def finish(self, report: Report) -> Path:
+        """Write the report and the index; returns the path of the index."""
+        from compiled_llm.explaining.dump.dump_page import write_pages
+
+        (self.root / "report.json").write_text(json.dumps(report.data, indent=1), encoding="utf-8")
+        report.to_html(self.root / "report.html")
+        return write_pages(self.root, self.programs, report)
+
+    def _attempt(self, what: str, work: Callable[[], object]) -> None:
+        """Do some work; should it fail, say so in a note, for the rest is worth having."""
+        try:
+            work()
+        except Exception as error:
+            self._note(f"{what}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+    def _note(self, text: str) -> None:
+        """Say something once."""
+        if text and text not in self.notes:
+            self.notes.append(text)
+
+    def _program(self, name: str) -> DumpedProgram:
+        program = DumpedProgram(name, folder_of(name, self.root))
+        program.folder.mkdir(exist_ok=True)
+        self.programs.append(program)
+        return program
+
+    def _write_compiled(
+        self, program: DumpedProgram, graphs: Sequence[CompiledGraph], prefix: str = "", place: str = ""
+    ) -> None:
+        for number, graph in enumerate(graphs, 1):
+            start = f"{prefix}_{number}_" if prefix else ""
+            code = readable(graph.code)
+            self._note(code.note)
+            bytecode = BYTECODE if code.is_python else BYTECODE.replace(".py", ".txt")
+            self._write(program, start + bytecode, code.text, STAGES[BYTECODE] + place)
+            self._write(program, start + GUARDS, graph.guards, STAGES[GUARDS] + place)
+
+    def _write(self, program: DumpedProgram, name: str, text: str, what: str = "") -> None:
+        (program.folder / name).write_text(text, encoding="utf-8")
+        program.files[name] = what or STAGES[name]
+
+    def _take_inductors(self, program: DumpedProgram) -> dict[str, Any]:
+        """Give Inductor's files their names; return which node became which kernel."""
+        traces = sorted((program.folder / "inductor").glob("torchinductor/*/"))
+        if not traces:
+            return {}
+        for name, own in _MOVED.items():
+            if (traces[0] / own).exists():
+                shutil.copy(traces[0] / own, program.folder / name)
+                program.files[name] = STAGES[name]
+        mapping = traces[0] / _PROVENANCE
+        if not mapping.exists():
+            self._note("This torch does not say which kernels compute which nodes, so they are not linked.")
+            return {}
+        found: dict[str, Any] = json.loads(mapping.read_text())
+        return found

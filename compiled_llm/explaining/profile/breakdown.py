@@ -1,0 +1,160 @@
+"""Where the time of one run of a program goes, by kind of kernel, against the bytes that it has to move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from compiled_llm.explaining.profile.kernels import KINDS, Launch
+from compiled_llm.explaining.profile.step_bytes import StepBytes
+
+TOP = 25
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kernels of one kind in one step.
+
+    Attributes:
+        name: the kind.
+        us: their time, in microseconds.
+        launches: how many.
+        nbytes: what they have to read or write, or None where that is not counted.
+    """
+
+    name: str
+    us: float
+    launches: float
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel in one step."""
+
+    name: str
+    us: float
+    launches: float
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the time of one step goes.
+
+    Attributes:
+        measured: ``kernels``, or on a CPU ``operators``.
+        step_us: one step without the profiler, in microseconds: the median over the runs.
+        busy_us: how long any kernel ran in a step.
+        steps: how many steps were profiled.
+        weight_bytes: the weights that a step reads, or None where that is not known.
+        kv_bytes: the keys and values that it reads.
+        read_bandwidth: bytes/s, measured in the same run.
+        host_us: what launching a step costs the host, or None where that was not measured.
+        kinds: time by kind.
+        kernels: the kernels that took longest.
+    """
+
+    measured: str
+    step_us: float
+    busy_us: float
+    steps: int
+    weight_bytes: int | None
+    kv_bytes: int
+    read_bandwidth: float
+    host_us: float | None
+    kinds: list[Kind]
+    kernels: list[Kernel]
+
+    @property
+    def gaps_us(self) -> float:
+        """How long no kernel ran."""
+        return max(0.0, self.step_us - self.busy_us)
+
+    @property
+    def launches(self) -> float:
+        """Kernels in one step."""
+        return sum(kind.launches for kind in self.kinds)
+
+    @property
+    def of_bandwidth(self) -> float | None:
+        """The bytes that a step has to read, over its time, as a share of the read bandwidth."""
+        nbytes = self.nbytes
+        return None if nbytes is None else self.share_of_bandwidth(nbytes, self.step_us)
+
+    @property
+    def nbytes(self) -> int | None:
+        """The bytes that a step has to read."""
+        return None if self.weight_bytes is None else self.weight_bytes + self.kv_bytes
+
+    def share_of_bandwidth(self, nbytes: int, us: float) -> float:
+        """Bytes over time as a share of the read bandwidth."""
+        return nbytes / (us * 1e-6) / self.read_bandwidth
+
+    def figures(self) -> dict[str, float | None]:
+        """What is computed from the times."""
+        return {"gaps_us": self.gaps_us, "launches": self.launches, "of_bandwidth": self.of_bandwidth}
+
+
+def moved_by_decode(nbytes: StepBytes, batch: int) -> dict[str, int | None]:
+    """Return what a decode step of ``batch`` rows has to move, by kind of kernel, in bytes."""
+    return {
+        "matrix products": nbytes.weights,
+        "attention": batch * nbytes.kv_per_row,
+    }
+
+
+def kinds_of(launches: Sequence[Launch], steps: int, moved: Mapping[str, int | None]) -> list[Kind]:
+    """Return time and bytes by kind, for one step; kinds that never ran are left out.
+
+    Args:
+        launches: what ran in all of the steps.
+        steps: how many there were.
+        moved: bytes that one step has to move, by kind.
+    """
+    kinds = []
+    for kind, _ in KINDS:
+        spent = [launch.us for launch in launches if launch.kind == kind]
+        if spent:
+            kinds.append(Kind(kind, sum(spent) / steps, len(spent) / steps, moved.get(kind)))
+    return kinds
+
+
+def kernels_of(launches: Sequence[Launch], steps: int) -> list[Kernel]:
+    """Return the kernels that took longest, for one step."""
+    spent: dict[str, list[float]] = {}
+    for launch in launches:
+        spent.setdefault(launch.name, []).append(launch.us)
+    longest = sorted(spent, key=lambda name: sum(spent[name]), reverse=True)[:TOP]
+    return [Kernel(name[:160], sum(spent[name]) / steps, len(spent[name]) / steps) for name in longest]
+
+
+# ---- as a table
+
+
+def columns_of(result: Breakdown) -> list[str]:
+    """Return the heads of ``rows_of``."""
+    head = "launches" if result.measured == "kernels" else "calls"
+    return [result.measured, head, "us", "of the step", "MB", "of the read bandwidth"]
+
+
+def rows_of(result: Breakdown, what: str) -> list[list[str]]:
+    """Return a row for each kind, one for the gaps, and one for the whole step, which is called ``what``."""
+    rows = [
+        [kind.name, *_cells(result, kind.launches, kind.us), *_bytes(result, kind.nbytes, kind.us)]
+        for kind in result.kinds
+    ]
+    idle = "gaps: no kernel runs" if result.measured == "kernels" else "the rest: compiled loops, Python"
+    rows.append([idle, "", *_cells(result, 0, result.gaps_us)[1:], "", ""])
+    total = [f"{result.launches:.1f}", f"{result.step_us:,.1f}", "100%"]
+    rows.append([what, *total, *_bytes(result, result.nbytes, result.step_us)])
+    return rows
+
+
+def _cells(result: Breakdown, launches: float, us: float) -> list[str]:
+    return [f"{launches:.1f}", f"{us:,.1f}", f"{us / result.step_us:.1%}"]
+
+
+def _bytes(result: Breakdown, nbytes: int | None, us: float) -> list[str]:
+    if nbytes is None:
+        return ["", ""]
+    return [f"{nbytes / 1e6:,.1f}", f"{result.share_of_bandwidth(nbytes, us):.1%}"]

@@ -1,0 +1,1 @@
+"""The wrapped model: HuggingFace's `generate` and `forward` over our rows."""

@@ -1,0 +1,77 @@
+"""``wrap`` and ``unwrap``."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, TypeVar, cast
+
+from transformers import PreTrainedModel
+
+from compiled_llm.compat import prepare_cudagraph_trees
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.runtime import CompiledModel
+from compiled_llm.huggingface.wrapped_model import WrappedModel, wrapped_class
+from compiled_llm.model.attention import BATCH_ARGUMENT, attention_configs, paged_attention_in
+from compiled_llm.model.checks import check_model, check_placement
+from compiled_llm.model.fused_weights import LinearWatch
+from compiled_llm.model.layer_probe import probe_layers
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+
+
+def wrap(model: ModelT, **options: Any) -> ModelT:
+    """Make a HuggingFace causal language model run as one compiled graph over paged attention.
+
+    Nothing big is allocated and nothing is compiled yet: that happens at the first call, or in
+    ``model.compiled.warmup()``.
+
+    Args:
+        model: a decoder-only causal LM, whole on one CUDA device (16 bits) or on the CPU, in evaluation mode.
+        options: the fields of ``WrapConfig``: ``mode``, ``page_size``, ``max_batch_size``, ``kv_memory``, ...
+
+    Returns:
+        The same object. Its class is now a subclass of its own class, and ``model.compiled`` holds all that was added.
+
+    Raises:
+        TypeError: ``model`` is no HuggingFace model, or an option does not exist.
+        ValueError: an option is impossible, or the model's state or placement does not allow it.
+        UnsupportedModelError: a model of this kind cannot run over pages (a ValueError).
+        RuntimeError: something that the machine needs for it is not installed.
+
+    Examples:
+        >>> model = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(name))  # doctest: +SKIP
+        >>> model.generate(**inputs, max_new_tokens=200)  # doctest: +SKIP
+    """
+    config = WrapConfig.from_options(options)
+    if isinstance(model, WrappedModel):
+        if model.compiled.config != config:
+            raise ValueError(
+                f"wrap: the model is wrapped already, with {model.compiled.config}; "
+                "call compiled_llm.unwrap(model) before wrapping it with other options"
+            )
+        return model
+    checked = check_model(model)
+    check_placement(checked, config)
+    if checked.device.type == "cuda":
+        prepare_cudagraph_trees()
+    with paged_attention_in(attention_configs(checked)), LinearWatch() as watch:
+        layers = probe_layers(checked, BATCH_ARGUMENT)
+    base = type(checked)
+    runtime = CompiledModel(checked, base.forward, layers, config, watch.groups(checked))
+    checked.__class__ = wrapped_class(base)
+    checked.compiled = runtime  # type: ignore[assignment]
+    return cast(ModelT, checked)
+
+
+def unwrap(model: ModelT) -> ModelT:
+    """Turn a wrapped model back into what it was and give its device memory back; others are returned as they are.
+
+    Caches that it handed out keep their pages until they are dropped. Fused weights get memory of their own again, one
+    group of them after the other.
+    """
+    if isinstance(model, WrappedModel):
+        model.compiled.separate_weights()
+        model.__class__ = type(model).__mro__[2]
+        del model.compiled
+        gc.collect()  # what tracing left behind refers to the buffers
+    return model

@@ -1,0 +1,187 @@
+"""Device memory that lives at fixed addresses: the pages, and the buffers a replayed decode step reads and advances.
+
+Shapes: B rows, T packed tokens, K kv heads, D head dimension, P pages, S page size, N entries of the page table.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_llm.config import KVMemory, WrapConfig, parse_kv_memory
+from compiled_llm.model.layer_probe import Layer
+
+_CUDA_FRACTION = 0.8
+_CPU_FRACTION = 0.25
+
+
+def stored_head_dim(layer: Layer, device: torch.device) -> int:
+    """Return D as the pages hold it: FlashInfer has kernels for a few sizes, others are padded with zeros."""
+    if device.type == "cpu":
+        return layer.head_dim
+    from compiled_llm_ops.flashinfer.plan import padded_head_dim
+
+    return padded_head_dim(layer.head_dim)
+
+
+def page_bytes(layers: Sequence[Layer], page_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return what one page takes over all layers, in bytes."""
+    numbers = sum(2 * layer.kv_heads * page_size * stored_head_dim(layer, device) for layer in layers)
+    return numbers * dtype.itemsize
+
+
+def pages_to_allocate(
+    config: WrapConfig, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device, max_positions: int
+) -> int:
+    """Return P, the null page included, by ``config.kv_memory`` and what is free now.
+
+    Raises:
+        ValueError: not even one page fits.
+    """
+    one = page_bytes(layers, config.page_size, dtype, device)
+    longest = config.max_batch_size * -(-max_positions // config.page_size)
+    memory = parse_kv_memory(config.kv_memory) or KVMemory(
+        fraction=_CPU_FRACTION if device.type == "cpu" else _CUDA_FRACTION
+    )
+    if memory.tokens is not None:
+        pages = -(-memory.tokens // config.page_size)
+    elif memory.nbytes is not None:
+        pages = memory.nbytes // one
+    else:
+        pages = min(int(free_bytes(device) * (memory.fraction or 0.0)) // one, longest)
+    if pages < 1:
+        raise ValueError(
+            f"kv_memory={config.kv_memory!r} holds no page: one page of {config.page_size} tokens takes {one} bytes "
+            f"and {free_bytes(device)} bytes are free on {device}; give more memory or a smaller page_size"
+        )
+    return pages + 1
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how many bytes are free on the device now; on a CPU, available without swapping."""
+    if device.type == "cuda":
+        # What PyTorch's allocator holds and does not use is free to us too.
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + reusable
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(available.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Return what PyTorch's allocator holds on a CUDA device, in bytes; 0 on a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def allocate_pages(
+    count: int, layers: Sequence[Layer], page_size: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Return one ``[P, 2, K, S, D]`` of zeros a layer, at addresses that graphs may rely on.
+
+    On a CPU the operating system backs memory with pages only once it is written, so a large pool costs what is used.
+    """
+    pages = [
+        _zeros((count, 2, layer.kv_heads, page_size, stored_head_dim(layer, device)), dtype, device) for layer in layers
+    ]
+    for tensor in pages:
+        mark_static(tensor)
+        # P depends on what memory is free; built into the code, it would make every start a cold one.
+        torch._dynamo.mark_dynamic(tensor, 0)
+    return pages
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # PyTorch writes its zeros; NumPy asks the operating system for memory that is zero. And no view of it: of each,
+    # Dynamo would trace what it is a view of as well, with a symbolic size.
+    return torch.frombuffer(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8), dtype=dtype).resize_(shape)
+
+
+def mark_static(tensor: Tensor) -> Tensor:
+    """Tell Dynamo that the tensor stays where it is, so that a graph reads it in place instead of copying it in."""
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    return tensor
+
+
+class DecodeInputs(NamedTuple):
+    """What the compiled decode step reads and advances, cut to one bucket.
+
+    Attributes:
+        tokens: ``[B]`` int64, the token each row feeds in; the next one afterwards.
+        positions: ``[B]`` int64, its rotary position; one more afterwards.
+        last_page_len: ``[B]`` int32, tokens in the row's last page with this one; with the next one afterwards.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        slots: ``[B]`` int64, each row's entry in the sampling tables.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    last_page_len: Tensor
+    indptr: Tensor
+    indices: Tensor
+    slots: Tensor
+
+
+class DecodeBuffers:
+    """The decode step's buffers for the largest batch, and their views for each bucket."""
+
+    def __init__(self, max_rows: int, entries: int, device: torch.device) -> None:
+        """Allocate for ``max_rows`` rows and a page table of ``entries``."""
+        self._whole = DecodeInputs(
+            tokens=torch.zeros(max_rows, dtype=torch.int64, device=device),
+            positions=torch.zeros(max_rows, dtype=torch.int64, device=device),
+            last_page_len=torch.zeros(max_rows, dtype=torch.int32, device=device),
+            indptr=torch.zeros(max_rows + 1, dtype=torch.int32, device=device),
+            indices=torch.zeros(entries, dtype=torch.int32, device=device),
+            slots=torch.zeros(max_rows, dtype=torch.int64, device=device),
+        )
+        self._buckets: dict[int, DecodeInputs] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all buffers, in bytes."""
+        return sum(tensor.nbytes for tensor in self._whole)
+
+    def bucket(self, rows: int) -> DecodeInputs:
+        """Return the views for a bucket of ``rows``, always the same tensor objects.
+
+        Batch 1 is compiled with its size built in; in all larger ones it is symbolic.
+        """
+        if rows not in self._buckets:
+            whole = self._whole
+            cut = DecodeInputs(
+                whole.tokens[:rows],
+                whole.positions[:rows],
+                whole.last_page_len[:rows],
+                whole.indptr[: rows + 1],
+                whole.indices,
+                whole.slots[:rows],
+            )
+            for tensor in cut:
+                mark_static(tensor)
+                if rows > 1 and tensor is not whole.indices:
+                    torch._dynamo.mark_dynamic(tensor, 0)
+            self._buckets[rows] = cut
+        return self._buckets[rows]
+
+
+def buckets_up_to(max_rows: int) -> list[int]:
+    """Return the batch sizes that decode is recorded for: 1, 2, 4, 8, then every 8, and ``max_rows`` itself."""
+    sizes = [size for size in (1, 2, 4, *range(8, max_rows, 8)) if size < max_rows]
+    return [*sizes, max_rows]
+
+
+def bucket_for(rows: int, max_rows: int) -> int:
+    """Return the smallest bucket that holds ``rows``."""
+    return next(size for size in buckets_up_to(max_rows) if size >= rows)

@@ -1,0 +1,1 @@
+"""What a HuggingFace model looks like, and whether it can run here."""

@@ -1,0 +1,227 @@
+"""The attention function that HuggingFace's layers reach while our graphs are traced.
+
+Every attention layer calls the function registered under its config's implementation name, with its own keys and
+values of the new tokens and with whatever keyword arguments ``forward`` was given. Ours writes them into the layer's
+pages and attends over the row's pages.
+
+Shapes: T packed tokens (decode: one a row), H query heads, K kv heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
+from compiled_llm_ops import (
+    append_paged_kv,
+    decode_attention,
+    decode_attention_lse,
+    paged_attention,
+    paged_attention_lse,
+)
+
+NAME = "compiled_llm"
+BATCH_ARGUMENT = "paged_batch"
+
+
+class PackedTokens(NamedTuple):
+    """Where the tokens of rows that have any number of new ones go.
+
+    Attributes:
+        token_rows: ``[T]`` int32, the row of each token.
+        token_positions: ``[T]`` int32, each token's index in its row's cache.
+        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
+    """
+
+    token_rows: Tensor
+    token_positions: Tensor
+    qo_indptr: Tensor
+
+
+class PagedBatch(NamedTuple):
+    """What the layers need to know of a batch: where its tokens go, and where its rows lie.
+
+    Attributes:
+        pages: one ``[P, 2, K, S, D]`` a layer.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
+        packed: where the tokens go; None in decode, where each row has one new token.
+    """
+
+    pages: list[Tensor]
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    packed: PackedTokens | None = None
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    paged_batch: PagedBatch | LayerProbe | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend over pages; HuggingFace's attention-function protocol.
+
+    Args:
+        module: the attention layer; its ``layer_idx`` picks the pages.
+        query: ``[1, H, T, D]`` packed, or ``[B, H, 1, D]`` in decode.
+        key: ``[1, K, T, D]`` or ``[B, K, 1, D]``, the new tokens' only.
+        value: like ``key``.
+        attention_mask: must be None: masked tokens are never stored.
+        scaling: factor on the logits; ``D ** -0.5`` where None.
+        sliding_window: tokens a query sees, itself included; all where None.
+        softcap: cap on the logits; none where None.
+        s_aux: ``[H]`` attention sinks, one more logit a head that takes weight and has no value.
+        paged_batch: handed through ``forward`` by our own calls.
+        kwargs: what else the model passes along; checked once, by the probe.
+
+    Returns:
+        ``[1, T, H, D]`` or ``[B, 1, H, D]``, and None in place of attention weights.
+
+    Raises:
+        UnpagedCallError: called by anything but our own compiled calls.
+    """
+    if paged_batch is None:
+        raise UnpagedCallError(
+            "the attention of a wrapped model was called while a compiled call was running on it; call the wrapped "
+            "model itself, not its inner modules, from other threads, or compiled_llm.unwrap(model) first"
+        )
+    if isinstance(paged_batch, LayerProbe):
+        return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, kwargs)
+    states = (_pack(query, paged_batch), _pack(key, paged_batch), _pack(value, paged_batch))
+    given = (*states, paged_batch.pages[module.layer_idx])  # type: ignore[index]
+    options = (
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        -1 if sliding_window is None else sliding_window - 1,
+        softcap or 0.0,
+    )
+    if s_aux is None:
+        out = _attend(paged_batch, given, options)
+    else:
+        out, lse = _attend_lse(paged_batch, given, options)
+        out = out * torch.sigmoid(lse * math.log(2) - s_aux.float())[..., None].to(out.dtype)
+    return out.view(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
+
+
+States = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The packed queries, keys and values of new tokens, and the layer's pages."""
+
+
+def _attend(batch: PagedBatch, given: States, options: tuple[float, int, float]) -> Tensor:
+    table = (batch.indptr, batch.indices, batch.last_page_len)
+    if batch.packed is None:
+        return decode_attention(*given, *table, *options)
+    return paged_attention(*_appended(batch, batch.packed, given), *table, *options)
+
+
+def _attend_lse(batch: PagedBatch, given: States, options: tuple[float, int, float]) -> tuple[Tensor, Tensor]:
+    table = (batch.indptr, batch.indices, batch.last_page_len)
+    if batch.packed is None:
+        return decode_attention_lse(*given, *table, *options)
+    return paged_attention_lse(*_appended(batch, batch.packed, given), *table, *options)
+
+
+def _appended(batch: PagedBatch, packed: PackedTokens, given: States) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the new keys and values, and return what attends over them: the queries, the pages, and whose they are."""
+    query, key, value, pages = given
+    to = (packed.token_rows, packed.token_positions, batch.indptr, batch.indices, batch.last_page_len)
+    append_paged_kv(key, value, pages, *to)
+    return query, pages, packed.qo_indptr
+
+
+def _pack(states: Tensor, batch: PagedBatch) -> Tensor:
+    """``[1, H, T, D]`` or in decode ``[B, H, 1, D]`` to ``[T, H, D]``, a view."""
+    return states.transpose(1, 2).squeeze(1 if batch.packed is None else 0)
+
+
+def attention_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Return the configs, each once, whose attention implementation the model's modules read."""
+    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
+    return list(configs.values())
+
+
+class AttentionSwitch:
+    """Points a model's attention at ours while one of our calls runs.
+
+    At rest a wrapped model keeps the user's own attention implementation, so that whatever does not pass through us
+    (its inner modules, training, saving) is untouched. ``_attn_implementation_internal`` is written directly because
+    ``set_attn_implementation`` walks all modules, which is too much for each step.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find the configs to switch."""
+        self._configs = attention_configs(model)
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    @contextmanager
+    def paged(self, caller: int | None) -> Iterator[None]:
+        """Use paged attention for the duration.
+
+        Args:
+            caller: the thread that waits for this call; if it is inside ``original`` it cannot leave that before we
+                are done, so its attention is borrowed rather than waited for.
+        """
+        if caller is not None and self._holder == caller:
+            with paged_attention_in(self._configs):
+                yield
+        else:
+            with self._lock, paged_attention_in(self._configs):
+                yield
+
+    def own_implementations(self) -> list[str | None]:
+        """Return the configs' implementations as the user set them."""
+        with self.original():
+            return [config._attn_implementation_internal for config in self._configs]
+
+    @contextmanager
+    def original(self) -> Iterator[None]:
+        """Use the model's own attention for the duration, while other threads may be calling the compiled model."""
+        if self._holder == threading.get_ident():
+            yield
+            return
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
+
+
+def set_implementations(model: PreTrainedModel, implementations: list[str | None]) -> None:
+    """Set the attention implementation of each of the model's configs."""
+    for config, implementation in zip(attention_configs(model), implementations, strict=True):
+        config._attn_implementation_internal = implementation
+
+
+@contextmanager
+def paged_attention_in(configs: list[PretrainedConfig]) -> Iterator[None]:
+    """Point the configs' attention at ours for the duration."""
+    own = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, own, strict=True):
+            config._attn_implementation_internal = implementation
+
+
+AttentionInterface.register(NAME, attention_forward)

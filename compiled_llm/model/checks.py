@@ -1,0 +1,234 @@
+"""Bad input, refused before anything changes: each message names the argument, its value and the way out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.generation.utils import GenerationMixin
+
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.device_model import PagedModel, max_positions_of
+from compiled_llm.model.layer_probe import UnsupportedModelError, accepts_logits_to_keep
+
+
+def check_model(model: object) -> PreTrainedModel:
+    """Return ``model`` if it is a decoder-only causal language model in evaluation mode.
+
+    Raises:
+        TypeError: it is no HuggingFace model.
+        UnsupportedModelError: it is one of another kind.
+        ValueError: it is in training mode.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"wrap: model is a {type(model).__name__}; give a transformers PreTrainedModel")
+    name = type(model).__name__
+    if not isinstance(model, GenerationMixin) or not model.can_generate():
+        raise UnsupportedModelError(f"wrap: {name} cannot generate; give a ...ForCausalLM")
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"wrap: {name} is an encoder-decoder; only decoder-only causal LMs can be wrapped")
+    if not accepts_logits_to_keep(model):
+        raise UnsupportedModelError(f"wrap: {name}.forward has no logits_to_keep, which packed prefill needs")
+    check_rope(model)
+    if model.training:
+        raise ValueError("wrap: model is in training mode, where dropout changes tokens; call model.eval() first")
+    return model
+
+
+def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
+    """Check that the model lies whole on one device that it can run on.
+
+    Raises:
+        ValueError: parameters on several devices, offloaded, on a device of another kind, or fp32 on CUDA.
+        RuntimeError: something that compiling needs is not installed.
+    """
+    devices = sorted({str(tensor.device) for tensor in model.parameters()})
+    mapped = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+    if "meta" in devices or (mapped & {"cpu", "disk"} and len(mapped) > 1):
+        raise ValueError(
+            f"wrap: parameters are offloaded (devices {devices}, device map {sorted(mapped)}); load the model whole, "
+            'for example with device_map={"": 0}'
+        )
+    if len(devices) != 1:
+        raise ValueError(f"wrap: parameters lie on several devices ({devices}); load the model on one of them")
+    kind = model.device.type
+    if kind == "cuda":
+        _check_cuda(model)
+    elif kind != "cpu":
+        raise ValueError(f"wrap: the model is on {devices[0]}; only CUDA devices and the CPU are supported")
+    elif config.mode != "eager" and missing_compiler() is not None:
+        raise RuntimeError(f"wrap: {missing_compiler()}")
+
+
+def _check_cuda(model: PreTrainedModel) -> None:
+    from compiled_llm_ops.flashinfer.plan import missing_for_cuda
+
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"wrap: the model is {model.dtype} on CUDA, where FlashInfer has kernels for 16 bits only; "
+            "load it with dtype=torch.bfloat16, or call model.to(torch.bfloat16)"
+        )
+    if missing := missing_for_cuda():
+        raise RuntimeError("wrap: the model is on CUDA and something is missing there: " + "; ".join(missing))
+
+
+def missing_compiler() -> str | None:
+    """Return what is missing to compile on a CPU, and how to get it; None if nothing is."""
+    from torch._inductor import config
+
+    candidates = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
+    names = [name for name in (*candidates, "g++", "clang++") if name]
+    if any(shutil.which(name) for name in names):
+        return None
+    return (
+        f"no C++ compiler was found (looked for {', '.join(dict.fromkeys(names))}); install one, for example with "
+        "'apt install g++', or wrap with mode='eager'"
+    )
+
+
+def check_ready(model: PreTrainedModel) -> None:
+    """Check that a wrapped model has not been switched to training.
+
+    Raises:
+        ValueError: it has.
+    """
+    if model.training:
+        raise ValueError("the wrapped model is in training mode, where dropout changes tokens; call model.eval() first")
+
+
+def check_prompt(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, continues: bool = False
+) -> None:
+    """Check token ids and their mask, which is longer than the ids if they continue a cache.
+
+    Raises:
+        ValueError: they are empty, of a float type, out of range, or a row is all padding.
+    """
+    check_ids(input_ids)
+    # On the host: each question to a CUDA device is a wait of its own.
+    lowest, highest = (int(value) for value in input_ids.cpu().aminmax())
+    check_range(lowest, highest, cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
+    if attention_mask is not None:
+        _check_mask(input_ids, attention_mask, continues)
+
+
+def check_range(lowest: int, highest: int, vocabulary: int) -> None:
+    """Check the smallest and the largest of some token ids.
+
+    Raises:
+        ValueError: the model has no such token.
+    """
+    if lowest < 0 or highest >= vocabulary:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(
+            f"input_ids: token id {wrong} is out of range 0 to {vocabulary - 1}; "
+            "was the text tokenized with this model's tokenizer?"
+        )
+
+
+def check_ids(input_ids: object) -> None:
+    """Check token ids without looking at their values, which would wait for the device.
+
+    Raises:
+        ValueError: they are no 2-D tensor of integers, or empty.
+    """
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        raise ValueError(f"input_ids: must be a [batch, tokens] tensor of token ids; got {_shape(input_ids)}")
+    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids: dtype is {input_ids.dtype}; token ids are integers, call .long()")
+    if input_ids.numel() == 0:
+        raise ValueError(f"input_ids: shape {tuple(input_ids.shape)} holds no token; give at least one row and token")
+
+
+def _check_mask(input_ids: Tensor, attention_mask: Tensor, continues: bool) -> None:
+    fits = isinstance(attention_mask, Tensor) and attention_mask.dim() in (2, 4)
+    if fits and attention_mask.dim() == 2:
+        wider = continues and attention_mask.shape[1] > input_ids.shape[1]
+        fits = attention_mask.shape[0] == input_ids.shape[0] and (wider or attention_mask.shape == input_ids.shape)
+    if not fits:
+        raise ValueError(
+            f"attention_mask: {_shape(attention_mask)} does not fit input_ids of {_shape(input_ids)}; give a "
+            "tensor of the same shape, 0 where a token is padding"
+        )
+    if attention_mask.dim() == 2 and bool((hidden := (attention_mask.cpu() == 0).all(dim=1)).any()):
+        raise ValueError(f"attention_mask: row {int(hidden.nonzero()[0])} is all padding; leave it out of the batch")
+
+
+def _shape(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def pages_needed(paged: PagedModel, prompts: Sequence[int], most_new: int, shared: Sequence[int] = ()) -> int:
+    """Return how many pages prompts of these lengths may need with all that they may grow by.
+
+    The last token of a row is chosen but never stored.
+
+    Args:
+        paged: the model's device side.
+        prompts: the length of each row.
+        most_new: how many tokens a row may grow by.
+        shared: how many tokens each row has in common with an earlier one, where there are such; full pages of them
+            are counted once.
+    """
+    pool = paged.pool
+    return sum(pool.pages_for(prompt + most_new - 1) for prompt in prompts) - sum(
+        common // pool.page_size for common in shared
+    )
+
+
+def check_fits(
+    model: PreTrainedModel, paged: PagedModel, prompts: Sequence[int], most_new: int, needed: int | None = None
+) -> None:
+    """Check that the prompts and all they may grow by fit the model, the batch size and the pages.
+
+    Args:
+        model: the model.
+        paged: its device side.
+        prompts: the length of each row, with what a cache holds of it already.
+        most_new: how many tokens a row may grow by.
+        needed: how many pages that takes beyond those held; all of them where None.
+
+    Raises:
+        ValueError: they do not; the message has the numbers.
+    """
+    longest, positions = max(prompts) + most_new, max_positions_of(model)
+    if longest > positions:
+        raise ValueError(
+            f"max_new_tokens={most_new}: with a prompt of {max(prompts)} tokens that makes {longest}, and the model "
+            f"has {positions} positions; shorten the prompt or generate at most {max(0, positions - max(prompts))}"
+        )
+    if len(prompts) > paged.config.max_batch_size:
+        raise ValueError(
+            f"input_ids: {len(prompts)} rows are more than max_batch_size={paged.config.max_batch_size}; "
+            f"split the batch, or wrap(model, max_batch_size={len(prompts)})"
+        )
+    pool = paged.pool
+    needed = pages_needed(paged, prompts, most_new) if needed is None else needed
+    if needed > pool.available:
+        raise ValueError(
+            f"input_ids and max_new_tokens={most_new}: {len(prompts)} rows of up to {longest} tokens need {needed} "
+            f"pages of {pool.page_size} tokens, and {pool.available} of {pool.total} are free "
+            f"({pool.available * pool.page_size} tokens); shorten or split the batch, drop caches you keep, or wrap "
+            "with a larger kv_memory"
+        )
+
+
+def check_rope(model: PreTrainedModel) -> None:
+    """Check that rotary embeddings do not depend on how long the longest row of a batch is.
+
+    Raises:
+        UnsupportedModelError: they do (dynamic NTK, longrope): packed rows would influence each other.
+    """
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    per_layer_type = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    for entry in per_layer_type or [parameters]:
+        if (kind := entry.get("rope_type")) in ("dynamic", "longrope"):
+            raise UnsupportedModelError(
+                f"wrap: {type(model).__name__} has rope_type={kind!r}, whose frequencies depend on the longest row of "
+                "a batch, so that rows would change each other; use it unwrapped, or set a fixed rope type "
+                "('default', 'linear', 'yarn', 'llama3') in config.rope_parameters"
+            )

@@ -1,0 +1,168 @@
+"""What each attention layer of a model looks like, learned by watching one fake forward.
+
+Configs of different families spell geometry in different ways, and some models never reach the attention interface at
+all. So nothing is guessed from the config: the model runs once on fake tensors (no memory, no arithmetic), and every
+call that reaches our attention function is recorded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compiled_llm.compat import fake_tensors
+from compiled_llm.model.restore import same_attributes
+
+# Sent to attention functions by some families and without effect on what the packed, paged form computes.
+_HARMLESS = frozenset({"position_ids", "is_causal"})
+
+
+class Layer(NamedTuple):
+    """One attention layer's geometry.
+
+    Attributes:
+        query_heads: H.
+        kv_heads: K.
+        head_dim: D, as the model has it.
+        window_left: tokens visible to the left of a query; -1 for all.
+        logits_soft_cap: cap on the logits; 0.0 for none.
+    """
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    window_left: int
+    logits_soft_cap: float
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot run over paged attention; the message says why and what to do."""
+
+
+class UnpagedCallError(RuntimeError):
+    """Our attention function was called without a batch."""
+
+
+class LayerProbe:
+    """Stands where the batch would and records each attention layer that calls."""
+
+    def __init__(self) -> None:
+        """Start with no layer seen."""
+        self.layers: dict[int, Layer] = {}
+
+    def visit(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        sliding_window: int | None,
+        softcap: float | None,
+        others: Mapping[str, Any],
+    ) -> tuple[Tensor, None]:
+        """Record a layer and answer with an output of the right shape."""
+        name = type(module).__name__
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or index in self.layers:
+            raise UnsupportedModelError(f"{name} has layer_idx={index!r}; each attention layer needs one of its own")
+        if attention_mask is not None:
+            raise UnsupportedModelError(f"{name} builds an attention mask of its own; paged attention cannot honour it")
+        if key.shape[-1] != value.shape[-1] or key.shape[-1] != query.shape[-1]:
+            raise UnsupportedModelError(
+                f"{name} has key heads of size {key.shape[-1]} and value heads of size {value.shape[-1]}; "
+                "pages need both of one size (multi-head latent attention is not supported)"
+            )
+        if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            raise UnsupportedModelError(f"{name} is not causal; only decoder-only causal LMs can be wrapped")
+        for argument, given in others.items():
+            if isinstance(given, Tensor) and argument not in _HARMLESS:
+                raise UnsupportedModelError(f"{name} passes {argument!r} to its attention, which paged attention lacks")
+        self.layers[index] = Layer(
+            query_heads=query.shape[1],
+            kv_heads=key.shape[1],
+            head_dim=query.shape[-1],
+            window_left=-1 if sliding_window is None else int(sliding_window) - 1,
+            logits_soft_cap=float(softcap or 0.0),
+        )
+        return query.transpose(1, 2).contiguous(), None
+
+
+def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True) -> list[Layer]:
+    """Return the model's attention layers in order.
+
+    Args:
+        model: a causal language model whose attention implementation is ours at the moment.
+        batch_argument: the keyword under which the probe travels through ``forward``.
+        fake: use tensors without memory, which a forward that looks at numbers does not take.
+
+    Raises:
+        UnsupportedModelError: a layer's attention does not reach our function, or needs what pages cannot give.
+    """
+    probe = LayerProbe()
+    tokens = 4
+    forward = type(model).forward
+    # What forward stores in modules is fake as well, and must not stay.
+    mode = fake_tensors() if fake else nullcontext()
+    with same_attributes(model), torch.inference_mode(False), torch.no_grad(), mode, _batched_experts(model):
+        ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
+        positions = torch.arange(tokens, device=model.device)[None]
+        try:
+            forward(model, input_ids=ids, position_ids=positions, use_cache=False, **{batch_argument: probe})
+        except UnsupportedModelError:
+            raise
+        except UnpagedCallError as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not hand keyword arguments of its forward on to its attention, so the "
+                "page table cannot reach it; it stays usable unwrapped"
+            ) from error
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be traced with packed tokens ({type(error).__name__}: {error}); "
+                "it stays usable unwrapped"
+            ) from error
+    expected = model.config.get_text_config(decoder=True).num_hidden_layers
+    if sorted(probe.layers) != list(range(expected)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {expected} layers but {len(probe.layers)} of them reach the attention "
+            "interface of transformers (AttentionInterface); the others would silently run without pages. "
+            "Models with attention of their own (Falcon, BLOOM, MPT, GPT-J, ...) cannot be wrapped"
+        )
+    return [probe.layers[index] for index in range(expected)]
+
+
+@contextmanager
+def _batched_experts(model: PreTrainedModel) -> Iterator[None]:
+    """Run mixtures of experts batched: grouped products have fakes for bfloat16 only (torch 2.13)."""
+    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
+    grouped = [
+        config
+        for config in configs.values()
+        if getattr(config, "_experts_implementation_internal", None) == "grouped_mm"
+    ]
+    for config in grouped:
+        config._experts_implementation_internal = "batched_mm"
+    try:
+        yield
+    finally:
+        for config in grouped:
+            config._experts_implementation_internal = "grouped_mm"
+
+
+def accepts_logits_to_keep(model: PreTrainedModel) -> bool:
+    """Whether the model's forward can compute the logits of chosen tokens only."""
+    return "logits_to_keep" in inspect.signature(type(model).forward).parameters
+
+
+def counts_unmasked(model: PreTrainedModel) -> bool:
+    """Whether the model, given no positions, counts unmasked tokens (OPT does) rather than columns."""
+    return any(
+        isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(type(module).forward).parameters
+        for module in model.modules()
+    )

@@ -1,0 +1,1 @@
+"""Paged attention: appending keys and values, prefill, decode."""

@@ -1,0 +1,137 @@
+"""Writing new keys and values into the pages.
+
+Shapes: T packed tokens, K kv heads, D head dimension, P pages, S page size, B rows, N entries of the page table.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.library import check_int32, define
+
+
+def append_paged_kv(
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    token_rows: Tensor,
+    token_positions: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+) -> None:
+    """Write the keys and values of new tokens into the pages of their rows, in place.
+
+    Token t goes to page ``indices[indptr[token_rows[t]] + token_positions[t] // S]``, slot ``token_positions[t] % S``.
+    Positions are not bounded here: whoever plans must keep every row within the pages it owns.
+
+    Args:
+        key: ``[T, K, D]``, any strides.
+        value: ``[T, K, D]``, like ``key``.
+        pages: ``[P, 2, K, S, D']`` with D' >= D, written in place; columns past D are left alone (and stay zero).
+        token_rows: ``[T]`` int32, the row each token belongs to.
+        token_positions: ``[T]`` int32, each token's index in its row's cache, in tokens.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        last_page_len: ``[B]`` int32, tokens in each row's last page, 1 to S, the new ones included.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+
+    Source:
+        FlashInfer ``flashinfer.append_paged_kv_cache`` on CUDA; paged KV caches after vLLM's PagedAttention
+        (https://arxiv.org/abs/2309.06180).
+    """
+    _append_paged_kv(key, value, pages, token_rows, token_positions, indptr, indices, last_page_len)
+
+
+def _check(
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    token_rows: Tensor,
+    token_positions: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+) -> None:
+    if key.shape != value.shape or key.dim() != 3 or key.dtype != value.dtype:
+        raise ValueError(
+            f"append_paged_kv: key and value must be [T, K, D] of one shape and dtype; got {tuple(key.shape)} "
+            f"{key.dtype} and {tuple(value.shape)} {value.dtype}"
+        )
+    if pages.dim() != 5 or pages.shape[1:3] != (2, key.shape[1]) or pages.shape[4] < key.shape[2]:
+        raise ValueError(
+            f"append_paged_kv: pages must be [P, 2, {key.shape[1]}, S, D >= {key.shape[2]}] for a key of "
+            f"{tuple(key.shape)}; got {tuple(pages.shape)}"
+        )
+    if token_rows.shape != key.shape[:1] or token_positions.shape != key.shape[:1]:
+        raise ValueError(
+            f"append_paged_kv: token_rows and token_positions must be [{key.shape[0]}], one entry a token; got "
+            f"{tuple(token_rows.shape)} and {tuple(token_positions.shape)}"
+        )
+    check_int32(
+        "append_paged_kv",
+        token_rows=token_rows,
+        token_positions=token_positions,
+        indptr=indptr,
+        indices=indices,
+    )
+
+
+def _fake(
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    token_rows: Tensor,
+    token_positions: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+) -> None:
+    return None
+
+
+def _cpu(
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    token_rows: Tensor,
+    token_positions: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+) -> None:
+    _check(key, value, pages, token_rows, token_positions, indptr, indices)
+    page_size, head_dim = pages.shape[3], key.shape[2]
+    page = indices[indptr[token_rows] + token_positions // page_size]
+    slot = token_positions % page_size
+    pages[page, :, :, slot, :head_dim] = torch.stack([key, value], dim=1).to(pages.dtype)
+
+
+def _cuda(
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    token_rows: Tensor,
+    token_positions: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+) -> None:
+    from compiled_llm_ops.contracts import PageTable
+    from compiled_llm_ops.flashinfer.plan import append
+
+    _check(key, value, pages, token_rows, token_positions, indptr, indices)
+    if padding := pages.shape[4] - key.shape[2]:
+        key, value = (torch.nn.functional.pad(x, (0, padding)) for x in (key, value))
+    append(key, value, pages, token_rows, token_positions, PageTable(indptr, indptr, indices, last_page_len))
+
+
+_append_paged_kv = define(
+    "append_paged_kv(Tensor key, Tensor value, Tensor(a!) pages, Tensor token_rows, Tensor token_positions, "
+    "Tensor indptr, Tensor indices, Tensor last_page_len) -> ()",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+)

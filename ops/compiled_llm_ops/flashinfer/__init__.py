@@ -1,0 +1,1 @@
+"""FlashInfer behind our ops: plans, workspace, versions."""

@@ -1,0 +1,1 @@
+"""Our Triton kernels, and the rules that choose their tilings."""

@@ -1,0 +1,269 @@
+"""Triton kernels for products of few rows with a weight, which read the weight near the bandwidth of memory.
+
+Both may begin while the kernel in front of them ends (see ``overlap``), and have weights on their way by then.
+
+Shapes: M rows, N outputs, K inputs.
+"""
+
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# mypy: disable-error-code="assignment, var-annotated"
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from compiled_llm_ops.kernels.linear_tiling import Tiling
+
+
+@triton.jit
+def _after_waiting(value):
+    """Return ``value`` once the kernel in front has ended, and let the next one go.
+
+    A read at an address made of it cannot come earlier. To do both again, with each block, is of no effect.
+    """
+    return tl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+        "=r,r",
+        [value],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["M"])  # 1 and multiples of 16 would be compiled again
+def _skinny_linear_tensor_cores(
+    x,
+    w,
+    y,
+    M,
+    N,
+    K,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """TILES times BN outputs of all rows over all of K; ``x`` and ``w`` describe tensors, and read zeros outside."""
+    # Tensor cores take 64 rows of their first operand at a time, and as few as 8 columns of the second.
+    SWAPPED: tl.constexpr = ROWS < 64
+    tile = tl.program_id(0) * TILES
+    sums = ()
+    for _ in tl.static_range(TILES):
+        sums += (tl.zeros([BN, ROWS] if SWAPPED else [ROWS, BN], tl.float32),)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        # Loads that stand together wait at one barrier.
+        weights = ()
+        for i in tl.static_range(TILES):
+            weights += (w.load([(tile + i) * BN, k]),)
+        rows = x.load([0, _after_waiting(k) if PDL else k])
+        added = ()
+        for i in tl.static_range(TILES):
+            if SWAPPED:
+                added += (tl.dot(weights[i], rows.T, sums[i]),)
+            else:
+                added += (tl.dot(rows, weights[i].T, sums[i]),)
+        sums = added
+    offs_m = tl.arange(0, ROWS)[:, None]
+    for i in tl.static_range(TILES):
+        offs_n = (tile + i) * BN + tl.arange(0, BN)[None, :]
+        total = sums[i].T if SWAPPED else sums[i]
+        tl.store(y + offs_m * N + offs_n, total.to(y.dtype.element_ty), mask=(offs_m < M) & (offs_n < N))
+
+
+@triton.jit
+def _load_block(at, offs_k, k, K, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(at, mask=k + offs_k < K, other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _normed_row(x, update, factors, total, offs_k, K, epsilon, BK: tl.constexpr, EARLY: tl.constexpr,
+                MASKED: tl.constexpr):  # fmt: skip
+    """Return all of ``x + update``, normed and multiplied with ``factors``, in EARLY blocks; one program stores it."""
+    blocks = ()
+    squares = tl.zeros([BK], tl.float32)
+    for block in tl.static_range(EARLY):
+        first = _load_block(x + block * BK + offs_k, offs_k, block * BK, K, MASKED).to(tl.float32)
+        sums = (first + _load_block(update + block * BK + offs_k, offs_k, block * BK, K, MASKED)).to(x.dtype.element_ty)
+        if tl.program_id(0) == 0:
+            tl.store(total + block * BK + offs_k, sums, mask=block * BK + offs_k < K)
+        numbers = sums.to(tl.float32)
+        squares += numbers * numbers
+        blocks += (numbers,)
+    factor = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
+    normed = ()
+    for block in tl.static_range(EARLY):
+        numbers = (blocks[block] * factor).to(x.dtype.element_ty).to(tl.float32)
+        normed += ((numbers * factors[block].to(tl.float32)).to(x.dtype.element_ty).to(tl.float32),)
+    return normed
+
+
+@triton.jit
+def _silu(numbers):
+    return numbers / (1.0 + tl.exp(-numbers))
+
+
+@triton.jit
+def _skinny_linear_one_or_two_rows(
+    x,
+    update,
+    norm,
+    total,
+    w,
+    y,
+    N,
+    K,
+    epsilon,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EARLY: tl.constexpr,
+    MASKED: tl.constexpr,
+    GATED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BN outputs of each row over all of K; weights go straight to registers, the first EARLY blocks before waiting.
+
+    With a ``norm``, the one row is ``x + update``, normed by each program; EARLY blocks are all of K. GATED, outputs
+    are products of two: with the weight's first N rows, through SiLU, and with its others.
+    """
+    PARTS: tl.constexpr = 2 if GATED else 1
+    offs_n, offs_k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    w_block = w + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]
+    part_size = N.to(tl.int64) * K
+    early = ()
+    factors = ()
+    for block in tl.static_range(EARLY):
+        for part in tl.static_range(PARTS):
+            at = w_block + part * part_size + block * BK
+            early += (_load_block(at, offs_k[None, :], block * BK, K, MASKED),)
+        if norm is not None:
+            factors += (_load_block(norm + block * BK + offs_k, offs_k, block * BK, K, MASKED),)
+    if PDL:
+        if AHEAD:
+            gdc_launch_dependents()
+        gdc_wait()
+        if not AHEAD:
+            gdc_launch_dependents()
+    normed = ()
+    if norm is not None:
+        normed = _normed_row(x, update, factors, total, offs_k, K, epsilon, BK, EARLY, MASKED)
+    sums = ()
+    for _ in tl.static_range(ROWS * PARTS):
+        sums += (tl.zeros([BN, BK], tl.float32),)
+    for block in tl.static_range(EARLY):
+        added = ()
+        for row in tl.static_range(ROWS):
+            if norm is not None:
+                numbers = normed[block]
+            else:
+                at = x + row * K + block * BK + offs_k
+                numbers = _load_block(at, offs_k, block * BK, K, MASKED).to(tl.float32)
+            for part in tl.static_range(PARTS):
+                weights = early[block * PARTS + part].to(tl.float32)
+                added += (sums[row * PARTS + part] + weights * numbers[None, :],)
+        sums = added
+    for k in tl.range(EARLY * BK, K, BK, num_stages=1):
+        added = ()
+        for row in tl.static_range(ROWS):
+            numbers = _load_block(x + row * K + k + offs_k, offs_k, k, K, MASKED).to(tl.float32)
+            for part in tl.static_range(PARTS):
+                weights = _load_block(w_block + part * part_size + k, offs_k[None, :], k, K, MASKED).to(tl.float32)
+                added += (sums[row * PARTS + part] + weights * numbers[None, :],)
+        sums = added
+    for row in tl.static_range(ROWS):
+        outputs = tl.sum(sums[row * PARTS], 1).to(y.dtype.element_ty)
+        if GATED:
+            gate = _silu(outputs.to(tl.float32)).to(y.dtype.element_ty).to(tl.float32)
+            other = tl.sum(sums[row * PARTS + 1], 1).to(y.dtype.element_ty).to(tl.float32)
+            outputs = (gate * other).to(y.dtype.element_ty)
+        tl.store(y + row * N + offs_n, outputs, mask=offs_n < N)
+
+
+class Normed(NamedTuple):
+    """What makes of a row the one that is multiplied: the sum with another one, normed.
+
+    Attributes:
+        update: ``[1, K]``, what is added to it.
+        weight: ``[K]``, what the normed sum is multiplied with.
+        epsilon: is added to the mean square.
+        total: ``[1, K]``, written: the sum.
+    """
+
+    update: Tensor
+    weight: Tensor
+    epsilon: float
+    total: Tensor
+
+
+def multiply_few(
+    rows: Tensor,
+    weight: Tensor,
+    tiling: Tiling,
+    *,
+    normed: Normed | None = None,
+    gated: bool = False,
+    ahead: bool = False,
+    pdl: bool,
+) -> Tensor:
+    """Return ``rows @ weight.T`` of one or two rows.
+
+    Args:
+        rows: ``[M, K]``, contiguous, float16 or bfloat16.
+        weight: ``[N, K]``, likewise.
+        tiling: for one or two rows, from ``choose``; where rows are normed, with all of K early.
+        normed: how one row is normed first.
+        gated: return ``silu(first) * second`` of both halves of the outputs.
+        ahead: let the next kernel begin before this one has waited.
+        pdl: begin before the kernel in front has ended; needs compute capability 9.0.
+    """
+    (m, k), n = rows.shape, weight.shape[0] // (2 if gated else 1)
+    outputs = tiling.outputs // (2 if gated else 1)
+    update, norm, epsilon, total = normed or (None, None, 0.0, None)
+    y = rows.new_empty(m, n)
+    _skinny_linear_one_or_two_rows[(-(-n // outputs),)](
+        rows, update, norm, total, weight, y, n, k, epsilon,
+        ROWS=m, BN=outputs, BK=tiling.inputs, EARLY=tiling.early, MASKED=k % tiling.inputs > 0, GATED=gated,
+        AHEAD=ahead, **_options(pdl),
+    )  # fmt: skip
+    return y
+
+
+def _options(pdl: bool) -> dict[str, Any]:
+    return {"PDL": pdl, "num_warps": 4, **({"launch_pdl": True} if pdl else {})}
+
+
+def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, ahead: bool = False, pdl: bool) -> Tensor:
+    """Return ``rows @ weight.T``.
+
+    Args:
+        rows: ``[M, K]``, contiguous, float16 or bfloat16.
+        weight: ``[N, K]``, likewise, beginning at a multiple of 16 bytes.
+        tiling: from ``choose``.
+        ahead: let the next kernel begin before this one has waited, if there are one or two rows.
+        pdl: begin before the kernel in front has ended; needs compute capability 9.0.
+    """
+    if tiling.rows <= 2:
+        return multiply_few(rows, weight, tiling, ahead=ahead, pdl=pdl)
+    (m, k), n = rows.shape, weight.shape[0]
+    y = rows.new_empty(m, n)
+    blocks_of_rows = TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs])
+    blocks_of_weight = TensorDescriptor.from_tensor(weight, [tiling.outputs, tiling.inputs])
+    _skinny_linear_tensor_cores[(-(-n // (tiling.outputs * tiling.tiles)),)](
+        blocks_of_rows, blocks_of_weight, y, m, n, k,
+        ROWS=tiling.rows, BN=tiling.outputs, BK=tiling.inputs, TILES=tiling.tiles, STAGES=tiling.stages,
+        **_options(pdl),
+    )  # fmt: skip
+    return y

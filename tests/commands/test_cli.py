@@ -1,0 +1,405 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import compiled_llm
+from compiled_llm.commands.app import app
+from support.tiny_models import tiny_qwen3
+
+COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
+FIGURES = re.compile(
+    r"^(\d+) tokens, [\d.]+ tokens/s, first token after [\d.]+ s, "
+    r"\d+ graphs, \d+ graph breaks, \d+ recompiles, \d+ cudagraph skips$",
+    re.MULTILINE,
+)
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['content'] == 'forbidden' %}{{ raise_exception('no such message') }}{% endif %}"
+    "<{{ message['role'] }}: {{ message['content'] }}>"
+    "{% endfor %}"
+)
+WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 that never stops, with a tokenizer of one token a character."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_qwen3(eos_token_id=None).save_pretrained(folder)
+    vocabulary = ["<pad>", "<s>", "</s>", "<unk>", *map(chr, range(32, 127))]
+    vocabulary += [f"<{i}>" for i in range(len(vocabulary), 128)]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return folder
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=300)
+
+
+def invoke(folder: Path, *arguments: str, stdin: str | bytes | None = None) -> Any:
+    """Run `generate` in this process, uncompiled."""
+    options = ["--model", str(folder), "--mode", "eager", "--max-new-tokens", "40"]
+    return CliRunner().invoke(app, ["generate", *options, *arguments], input=stdin, env=WIDE)
+
+
+def answer(folder: Path, *arguments: str) -> dict[str, Any]:
+    """The object that `--json` writes."""
+    result = invoke(folder, "--json", *arguments)
+    assert result.exit_code == 0, result.output
+    (line,) = result.stdout.splitlines()
+    return json.loads(line)
+
+
+def greedy(folder: Path, prompt: str, max_new_tokens: int) -> tuple[str, str]:
+    """The prompt as the tokenizer reads it, and HuggingFace's own continuation."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[0]
+    length = inputs["input_ids"].shape[1]
+    return tuple(tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[:length], tokens[length:]))
+
+
+def test_generate_writes_huggingfaces_text_and_the_figures(model_folder: Path) -> None:
+    done = run("generate", "Hello world", "--model", str(model_folder), "--max-new-tokens", "40", "--mode", "eager")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(greedy(model_folder, "Hello world", 40)) + "\n"
+    figures = FIGURES.search(done.stderr)
+    assert figures is not None, done.stderr
+    assert figures[1] == "40"
+
+
+def test_chat_writes_the_answer_alone(model_folder: Path) -> None:
+    result = invoke(model_folder, "Hi", "--chat")
+    assert result.stdout == greedy(model_folder, "<user: Hi>", 40)[1] + "\n"
+
+
+def test_interrupt_exits_130_without_a_traceback(model_folder: Path) -> None:
+    arguments = ("--model", str(model_folder), "--max-new-tokens", "1000", "--mode", "eager")
+    with subprocess.Popen(
+        [COMMAND, "generate", "Hello world", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1) == "H"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+
+
+def test_closed_pipe_ends_quietly(model_folder: Path) -> None:
+    arguments = ("--model", str(model_folder), "--max-new-tokens", "1000", "--mode", "eager")
+    with subprocess.Popen(
+        [COMMAND, "generate", "Hello world", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        errors = process.stderr.read()
+    assert process.returncode == 1
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+
+
+# ---- where the prompt comes from
+
+
+def test_prompt_comes_from_a_file_a_pipe_or_a_dash(model_folder: Path, tmp_path: Path) -> None:
+    expected = "".join(greedy(model_folder, "Hello\nworld", 40)) + "\n"
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xef\xbb\xbfHello\nworld\r\n")
+    asked: list[tuple[tuple[str, ...], str | None]] = [
+        (("Hello\nworld",), "what is piped in is not read beside a PROMPT"),
+        (("--file", str(file)), "nor beside a file"),
+        ((), "Hello\nworld\n"),
+        (("-",), "Hello\nworld"),
+        (("--file", "-"), "Hello\nworld\n"),
+    ]
+    for arguments, stdin in asked:
+        result = invoke(model_folder, *arguments, stdin=stdin)
+        assert result.exit_code == 0, result.output
+        assert result.stdout == expected, arguments
+
+
+def test_only_one_line_end_is_dropped(model_folder: Path) -> None:
+    assert answer(model_folder, "x\n")["prompt"] == "x\n"
+    piped = invoke(model_folder, "--json", stdin="x\n\n")
+    assert json.loads(piped.stdout)["prompt"] == "x\n"
+
+
+def test_prompts_that_cannot_be_read_are_usage_errors(tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"abc\xff")
+    asked: list[tuple[tuple[str, ...], str | bytes | None, str]] = [
+        ((), None, "the prompt is empty"),
+        ((), "\n", "the prompt is empty"),
+        (("",), "piped", "the prompt is empty"),
+        ((), b"\xff", "stdin: is not UTF-8 text"),
+        (("x", "--file", str(binary)), None, "PROMPT and --file were both given"),
+        (("-", "--file", "-"), "x", "PROMPT and --file were both given"),
+        (("--file", str(tmp_path / "none")), None, "none: cannot be read: No such file"),
+        (("--file", str(tmp_path)), None, "cannot be read: Is a directory"),
+        (("--file", str(binary)), None, "is not UTF-8 text: invalid start byte at byte 3"),
+        (("\udcff",), None, "PROMPT: is not UTF-8 text"),
+    ]
+    for arguments, stdin, message in asked:
+        assert_usage_error(invoke(Path("/no/such/model"), *arguments, stdin=stdin), message)
+
+
+def test_terminal_without_a_prompt_is_not_waited_for() -> None:
+    ours, terminal = pty.openpty()
+    try:
+        done = subprocess.run([COMMAND, "generate"], stdin=terminal, capture_output=True, text=True, timeout=60)
+    finally:
+        os.close(ours)
+        os.close(terminal)
+    assert done.returncode == 2
+    assert done.stderr == "error: there is no prompt: give it as PROMPT, with --file PATH, or pipe it in\n"
+
+
+def assert_usage_error(result: Any, message: str) -> None:
+    """One line on stderr, exit code 2."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+# ---- chat
+
+
+def test_system_message_comes_before_the_users(model_folder: Path) -> None:
+    result = invoke(model_folder, "Hi", "--chat", "--system", "Be brief")
+    assert result.stdout == greedy(model_folder, "<system: Be brief><user: Hi>", 40)[1] + "\n"
+
+
+def test_template_that_refuses_is_a_usage_error(model_folder: Path) -> None:
+    result = invoke(model_folder, "Hi", "--chat", "--system", "forbidden")
+    assert result.exit_code == 2
+    assert "error: --chat: the model's chat template refuses this: no such message" in result.stderr
+
+
+def test_chat_without_a_template_is_a_usage_error(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    result = invoke(folder, "Hi", "--chat")
+    assert result.exit_code == 2
+    assert "has no chat template" in result.stderr
+
+
+# ---- sampling
+
+
+def drawn(folder: Path, seed: int = 1, **options: Any) -> list[int]:
+    """The tokens after "Hello" that the Python interface draws."""
+    model = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(folder), mode="eager", progress=False)
+    inputs = AutoTokenizer.from_pretrained(folder)("Hello", return_tensors="pt")
+    torch.manual_seed(seed)
+    return model.generate(**inputs, max_new_tokens=40, **{"do_sample": True, **options})[0, 5:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ("--sample", {}),
+        ("--temperature 0.4", {"temperature": 0.4}),
+        ("--top-k 2", {"top_k": 2}),
+        ("--top-k 0", {"top_k": 0}),
+        ("--top-p 0.3", {"top_p": 0.3}),
+        ("--min-p 0.5", {"min_p": 0.5}),
+        ("--repetition-penalty 5", {"repetition_penalty": 5.0}),
+        ("--seed 1", {}),
+        ("--seed 2", {"seed": 2}),
+    ],
+)
+def test_sampling_flags_draw_as_generate_does(model_folder: Path, flags: str, options: dict[str, Any]) -> None:
+    seed = [] if "--seed" in flags else ["--seed", "1"]
+    tokens = answer(model_folder, "Hello", *flags.split(), *seed)["token_ids"]
+    assert tokens == drawn(model_folder, **options)
+    if options:
+        assert tokens != drawn(model_folder), "the setting makes a difference"
+
+
+@pytest.mark.parametrize("flag", ["--temperature 1.5", "--top-k 9", "--top-p 0.9", "--min-p 0.1", "--seed 3"])
+def test_sampling_flags_imply_sample_and_contradict_greedy(model_folder: Path, flag: str) -> None:
+    torch.manual_seed(3)
+    assert answer(model_folder, "Hello", *flag.split())["token_ids"] != drawn(model_folder, do_sample=False)
+    contradiction = invoke(model_folder, "Hello", "--greedy", *flag.split())
+    assert_usage_error(contradiction, f"--greedy draws nothing, so it does not go with {flag.split()[0]}")
+
+
+def test_greedy_takes_a_repetition_penalty(model_folder: Path) -> None:
+    penalised = answer(model_folder, "Hello", "--greedy", "--repetition-penalty", "5")["token_ids"]
+    assert penalised == drawn(model_folder, do_sample=False, repetition_penalty=5.0)
+    assert penalised != drawn(model_folder, do_sample=False)
+
+
+def test_models_own_settings_hold_where_no_flag_is_given(model_folder: Path, tmp_path: Path) -> None:
+    folder = with_generation_config(model_folder, tmp_path, top_k=2, do_sample=True)
+    assert answer(folder, "Hello", "--seed", "1")["token_ids"] == drawn(model_folder, top_k=2)
+    assert answer(folder, "Hello")["token_ids"] == drawn(model_folder, do_sample=False)
+
+
+def with_generation_config(model_folder: Path, tmp_path: Path, **settings: Any) -> Path:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
+        ("--temperature 0", "--temperature 0.0: must be above 0; --greedy takes the most likely token"),
+        ("--temperature nan", "--temperature nan"),
+        ("--temperature inf", "--temperature inf"),
+        ("--top-k -1", "--top-k -1"),
+        ("--top-k 99999999999", "--top-k 99999999999"),
+        ("--top-p 0", "--top-p 0.0: must be above 0 and at most 1"),
+        ("--top-p 1.5", "--top-p 1.5"),
+        ("--min-p -0.1", "--min-p -0.1"),
+        ("--min-p 1.1", "--min-p 1.1: must be from 0 to 1"),
+        ("--repetition-penalty 0", "--repetition-penalty 0.0"),
+        ("--seed -1", "--seed -1"),
+        (f"--seed {2**64}", "must be from 0 to 2**64 - 1"),
+        ("--stop=", "--stop ''"),
+        ("--system x", "give --chat as well"),
+        ("--mode nosuch", "mode='nosuch': choose one of 'eager'"),
+    ],
+)
+def test_impossible_values_are_refused_before_a_model_is_looked_for(arguments: str, message: str) -> None:
+    assert_usage_error(invoke(Path("/no/such/model"), "x", *arguments.split()), message)
+
+
+# ---- the end, and the output
+
+
+def test_stop_text_ends_the_answer(model_folder: Path) -> None:
+    text = greedy(model_folder, "Hello", 40)[1]
+    stop = text[10:12]
+    stopped = answer(model_folder, "Hello", "--stop", "never comes", "--stop", stop)
+    assert stopped["text"] == text[: text.index(stop) + 2]
+    assert stopped["finish_reason"] == "stop_sequence"
+
+
+def test_finish_reason_is_eos_or_length(model_folder: Path, tmp_path: Path) -> None:
+    whole = answer(model_folder, "Hello", "--stop", "never comes")
+    assert whole["finish_reason"] == "length"
+    eos = whole["token_ids"][7]
+    ended = answer(with_generation_config(model_folder, tmp_path, eos_token_id=[3, eos]), "Hello")
+    assert ended["finish_reason"] == "eos_token"
+    assert ended["token_ids"] == whole["token_ids"][: whole["token_ids"].index(eos) + 1]
+
+
+def test_json_holds_text_figures_and_stats(model_folder: Path) -> None:
+    prompt, text = greedy(model_folder, "Hello world", 40)
+    result = invoke(model_folder, "Hello world", "--json")
+    assert FIGURES.search(result.stderr) is None
+    (line,) = result.stdout.splitlines()
+    written = json.loads(line)
+    assert (written["prompt"], written["text"]) == (prompt, text)
+    assert (written["prompt_tokens"], written["tokens"]) == (11, 40)
+    assert 0 < written["time_to_first_token"] < written["seconds"]
+    assert written["tokens_per_second"] == pytest.approx(40 / written["seconds"])
+    assert written["stats"]["generate_calls"] == {"fast loop": 1}
+    assert written["stats"]["pages"]["used"] == 0
+
+
+def test_quiet_shows_the_text_alone(model_folder: Path) -> None:
+    done = run("generate", "Hello", "--model", str(model_folder), "--mode", "eager", "--quiet", "--top-k", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(greedy(model_folder, "Hello", 64)) + "\n"
+    assert done.stderr == ""
+
+
+def test_help_shows_every_option_in_its_panel() -> None:
+    shown = CliRunner().invoke(app, ["generate", "--help"], env=WIDE)
+    assert shown.exit_code == 0
+    _, *panels = re.split(r"─ (?=Input|Sampling|Model|Output)", shown.output)
+    options = [
+        "Input --file --chat --system",
+        "Sampling --sample --temperature --top-k --top-p --min-p --repetition-penalty --seed",
+        "Model --model --mode --dtype --device",
+        "Output --max-new-tokens --stop --json --quiet",
+    ]
+    for panel, names in zip(panels, options, strict=True):
+        assert re.findall(r"^\w+|(?<=│ )--[\w-]+", panel) == names.split()
+
+
+def test_help_needs_neither_torch_nor_transformers() -> None:
+    code = "import sys, compiled_llm.commands.app; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"compiled-llm {version('compiled-llm')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", "x", "--max-new-tokens", "y"], 2, "--max-new-tokens"),
+        (["generate", "x", "--dtype", "int8"], 2, "--dtype"),
+        (["nosuch"], 2, "nosuch"),
+        (["generate", "x", "--model", "/no/such/folder"], 2, "error: model='/no/such/folder'"),
+        (["generate", "x", "--model", "nosuch.gguf"], 2, "error: model='nosuch.gguf'"),
+        (["generate", "x", "--model", __file__], 2, "is a file, but not a .gguf"),
+        (["generate", "x", "--model", "nobody/nothing"], 1, "error: nobody/nothing cannot be loaded"),
+    ],
+)
+def test_bad_arguments_give_one_clear_error(arguments: list[str], code: int, message: str) -> None:
+    result = CliRunner().invoke(app, arguments, env=WIDE)
+    assert result.exit_code == code
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_too_many_tokens_are_refused_before_anything_is_compiled(model_folder: Path) -> None:
+    result = invoke(model_folder, "x", "--mode", "compile", "--max-new-tokens", "5000")
+    assert result.exit_code == 2
+    assert "error: max_new_tokens=5000" in result.stderr
+    assert "compiling" not in result.stderr
+
+
+def test_damaged_files_are_named(tmp_path: Path, model_folder: Path) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in model_folder.iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes())
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    gguf = tmp_path / "damaged.gguf"
+    gguf.write_bytes(b"not a model")
+    for model in (tmp_path, damaged, gguf):
+        result = CliRunner().invoke(app, ["generate", "x", "--model", str(model)])
+        assert result.exit_code == 1, result.exception
+        assert f"error: {model} cannot be loaded" in result.output
+
+
+def test_missing_typer_names_the_extra(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['typer'] = None; from compiled_llm.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "pip install 'compiled-llm[demo]'" in done.stderr

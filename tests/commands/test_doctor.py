@@ -1,0 +1,452 @@
+"""`compiled-llm doctor`: what it finds on machines that lack something, and that it really builds and compares."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from compiled_llm.commands.app import app
+from compiled_llm.commands.doctor import findings as doctor
+from compiled_llm.commands.doctor import report as doctor_report
+from compiled_llm.commands.doctor import trial as doctor_build
+from compiled_llm.commands.doctor.findings import Finding
+from compiled_llm_ops.flashinfer.plan import missing_for_cuda
+
+COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
+MIB, GIB = 2**20, 2**30
+
+Fake = Callable[[str, str], Path]
+
+
+def found(cuda: bool = False) -> dict[str, Finding]:
+    """All findings, by part and name."""
+    return {f"{finding.part}: {finding.name}": finding for finding in doctor.examine(cuda)}
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Puts shell scripts where programs are looked for first."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def make(name: str, script: str) -> Path:
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Puts modules where they are imported from first."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+
+    def make(name: str, source: str) -> Path:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        path = folder / f"{name}.py"
+        path.write_text(source)
+        importlib.invalidate_caches()
+        return path
+
+    return make
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No program on PATH, no CUDA toolkit, no FlashInfer."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("FLASHINFER_NVCC", raising=False)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+
+
+# ---- packages
+
+
+def test_what_is_installed_is_ok_and_named_with_its_version() -> None:
+    findings = found()
+    for name in ("numpy", "torch", "transformers"):
+        finding = findings[f"packages: {name}"]
+        assert (finding.status, finding.needed) == ("ok", True)
+        assert finding.detail.startswith(importlib.import_module(name).__version__)
+    assert not any(finding.prevents for finding in findings.values())
+
+
+def test_missing_extra_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    finding = found()["optional: gguf"]
+    assert (finding.status, finding.fix, finding.prevents) == ("missing", "pip install 'compiled-llm[demo]'", False)
+    assert f"optional: gguf: {finding.detail} -> {finding.fix}\n" in run("--quick").stdout
+
+
+def test_missing_requirement_prevents_and_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = run("--quick")
+    assert result.exit_code == 1
+    assert "missing     packages: transformers: not installed: the models -> pip install 'transformers" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("compiled_llm cannot run here on ")
+    assert "transformers (missing)" in result.stdout.splitlines()[-1]
+
+
+def test_package_that_raises_on_import_is_reported_and_the_rest_goes_on(module: Fake) -> None:
+    module("depyf", "raise OSError('libfoo.so.1: cannot open shared object file')")
+    findings = found()
+    finding = findings["optional: depyf"]
+    assert finding.status == "failed"
+    assert finding.detail == "does not import: libfoo.so.1: cannot open shared object file"
+    assert finding.fix.startswith("pip install --force-reinstall --no-deps 'depyf")
+    assert findings["optional: typer"].status == "ok"
+
+
+def test_package_without_its_own_dependency_is_installed_not_reinstalled(module: Fake) -> None:
+    module("gguf", "import no_such_module")
+    finding = found()["optional: gguf"]
+    assert finding.detail == "does not import: No module named 'no_such_module'"
+    assert finding.fix == "pip install 'compiled-llm[demo]'"
+
+
+def test_version_outside_the_supported_range_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.57.0")
+    finding = found()["packages: transformers"]
+    assert finding.status == "warning"
+    assert "4.57.0 is outside <6,>=5.17" in finding.detail
+    assert finding.fix == "pip install 'transformers<6,>=5.17'"
+
+
+def test_check_that_fails_itself_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*_: object) -> None:
+        raise ZeroDivisionError("no such luck")
+
+    monkeypatch.setattr(shutil, "which", explode)
+    result = run("--quick")
+    assert "warning     compilers: ninja: cannot be checked: no such luck" in result.stdout
+    assert "Traceback" not in result.output
+
+
+# ---- compilers
+
+
+def test_missing_cxx_compiler_prevents(bare: None) -> None:
+    finding = found()["compilers: C++ compiler"]
+    assert finding.prevents
+    assert finding.detail.startswith("no C++ compiler was found")
+    assert "apt install g++" in finding.fix
+
+
+def test_missing_python_headers_prevent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    finding = found()["compilers: Python headers"]
+    assert finding.prevents
+    assert str(tmp_path / "Python.h") in finding.detail
+    assert "-dev" in finding.fix
+
+
+def test_cuda_tools_are_not_needed_on_the_cpu(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    findings = found(cuda=False)
+    for name in ("packages: flashinfer", "packages: triton", "compilers: ninja"):
+        assert findings[name].status == "not needed", findings[name]
+
+
+def test_tools_that_are_there_are_named_with_version_and_path(program: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    ninja = program("ninja", "echo 1.99")
+    nvcc = program("nvcc", "echo 'nvcc: NVIDIA (R) Cuda compiler driver'; echo 'tools, release 99.1, V99.1.2'")
+    monkeypatch.setenv("FLASHINFER_NVCC", str(nvcc))
+    findings = found()
+    assert findings["compilers: ninja"].detail == f"1.99, {ninja}"
+    assert findings["compilers: nvcc"].detail == f"release 99.1, V99.1.2, {nvcc}"
+
+
+# ---- CUDA
+
+
+class Gpus:
+    """What torch says of its devices."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capabilities = [(9, 0)]
+        self.free = 100 * GIB
+        for name in ("device_count", "get_device_capability", "get_device_name", "mem_get_info"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def device_count(self) -> int:
+        return len(self.capabilities)
+
+    def get_device_capability(self, index: int) -> tuple[int, int]:
+        return self.capabilities[index]
+
+    def get_device_name(self, index: int) -> str:
+        return "NVIDIA H200"
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        return self.free, 141 * GIB
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    return Gpus(monkeypatch)
+
+
+def test_device_is_named_with_capability_and_memory(gpus: Gpus) -> None:
+    finding = found(cuda=True)["devices: cuda:0"]
+    assert finding.status == "ok"
+    assert finding.detail == "NVIDIA H200, compute capability 9.0, 100.0 of 141.0 GiB free"
+
+
+def test_old_devices_are_refused_or_warned_about_and_only_the_first_is_needed(gpus: Gpus) -> None:
+    gpus.capabilities = [(7, 0), (7, 0), (7, 5)]
+    findings = found(cuda=True)
+    first, second, third = (findings[f"devices: cuda:{index}"] for index in range(3))
+    assert (first.status, first.prevents) == ("failed", True)
+    assert (second.status, second.prevents) == ("failed", False)
+    assert (third.status, third.fix) == ("warning", "load models with dtype=float16")
+
+
+def test_full_device_is_a_warning(gpus: Gpus) -> None:
+    gpus.free = GIB
+    assert found(cuda=True)["devices: cuda:0"].status == "warning"
+
+
+def test_device_that_cannot_be_asked_prevents(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    finding = found(cuda=True)["devices: cuda:0"]
+    assert finding.prevents
+    assert finding.detail == "CUDA error: out of memory"
+
+
+def test_on_cuda_all_that_wrap_would_miss_prevents(bare: None, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    prevents = [finding for finding in found(cuda=True).values() if finding.prevents]
+    assert missing_for_cuda()
+    for message in missing_for_cuda():
+        assert message in [f"{finding.detail}: {finding.fix}" for finding in prevents]
+
+
+def test_flashinfer_of_another_version_prevents_on_cuda(module: Fake, gpus: Gpus) -> None:
+    module("flashinfer", "__version__ = '0.5.3'")
+    finding = found(cuda=True)["packages: flashinfer"]
+    assert finding.prevents
+    assert "FlashInfer 0.5.3 is outside" in finding.detail
+    assert finding.fix.startswith("pip install")
+    assert found(cuda=False)["packages: flashinfer"].status == "warning"
+
+
+def test_missing_triton_prevents_on_cuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    finding = found(cuda=True)["packages: triton"]
+    assert (finding.prevents, finding.fix) == (True, "pip install 'triton'")
+
+
+def test_torch_for_the_cpu_beside_a_driver_is_a_warning(program: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    program("nvidia-smi", "echo 570.86.10")
+    findings = found(cuda=False)
+    assert findings["devices: NVIDIA driver"].detail == "570.86.10"
+    finding = findings["devices: CUDA"]
+    assert (finding.status, finding.prevents) == ("warning", False)
+    assert "this torch is not built for CUDA" in finding.detail
+    assert "pip install --force-reinstall torch" in finding.fix
+
+
+def test_torch_for_cuda_that_sees_no_device_says_why(program: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
+
+    program("nvidia-smi", "echo 470.1")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    assert "driver on your system is too old" in found(cuda=False)["devices: CUDA"].detail
+
+
+def test_nvidia_smi_that_fails_is_a_warning(program: Fake) -> None:
+    program("nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    finding = found()["devices: NVIDIA driver"]
+    assert finding.status == "warning"
+    assert "Driver/library version mismatch" in finding.detail
+
+
+# ---- caches
+
+
+def test_caches_are_shown_with_path_and_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cache = tmp_path / "ours"
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(cache))
+    assert found()["caches: compiled_llm"].detail == f"{cache}, empty"
+    (cache / "deep").mkdir(parents=True)
+    (cache / "deep" / "file").write_bytes(bytes(3 * MIB))
+    assert found()["caches: compiled_llm"].detail == f"{cache}, 3.0 MiB"
+    assert found()["caches: Inductor"].status == "ok"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is where nobody can write, not even root")
+def test_cache_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPILED_LLM_CACHE", "/proc/not/yet/there")
+    finding = found()["caches: compiled_llm"]
+    assert finding.status == "warning"
+    assert finding.detail.startswith("/proc/not/yet/there, not writable: ")
+    assert finding.fix == "make it writable, or set COMPILED_LLM_CACHE to another folder"
+
+
+# ---- builds
+
+
+@pytest.fixture(scope="module")
+def trial() -> doctor_build.Trial:
+    return doctor_build.Trial("cpu")
+
+
+def test_ops_run_and_their_tokens_are_compared(trial: doctor_build.Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[torch.Tensor] = []
+    monkeypatch.setattr(trial, "check", compared.append)
+    trial.run("eager")
+    monkeypatch.undo()
+    (tokens,) = compared
+    assert not hasattr(trial.model, "compiled"), "it is unwrapped"
+    assert torch.equal(tokens, trial.model.generate(trial.prompt, max_new_tokens=16, do_sample=False))
+    trial.check(tokens)
+
+
+@pytest.mark.parametrize("position", [0, 7, 15])
+def test_one_wrong_token_is_an_error(trial: doctor_build.Trial, position: int) -> None:
+    tokens = trial.model.generate(trial.prompt, max_new_tokens=16, do_sample=False)
+    tokens[0, 40 + position] = (tokens[0, 40 + position] + 1) % 128
+    with pytest.raises(doctor_build.WrongTokensError, match=f"number {position + 1}$"):
+        trial.check(tokens)
+
+
+def test_sixteen_bits_may_round_but_not_err() -> None:
+    trial = doctor_build.Trial("cpu")
+    trial.model.to(torch.bfloat16)
+    assert "16 tokens" in trial.run("eager")
+
+
+def test_slower_path_is_no_proof(trial: doctor_build.Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_llm.huggingface.generate.obstacle", lambda *_: "some reason")
+    with pytest.raises(RuntimeError, match=r"did not take the fast loop.*some reason"):
+        trial.run("eager")
+
+
+def test_builds_stop_at_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise RuntimeError("Ninja build failed. Ninja output:\n[1/2] nvcc ...\nx.cu(3): fatal error: a.h: No such file")
+
+    monkeypatch.setattr(doctor_build, "build_with_inductor", fail)
+    (finding,) = doctor_build.try_builds(cuda=False)
+    assert finding.prevents
+    assert finding.detail == "Ninja build failed. Ninja output: x.cu(3): fatal error: a.h: No such file"
+
+
+def test_nvcc_builds_or_its_error_is_told(program: Fake) -> None:
+    broken = program("nvcc", "echo 'nvcc fatal   : Unsupported gcc version!' >&2; exit 1")
+    with pytest.raises(RuntimeError) as error:
+        doctor_build.build_with_nvcc(str(broken))
+    assert doctor.essence(error.value) == "nvcc fails: nvcc fatal   : Unsupported gcc version!"
+    real = shutil.which("nvcc", path=os.environ["PATH"].partition(os.pathsep)[2])
+    if real is None:
+        pytest.skip("the other half needs nvcc")
+    assert doctor_build.build_with_nvcc(real) == "a CUDA kernel"
+
+
+@pytest.mark.slow
+def test_everything_is_built_and_compared_and_json_says_so() -> None:
+    done = subprocess.run([COMMAND, "doctor", "--json"], capture_output=True, text=True, timeout=500)
+    result = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert result["can_run"] is True
+    builds = {entry["name"]: entry for entry in result["findings"] if entry["part"] == "kernel builds"}
+    assert {"Inductor", "ops", "compiled model"} <= set(builds)
+    assert all(entry["status"] == "ok" and entry["seconds"] > 0 for entry in builds.values())
+    assert "2 graphs, 16 tokens" in builds["compiled model"]["detail"]
+    assert "compiling a tiny model" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA Inductor writes Triton")
+def test_broken_cxx_compiler_is_found_out_whatever_is_cached(program: Fake) -> None:
+    script = 'case "$*" in *--version*) echo g++ 12;; *) echo "a.cpp:1:9: fatal error: Python.h: no" >&2; exit 1;; esac'
+    program("g++", script)
+    done = subprocess.run([COMMAND, "doctor"], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 1, done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("failed")]
+    assert line.startswith("failed      kernel builds: Inductor: CppCompileError")
+    assert "fatal error: Python.h" in line
+    assert "python3-dev" in line
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+# ---- what it shows
+
+
+def test_quick_builds_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(doctor_report, "try_builds")
+    result = run("--quick")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith("whether kernels build was not tried\n")
+
+
+def test_nothing_is_built_where_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch, bare: None) -> None:
+    monkeypatch.setattr(doctor_report, "has_cuda", lambda: False)
+    monkeypatch.delattr(doctor_report, "try_builds")
+    assert "cannot run here on the CPU: C++ compiler (missing)" in run().stdout
+
+
+def test_failed_build_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Finding("kernel builds", "ops", "failed", "no luck", "try again", needed=True)
+    monkeypatch.setattr(doctor_report, "try_builds", lambda cuda: iter([failed]))
+    result = run()
+    assert result.exit_code == 1
+    assert "failed      kernel builds: ops: no luck -> try again" in result.stdout
+    assert "ops (failed)" in result.stdout.splitlines()[-1]
+
+
+def test_pipe_gets_one_plain_line_a_finding() -> None:
+    result = run("--quick")
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(found()) + 1
+    for line in lines[:-1]:
+        assert line.startswith(("ok ", "warning ", "missing ", "not needed "))
+    assert "\x1b" not in result.stdout
+
+
+def test_what_a_library_prints_is_no_part_of_json(module: Fake) -> None:
+    module("depyf", "print('welcome'); __version__ = '1.0'")
+    result = run("--quick", "--json")
+    assert json.loads(result.stdout)["can_run"] is True
+    assert "welcome" in result.stderr
+
+
+def test_terminal_gets_a_table_with_the_command_whole() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, no_color=True, record=True)
+    view = doctor_report._Tables(console)
+    view.show([Finding("packages", "gguf", "missing", "not installed", "pip install 'compiled-llm[demo]'")])
+    view.end([], cuda=False)
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert "packages" in lines
+    assert " gguf             missing     not installed" in lines
+    assert "                              → pip install 'compiled-llm[demo]'" in lines
+    assert lines[-1].startswith("compiled_llm can run here, on the CPU")

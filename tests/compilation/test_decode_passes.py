@@ -1,0 +1,529 @@
+"""What is left to our ops in a decode step: norm and position of queries and keys, and sums with their norms."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import compiled_llm
+from compiled_llm.compilation import backend as inductor
+from compiled_llm.compilation import programs as programs
+from compiled_llm.compilation.backend import Pass
+from compiled_llm.compilation.passes.normed_products import NormedProducts
+from compiled_llm.compilation.passes.patterns import Formula
+from compiled_llm.compilation.passes.products import NormedSums, OuterProducts, PreparedInAttention
+from compiled_llm.config import WrapConfig
+from compiled_llm_ops import decode_attention, decode_attention_lse
+from compiled_llm_ops.attention.decode import Arguments
+from support.families import FAMILIES, make
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.tiny_models import tiny_llama, tiny_qwen3
+from support.traced import traced
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
+ATTENTIONS = (torch.ops.compiled_llm.decode_attention.default, torch.ops.compiled_llm.decode_attention_lse.default)
+
+
+@pytest.fixture(autouse=True)
+def decode_passes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run on CUDA only."""
+
+    def as_on_cuda(config: WrapConfig, device: torch.device, *others: Any) -> list[Pass]:
+        return passes(config, torch.device("cuda"), *others)
+
+    passes = programs._passes
+    monkeypatch.setattr(programs, "_passes", as_on_cuda)
+
+
+# ---- whole models
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+    """The graphs of decode steps as Inductor would be given them; they run uncompiled."""
+    graphs: list[fx.Graph] = []
+
+    def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
+        module.recompile()
+        if attentions_in(module.graph):
+            graphs.append(module.graph)
+        return module.forward
+
+    monkeypatch.setattr(inductor, "compile_with_inductor", noted)
+    return graphs
+
+
+def attentions_in(graph: fx.Graph) -> list[Any]:
+    found: list[Any] = [node.args for node in graph.nodes if node.target in ATTENTIONS]
+    return [Arguments(*arguments) for arguments in found]
+
+
+def norms_in(graph: fx.Graph) -> int:
+    return len(graph.find_nodes(op="call_function", target=torch.ops.compiled_llm.add_rms_norm.default))
+
+
+def products_in(graph: fx.Graph) -> list[Any]:
+    found = graph.find_nodes(op="call_function", target=torch.ops.compiled_llm.normed_linear.default)
+    return [node.args for node in found]
+
+
+class Found(NamedTuple):
+    """What the ops do in a step of a model of two layers; ``products`` and ``gated`` where there is one row."""
+
+    turned: int
+    normed: int
+    sums: int
+    products: int
+    gated: int
+
+
+NORMS_OF_TWO_LAYERS = 4
+PRODUCTS_OF_TWO_LAYERS = 3  # the first norm sums nothing, and between the last one and its product a slice is taken
+FOUND = {
+    "Qwen3": Found(2, 2, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),
+    "Qwen3Moe": Found(2, 2, NORMS_OF_TWO_LAYERS, 1, 0),  # its router reads the norm as well
+    "Llama": Found(2, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),
+    "Qwen2": Found(2, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),
+    "Gemma2": Found(2, 0, 0, 0, 0),  # its norm multiplies with one plus the weight
+    "Starcoder2": Found(2, 0, 0, 0, 0),  # it subtracts the mean
+    "Glm4": Found(
+        0, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2
+    ),  # it turns pairs of neighbours, and a part of each head
+    "Phi3": Found(0, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),
+    "Exaone4": Found(0, 0, 1, 0, 0),  # it norms what it adds
+    "GptOss": Found(0, 0, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("family", FOUND)
+def test_what_the_ops_do_in_a_step(family, steps, seed):
+    own = {"Qwen3": tiny_qwen3, "Llama": tiny_llama}
+    model = own[family](eos_token_id=None) if family in own else make(family, FAMILIES[family], seed)
+    inputs = mixed_prompts([5, 19, 11], 128, seed)
+    expected = greedy(model, inputs, 12)
+    compiled_llm.wrap(model, fuse_projections=True, **OPTIONS)
+    torch.testing.assert_close(greedy(model, inputs, 12), expected)
+    torch.testing.assert_close(greedy(model, {name: column[1:2] for name, column in inputs.items()}, 12), expected[1:2])
+    assert len(steps) == 2, "batch 1, and larger ones"
+    for graph in steps:
+        attentions, products = attentions_in(graph), products_in(graph)
+        turned = sum(attention.cos is not None for attention in attentions)
+        normed = sum(attention.query_norm is not None and attention.key_norm is not None for attention in attentions)
+        expected_here = FOUND[family] if graph is steps[1] else FOUND[family]._replace(products=0, gated=0)
+        gated = sum(product[5] for product in products)
+        assert Found(turned, normed, norms_in(graph) + len(products), len(products), gated) == expected_here
+        assert all(attention.overlap for attention in attentions)
+
+
+@pytest.mark.slow
+def test_compiled_steps_choose_the_same_tokens(seed, monkeypatch):
+    monkeypatch.setattr(programs, "Inductor", lambda *args, **_: inductor.Inductor(*args, in_pieces=True))
+    for model in (tiny_qwen3(num_hidden_layers=3, eos_token_id=None), tiny_llama(eos_token_id=None)):
+        inputs = mixed_prompts([5, 19, 11], 128, seed)
+        expected = greedy(model, inputs, 12)
+        compiled_llm.wrap(model, fuse_projections=True, **OPTIONS)
+        for _ in range(2):
+            torch.testing.assert_close(greedy(model, inputs, 12), expected)
+        assert model.compiled.stats().recompiles == 0
+        assert_account_is_empty(model)
+
+
+# ---- one graph
+
+
+class Inputs(NamedTuple):
+    """Two rows of a layer with 4 query heads, 2 kv heads of size 16."""
+
+    states: Tensor
+    pages: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    cos: Tensor
+    sin: Tensor
+    norm: Tensor
+
+
+def inputs_of() -> Inputs:
+    columns = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 1, 2], [1, 2], [1, 3])]
+    angles = torch.rand(2, 1, 8).repeat(1, 1, 2)
+    return Inputs(
+        torch.randn(2, 1, 8, 16), torch.randn(4, 2, 2, 4, 16), *columns, angles.cos(), angles.sin(), torch.rand(16)
+    )
+
+
+def turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = states[..., : states.shape[-1] // 2], states[..., states.shape[-1] // 2 :]
+    return states * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
+
+
+def turned_in_pairs(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    mates = torch.stack((-states[..., 1::2], states[..., ::2]), dim=-1).flatten(-2)
+    return states * cos.unsqueeze(1) + mates * sin.unsqueeze(1)
+
+
+def turned_in_part(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat((turned(states[..., :8], cos[..., :8], sin[..., :8]), states[..., 8:]), dim=-1)
+
+
+def normed(states: Tensor, weight: Tensor, epsilon: float = 0.01) -> Tensor:
+    numbers = states.to(torch.float32)
+    variance = numbers.pow(2).mean(-1, keepdim=True)
+    return weight * (numbers * torch.rsqrt(variance + epsilon)).to(states.dtype)
+
+
+def attend(to: Inputs, query: Tensor, key: Tensor, *, lse: bool = False) -> Tensor:
+    """``[2, 4, 16]`` from ``[2, heads, 1, 16]``."""
+    value = to.states[:, :, 6:].transpose(1, 2)
+    packed = [heads.transpose(1, 2).squeeze(1) for heads in (query, key, value)]
+    given = (*packed, to.pages, to.indptr, to.indices, to.last_page_len, 0.25)
+    return decode_attention_lse(*given)[0] if lse else decode_attention(*given)
+
+
+def split(states: Tensor) -> tuple[Tensor, Tensor]:
+    return states[:, :, :4], states[:, :, 4:6]
+
+
+Layer = Callable[[Inputs], Tensor]
+
+
+def as_llama(to: Inputs) -> Tensor:
+    query, key = split(to.states)
+    return attend(to, *(turned(heads.transpose(1, 2), to.cos, to.sin) for heads in (query, key)))
+
+
+def as_qwen3(to: Inputs) -> Tensor:
+    query, key = (normed(heads, to.norm).transpose(1, 2) for heads in split(to.states))
+    return attend(to, turned(query, to.cos, to.sin), turned(key, to.cos, to.sin), lse=True)
+
+
+def with_normed_queries(to: Inputs) -> Tensor:
+    query, key = split(to.states)
+    query, key = normed(query, to.norm).transpose(1, 2), key.transpose(1, 2)
+    return attend(to, turned(query, to.cos, to.sin), turned(key, to.cos, to.sin))
+
+
+def with_keys_read_twice(to: Inputs) -> Tensor:
+    query, key = (normed(heads, to.norm).transpose(1, 2) for heads in split(to.states))
+    key = turned(key, to.cos, to.sin)
+    return attend(to, turned(query, to.cos, to.sin), key) + key.sum()
+
+
+def rewritten(layer: Layer) -> tuple[Any, Any]:
+    """What the attention of a layer is given after the pass, which changes nothing that comes out."""
+    inputs = inputs_of()
+    expected = layer(inputs._replace(pages=inputs.pages.clone()))
+    module, given = traced(layer, inputs)
+    PreparedInAttention()(module.graph)
+    module.graph.lint()
+    module.recompile()
+    (out,) = module(*given)
+    torch.testing.assert_close(out, expected)
+    (attention,) = attentions_in(module.graph)
+    return attention, module.graph
+
+
+@pytest.mark.parametrize(
+    ("layer", "norms"),
+    [
+        (as_llama, (False, False)),
+        (as_qwen3, (True, True)),
+        (with_normed_queries, (True, False)),
+        (with_keys_read_twice, (True, True)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_norm_and_position_are_left_to_attention(layer, norms, seed):
+    attention, graph = rewritten(layer)
+    assert attention.cos is not None
+    assert attention.sin is not None
+    assert (attention.query_norm is not None, attention.key_norm is not None) == norms
+    assert attention.epsilon == (0.01 if any(norms) else 0.0)
+    assert bool(graph.find_nodes(op="call_function", target=torch.cat)) == (layer is with_keys_read_twice)
+
+
+@pytest.mark.parametrize("turn", [turned_in_pairs, turned_in_part], ids=lambda turn: turn.__name__)
+def test_what_is_turned_otherwise_stays_as_it_is(turn, seed):
+    def layer(to: Inputs) -> Tensor:
+        query, key = (heads.transpose(1, 2) for heads in split(to.states))
+        return attend(to, turn(query, to.cos, to.sin), turn(key, to.cos, to.sin))
+
+    attention, _ = rewritten(layer)
+    assert attention.cos is None
+
+
+def test_queries_and_keys_that_are_turned_differently_stay_as_they_are(seed):
+    def layer(to: Inputs) -> Tensor:
+        query, key = (heads.transpose(1, 2) for heads in split(to.states))
+        return attend(to, turned(query, to.cos, to.sin), turned(key, to.cos * 2, to.sin))
+
+    attention, _ = rewritten(layer)
+    assert attention.cos is None
+
+
+def test_norms_with_another_epsilon_stay_as_they_are(seed):
+    def layer(to: Inputs) -> Tensor:
+        query, key = split(to.states)
+        query, key = normed(query, to.norm).transpose(1, 2), normed(key, to.norm, 0.5).transpose(1, 2)
+        return attend(to, turned(query, to.cos, to.sin), turned(key, to.cos, to.sin))
+
+    attention, _ = rewritten(layer)
+    assert attention.cos is None
+
+
+def test_a_norm_with_a_weight_for_each_head_stays_in_front(seed):
+    def layer(to: Inputs) -> Tensor:
+        query, key = split(to.states)
+        weights = to.norm.expand(4, 16) + torch.arange(4)[:, None]
+        query, key = normed(query, weights).transpose(1, 2), key.transpose(1, 2)
+        return attend(to, turned(query, to.cos, to.sin), turned(key, to.cos, to.sin))
+
+    attention, _ = rewritten(layer)
+    assert attention.cos is not None
+    assert attention.query_norm is None
+
+
+def test_a_table_that_is_written_in_front_is_not_read_early(seed):
+    def layer(to: Inputs) -> Tensor:
+        to.last_page_len.add_(1)
+        return as_llama(to)
+
+    inputs = inputs_of()
+    module, _ = traced(layer, inputs)
+    PreparedInAttention()(module.graph)
+    (attention,) = attentions_in(module.graph)
+    assert not attention.overlap
+    attention, _ = rewritten(as_llama)
+    assert attention.overlap
+
+
+def test_a_table_that_is_written_behind_is_read_early(seed):
+    def layer(to: Inputs) -> Tensor:
+        out = as_llama(to)
+        to.last_page_len.add_(1)
+        return out
+
+    module, _ = traced(layer, inputs_of())
+    PreparedInAttention()(module.graph)
+    (attention,) = attentions_in(module.graph)
+    assert attention.overlap
+
+
+# ---- sums and norms
+
+
+def sums_fused(function: Callable[..., Tensor], *inputs: Tensor) -> int:
+    expected = function(*inputs)
+    module, given = traced(function, *inputs)
+    NormedSums()(module.graph)
+    module.graph.lint()
+    module.recompile()
+    (out,) = module(*given)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    return norms_in(module.graph)
+
+
+def test_a_chain_of_sums_and_norms_is_fused(seed):
+    def layers(states: Tensor, update: Tensor, weight: Tensor) -> Tensor:
+        for _ in range(3):
+            states = states + update
+            update = normed(states, weight) * 2
+        return states + update
+
+    assert sums_fused(layers, torch.randn(2, 1, 16), torch.randn(2, 1, 16), torch.rand(16)) == 3
+
+
+def test_other_norms_stay_as_they_are(seed):
+    states, update, weight = torch.randn(2, 1, 16), torch.randn(2, 1, 16), torch.rand(16)
+    assert sums_fused(lambda x, y, w: normed(x * y, w), states, update, weight) == 0
+    assert sums_fused(lambda x, y, w: normed(x + 1, w) + y, states, update, weight) == 0
+    assert sums_fused(lambda x, y, w: normed(x + y[:1], w), states, update, weight) == 0
+    assert sums_fused(lambda x, y, w: normed(x + y, w[:1]), states, update, weight) == 0
+    assert sums_fused(lambda x, y, w: normed(x + y, w.double()), states, update, weight) == 0
+    assert sums_fused(lambda x, y, w: normed(x + y.double(), w), states, update, weight) == 0
+
+
+def test_norms_with_a_factor_or_an_epsilon_of_another_kind_stay_as_they_are(seed):
+    states, update, weight = torch.randn(2, 1, 16), torch.randn(2, 1, 16), torch.rand(16)
+    assert sums_fused(lambda x, y, w: normed(x + y, 2.0) + w, states, update, weight) == 0  # type: ignore[arg-type]
+    assert sums_fused(lambda x, y, w: normed(x + y, w, w[0]), states, update, weight) == 0  # type: ignore[arg-type]
+
+
+def test_what_else_reads_a_part_of_a_norm_still_does(seed):
+    def twice(states: Tensor, update: Tensor, weight: Tensor) -> Tensor:
+        total = states + update
+        numbers = total.to(torch.float32)
+        variance = numbers.pow(2).mean(-1, keepdim=True)
+        return weight * (numbers * torch.rsqrt(variance + 0.01)).to(states.dtype) + variance + numbers
+
+    assert sums_fused(twice, torch.randn(2, 1, 16), torch.randn(2, 1, 16), torch.rand(16)) == 1
+
+
+# ---- products of a normed row
+
+
+def products_of_normed(function: Callable[..., Tensor], *inputs: Tensor) -> list[bool]:
+    """Of each product that norms its row, whether it is gated."""
+    expected = function(*inputs)
+    module, given = traced(function, *inputs)
+    NormedSums()(module.graph)
+    NormedProducts()(module.graph)
+    module.graph.lint()
+    module.recompile()
+    (out,) = module(*given)
+    torch.testing.assert_close(out, expected)
+    return [product[5] for product in products_in(module.graph)]
+
+
+def row_inputs(rows: int = 1) -> tuple[Tensor, ...]:
+    """States, update, norm, and the weight of a product with 12 outputs."""
+    return torch.randn(rows, 1, 16), torch.randn(rows, 1, 16), torch.rand(16), torch.randn(12, 16)
+
+
+linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
+
+
+def test_a_product_that_alone_reads_a_norm_norms_it_itself(seed):
+    def with_bias(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        return linear(normed(x + y, norm), weight, weight[:, 0])
+
+    def layers(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + y
+            y = linear(linear(normed(x, norm), weight), weight.T.contiguous())
+        return x + y
+
+    assert products_of_normed(lambda x, y, norm, weight: linear(normed(x + y, norm), weight), *row_inputs()) == [False]
+    assert products_of_normed(with_bias, *row_inputs()) == [False]
+    assert products_of_normed(layers, *row_inputs()) == [False] * 3
+
+
+def gated_by_chunks(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    first, second = linear(normed(x + y, norm), weight).chunk(2, dim=-1)
+    return second * silu(first)
+
+
+def gated_by_parts(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    total = x + y
+    product = linear(normed(total, norm), weight)
+    return silu(torch.narrow(product, -1, 0, 6)) * torch.narrow(product, -1, 6, 6) + total.sum()
+
+
+@pytest.mark.parametrize("layer", [gated_by_chunks, gated_by_parts], ids=lambda layer: layer.__name__)
+def test_a_gate_is_left_to_the_product_in_front(layer, seed):
+    assert products_of_normed(layer, *row_inputs()) == [True]
+
+
+def gated_by_the_other_half(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    first, second = linear(normed(x + y, norm), weight).chunk(2, dim=-1)
+    return silu(second) * first
+
+
+def gated_by_another_function(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    first, second = linear(normed(x + y, norm), weight).chunk(2, dim=-1)
+    return torch.nn.functional.gelu(first) * second
+
+
+def gate_read_twice(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    first, second = linear(normed(x + y, norm), weight).chunk(2, dim=-1)
+    gate = silu(first)
+    return gate * second + gate
+
+
+def gated_by_a_part(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    product = linear(normed(x + y, norm), weight)
+    return silu(torch.narrow(product, -1, 0, 4)) * torch.narrow(product, -1, 4, 4)
+
+
+def gated_with_bias(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    first, second = linear(normed(x + y, norm), weight, weight[:, 0]).chunk(2, dim=-1)
+    return silu(first) * second
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [gated_by_the_other_half, gated_by_another_function, gate_read_twice, gated_by_a_part, gated_with_bias],
+    ids=lambda layer: layer.__name__,
+)
+def test_other_gates_stay_where_they_are(layer, seed):
+    assert products_of_normed(layer, *row_inputs()) == [False]
+
+
+def test_other_products_do_not_norm_their_rows(seed):
+    def read_twice(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        row = normed(x + y, norm)
+        return linear(row, weight) + row.sum()
+
+    def sum_read_in_front(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        total = x + y
+        other = total * 2
+        return linear(normed(total, norm), weight) + other.sum()
+
+    def with_a_computed_weight(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        return linear(normed(x + y, norm), weight * 1.5)
+
+    def sliced(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        return linear(normed(x + y, norm)[:, -1:], weight)
+
+    for layer in (read_twice, sum_read_in_front, with_a_computed_weight, sliced):
+        assert products_of_normed(layer, *row_inputs()) == []
+    assert products_of_normed(lambda x, y, norm, weight: linear(normed(x + y, norm), weight), *row_inputs(2)) == []
+
+
+# ---- angles
+
+
+def test_products_over_one_number_are_multiplications(seed):
+    def angles(frequencies: Tensor, positions: Tensor) -> Tensor:
+        return (frequencies[None, :, None].float().expand(3, -1, 1) @ positions[:, None, :].float()).transpose(1, 2)
+
+    frequencies, positions = torch.rand(32), torch.randint(40_000, (3, 7))
+    module, given = traced(angles, frequencies, positions)
+    OuterProducts()(module.graph)
+    module.recompile()
+    assert torch.equal(module(*given)[0], angles(frequencies, positions))
+    assert not module.graph.find_nodes(op="call_function", target=operator.matmul)
+
+
+def test_other_products_stay_as_they_are(seed):
+    for shapes in (((2, 3, 2), (2, 2, 4)), ((3, 2), (2,)), ((1,), (1,))):
+        module, _ = traced(operator.matmul, *map(torch.randn, shapes))
+        OuterProducts()(module.graph)
+        assert module.graph.find_nodes(op="call_function", target=operator.matmul), shapes
+
+
+# ---- formulas
+
+
+def matched(formula: Callable[..., Any], function: Callable[..., Any]) -> dict[str, Any] | None:
+    (output,) = fx.symbolic_trace(function).graph.find_nodes(op="output")
+    match = Formula(formula).match(output.args[0])
+    return None if match is None else {name: getattr(value, "name", value) for name, value in match[0].items()}
+
+
+def test_a_formula_finds_what_its_parameters_stand_for():
+    def formula(x: Tensor, y: Tensor, half: int) -> Tensor:
+        return torch.cat((x[..., :half], y), dim=-1) * x
+
+    assert matched(formula, lambda a, b: torch.cat((a[..., :3], b), dim=-1) * a) == {"x": "a", "y": "b", "half": 3}
+    assert matched(formula, lambda a, b: torch.cat((a[..., :3], b), dim=-1) * b) is None, "another tensor"
+    assert matched(formula, lambda a, b: torch.cat((a[..., :3:2], b), dim=-1) * a) is None, "another slice"
+    assert matched(formula, lambda a, b: torch.cat((a[..., :3], b), dim=0) * a) is None, "another number"
+    assert matched(formula, lambda a, b: torch.stack((a[..., :3], b), dim=-1) * a) is None, "another function"
+    assert matched(formula, lambda a, b: torch.cat((a[..., :3], b, b), dim=-1) * a) is None, "more of them"
+
+
+def test_a_parameter_stands_for_one_thing():
+    def formula(x: Tensor, n: int) -> Tensor:
+        return x[:n] + x[n:]
+
+    assert matched(formula, lambda a: a[:2] + a[2:]) == {"x": "a", "n": 2}
+    assert matched(formula, lambda a: a[:2] + a[3:]) is None
+    assert matched(formula, lambda a: a[:1] + a[True:]) is None, "true is not one"

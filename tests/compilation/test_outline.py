@@ -1,0 +1,479 @@
+"""Layers that are alike are traced once: the graph is that of the whole model, and every later change is noticed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3Model
+
+import compiled_llm
+from compiled_llm.compilation import backend as inductor
+from compiled_llm.compilation import outline
+from compiled_llm.compilation import programs as programs
+from compiled_llm.compilation.graphs.validity import Weights
+from compiled_llm.compilation.outline import KnownState, Outline
+from compiled_llm.compilation.piecewise import Examples, cut, without_symbols
+from compiled_llm.model.attention import attention_configs, paged_attention_in
+from support.parity import greedy, mixed_prompts
+from support.tiny_models import tiny_qwen3
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
+LAYERS = 4
+
+
+class Graphs(list[fx.GraphModule]):
+    """What comes out of Dynamo, filled, and how many layers of it were traced."""
+
+    traced: list[int]
+
+
+def tracing(patch: pytest.MonkeyPatch) -> Graphs:
+    """Programs are outlined where they are recorded, which is on CUDA; here they run as Dynamo has made them."""
+    given = Graphs()
+    given.traced = []
+
+    class Backend(inductor.Inductor):
+        def __init__(self, *args: Any, in_pieces: bool) -> None:
+            super().__init__(*args, in_pieces=True)
+
+        def _compile_pieces(self, module: fx.GraphModule) -> Callable[..., Any]:
+            given.append(module)
+            module.recompile()
+            return module.forward
+
+    def fill(graph: fx.Graph) -> None:
+        ends = graph.find_nodes(op="call_function", target=outline._ends)
+        given.traced.append(len({node.args[2] for node in ends}) or LAYERS)
+        outline.fill(graph)
+
+    patch.setattr(programs, "Inductor", Backend)
+    patch.setattr(inductor, "fill", fill)
+    return given
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    return tracing(monkeypatch)
+
+
+def model_of(**overrides: Any) -> PreTrainedModel:
+    return tiny_qwen3(num_hidden_layers=LAYERS, eos_token_id=None, **overrides)
+
+
+def descriptions(module: fx.GraphModule) -> list[str]:
+    examples, found = Examples(module), []
+    for piece in cut(module):
+        description = piece.describe(examples.of(piece))
+        examples.follow(piece, description)
+        found.append(without_symbols(description))
+    return found
+
+
+# ---- the graph
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["apart", "fused"])
+def test_what_is_filled_in_is_what_the_whole_would_have_been(fuse, graphs, monkeypatch, seed):
+    inputs, tokens = mixed_prompts([5, 9], 128, seed), []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
+        model = compiled_llm.wrap(model_of(), **OPTIONS, fuse_projections=fuse)
+        tokens.append(greedy(model, inputs, 6, output_logits=True, return_dict_in_generate=True))
+    assert graphs.traced == [1, 1, LAYERS, LAYERS]
+    for outlined, whole in zip(graphs[:2], graphs[2:], strict=True):
+        assert descriptions(outlined) == descriptions(whole)
+    assert torch.equal(tokens[0].sequences, tokens[1].sequences)
+    assert all(map(torch.equal, tokens[0].logits, tokens[1].logits))
+
+
+def test_layers_of_two_kinds_in_turn_are_traced_once_each(graphs, seed):
+    layers = [("sliding_attention", "full_attention")[number % 2] for number in range(LAYERS)]
+    model = model_of(layer_types=layers, use_sliding_window=True, sliding_window=6)
+    inputs = mixed_prompts([9, 12], 128, seed)
+    expected = greedy(model, inputs, 8)
+    torch.testing.assert_close(greedy(compiled_llm.wrap(model, **OPTIONS), inputs, 8), expected)
+    assert graphs.traced == [2, 2]
+
+
+# ---- layers that differ
+
+
+class Half(Qwen3MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        half: Tensor = super().forward(x) * 0.5
+        return half
+
+
+class Third(Qwen3MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        third: Tensor = super().forward(x) / 3
+        return third
+
+
+def scale(layer: nn.Module) -> None:
+    layer.self_attn.scaling *= 3
+
+
+def loosen_a_norm(layer: nn.Module) -> None:
+    layer.post_attention_layernorm.variance_epsilon = 0.5
+
+
+def narrow_the_window(layer: nn.Module) -> None:
+    layer.self_attn.sliding_window = 3
+
+
+def replace_a_module(layer: nn.Module) -> None:
+    new = Half(layer.self_attn.config).eval()
+    new.load_state_dict(layer.mlp.state_dict())
+    layer.mlp = new
+
+
+def swap_a_class(layer: nn.Module) -> None:
+    layer.mlp.__class__ = Third
+
+
+def patch_a_forward(layer: nn.Module) -> None:
+    forward = layer.mlp.forward
+    layer.mlp.forward = lambda x: forward(x) * 0.5
+
+
+def patch_the_layers_forward(layer: nn.Module) -> None:
+    forward = layer.forward
+    layer.forward = lambda hidden, **others: forward(hidden, **others) * 0.5
+
+
+def hook(layer: nn.Module) -> None:
+    layer.mlp.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def hook_the_layer(layer: nn.Module) -> None:
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+def replace_a_weight(layer: nn.Module) -> None:
+    layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight.detach() * 2)
+
+
+def convert_a_weight(layer: nn.Module) -> None:
+    weight = layer.self_attn.q_norm.weight
+    layer.self_attn.q_norm.weight = nn.Parameter((weight.detach() * 2).bfloat16())
+
+
+def add_a_bias(layer: nn.Module) -> None:
+    layer.mlp.up_proj.bias = nn.Parameter(torch.ones(layer.mlp.up_proj.out_features))
+
+
+def act_otherwise(layer: nn.Module) -> None:
+    layer.mlp.act_fn = nn.GELU()
+
+
+def squash_an_output(layer: nn.Module) -> None:
+    layer.self_attn.o_proj = nn.Sequential(layer.self_attn.o_proj, nn.Tanh())
+
+
+CHANGES = [
+    scale,
+    loosen_a_norm,
+    replace_a_module,
+    swap_a_class,
+    patch_a_forward,
+    patch_the_layers_forward,
+    convert_a_weight,
+    add_a_bias,
+    act_otherwise,
+    squash_an_output,
+    replace_a_weight,
+    hook,
+    hook_the_layer,
+]
+
+
+def logits(model: PreTrainedModel, seed: int, new_tokens: int = 4) -> list[Tensor]:
+    """With one new token, prefill's alone."""
+    inputs = mixed_prompts([9, 12], 128, seed)
+    return list(greedy(model, inputs, new_tokens, output_logits=True, return_dict_in_generate=True).logits)
+
+
+def assert_alike(model: PreTrainedModel, plain: PreTrainedModel, seed: int, new_tokens: int = 4) -> None:
+    for ours, theirs in zip(logits(model, seed, new_tokens), logits(plain, seed, new_tokens), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+# A weight is an input, and a graph cannot tell one from another; a hook may do anything.
+NOT_TOLD_APART = {replace_a_weight: 1, hook: LAYERS, hook_the_layer: LAYERS, patch_the_layers_forward: LAYERS}
+
+
+def test_layers_that_differ_from_the_start_are_each_traced_for_themselves(graphs, seed):
+    """All in one model: the first and the last layer are as they were, each between them differs in its own way."""
+    changes = [change for change in CHANGES if change not in NOT_TOLD_APART]
+    count = len(changes) + 2
+    plain, model = (tiny_qwen3(num_hidden_layers=count, eos_token_id=None) for _ in range(2))
+    compiled_llm.wrap(model, **OPTIONS)
+    for changed in (plain, model):
+        for change, layer in zip(changes, changed.model.layers[1:-1], strict=True):
+            change(layer)
+    assert_alike(model, plain, seed)
+    assert graphs.traced == [count - 1] * 2
+    outlines = model.compiled.paged().programs._outlines
+    found = [outline._layers.like for outline in outlines.values() if outline._layers is not None]
+    assert found == [[*range(count - 1), 0]] * 2
+
+
+@pytest.mark.parametrize(("change", "traced"), NOT_TOLD_APART.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_what_differs_without_an_attribute_does_not_mislead(change, traced, graphs, seed):
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    for changed in (plain, model):
+        change(changed.model.layers[2])
+    assert_alike(model, plain, seed, new_tokens=1)
+    assert graphs.traced == [traced]
+
+
+def test_a_window_of_one_layer_is_seen(graphs, monkeypatch, seed):
+    """HuggingFace's own mask comes from the config, so that it is no reference."""
+    found = []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
+        model = compiled_llm.wrap(model_of(), **OPTIONS)
+        for _ in range(2):
+            found.append(torch.stack(logits(model, seed, new_tokens=1)))
+            narrow_the_window(model.model.layers[2])
+    assert graphs.traced == [1, LAYERS, LAYERS, LAYERS]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert not torch.equal(found[0], found[1])
+
+
+# Attributes, modules, tensors, and hooks; the first layer is the one that was traced.
+LATER = [
+    *((change, 2) for change in (scale, replace_a_module, convert_a_weight, add_a_bias, replace_a_weight, hook)),
+    *((change, 0) for change in (act_otherwise, hook_the_layer)),
+]
+
+
+@pytest.mark.parametrize(("change", "number"), LATER, ids=lambda value: getattr(value, "__name__", f"layer {value}"))
+def test_after_a_later_change_of_any_layer_the_model_is_traced_as_it_is_by_then(change, number, graphs, seed):
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    assert_alike(model, plain, seed, new_tokens=1)
+    assert graphs.traced == [1]
+    for changed in (plain, model):
+        change(changed.model.layers[number])
+    assert_alike(model, plain, seed, new_tokens=1)
+    assert graphs.traced == [1] + [LAYERS] * (change is not replace_a_weight)
+
+
+@pytest.fixture(scope="module")
+def outlined() -> PreTrainedModel:
+    """A model that was traced in outline; who changes it undoes that."""
+    with pytest.MonkeyPatch.context() as patch:
+        graphs = tracing(patch)
+        model = compiled_llm.wrap(model_of(), **OPTIONS)
+        logits(model, 0)
+        assert graphs.traced == [1, 1]
+    return model
+
+
+@contextmanager
+def undone(layer: nn.Module) -> Iterator[None]:
+    """Undo what is done to attributes, modules, parameters and classes."""
+    before = [
+        (module, type(module), dict(vars(module)), [(held, dict(held)) for held in dicts_of(module)])
+        for module in layer.modules()
+    ]
+    yield
+    for module, kind, attributes, contents in before:
+        module.__class__ = kind
+        vars(module).clear()
+        vars(module).update(attributes)
+        for held, content in contents:
+            held.clear()
+            held.update(content)
+
+
+def dicts_of(module: nn.Module) -> list[dict[str, Any]]:
+    return [module._modules, module._parameters, module._buffers]
+
+
+@pytest.mark.parametrize("number", [0, 2], ids="layer {}".format)
+@pytest.mark.parametrize("change", CHANGES[:-2], ids=lambda change: change.__name__)
+def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkeypatch):
+    """By what a recording takes for granted, and by what is called where nothing is recorded."""
+    paged = outlined.compiled.paged()
+    outlines, decode = paged.programs._outlines, paged.programs.decode_many_function
+    arguments = paged.programs._arguments(outlined, paged.buffers.bucket(2), paged.sampler.tables, paged.pages)
+
+    @torch.no_grad()
+    def traced_whole() -> bool:
+        with paged_attention_in(attention_configs(outlined)):
+            return copy.copy(outline).prepare(arguments) is outlined
+
+    outline = outlines[decode]
+    monkeypatch.setitem(outlines, decode, copy.copy(outline))  # it looks at its layers no longer once one has changed
+    hold, layer = watch_of(outlined), outlined.model.layers[number]
+    assert hold()
+    assert not traced_whole()
+    with undone(layer):
+        change(layer)
+        assert not hold()
+        assert traced_whole() == (change is not replace_a_weight)  # which is an input
+    assert not traced_whole()
+
+
+def watch_of(model: PreTrainedModel) -> Callable[[], bool]:
+    """Return the check of what a recording of decode takes for granted."""
+    paged = model.compiled.paged()
+    arguments = (model, paged.buffers.bucket(2), paged.sampler.tables, paged.pages)
+
+    @torch.no_grad()
+    def hold() -> bool:
+        with paged_attention_in(attention_configs(model)):
+            return weights.hold() and guards.hold()
+
+    with torch.no_grad(), paged_attention_in(attention_configs(model)):
+        weights, guards = Weights(model), paged.programs.guards(*arguments)
+    return hold
+
+
+def test_outlines_share_what_they_know_only_where_they_saw_the_same():
+    modules = list(model_of().model.layers.modules())
+    known = KnownState()
+    first = known.of(modules)
+    assert known.of(modules) is first
+    before = modules[1].self_attn.scaling
+    scale(modules[1])
+    second = known.of(modules)
+    assert second is not first
+    assert second.hold(glance=1)
+    assert not first.hold(glance=1)
+    modules[1].self_attn.scaling = before
+    assert second.hold(glance=1)  # nobody can have changed it meanwhile, a glance says
+    assert first.hold(glance=2)
+    assert not second.hold(glance=2)
+    assert known.of(modules[1:]) is not second
+
+
+def test_after_a_change_the_whole_model_is_traced(graphs, seed):
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    assert_alike(model, plain, seed)
+    for changed in (plain, model):
+        changed.model.norm.variance_epsilon = 0.5  # which Dynamo notices, outside all layers
+    assert_alike(model, plain, seed)
+    assert graphs.traced == [1, 1, LAYERS, LAYERS]
+    assert model.compiled.stats().recompiles == 2
+
+
+def test_another_list_of_layers_is_noticed(graphs, seed):
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    assert_alike(model, plain, seed, new_tokens=1)
+    for changed in (plain, model):
+        inner = copy.copy(changed.model)
+        inner._modules = {**inner._modules, "layers": nn.ModuleList(reversed(inner.layers))}
+        changed.model = inner
+    assert_alike(model, plain, seed, new_tokens=1)
+    assert graphs.traced == [1, LAYERS]
+
+
+class Numbered(Qwen3Attention):
+    """The same class and attributes in each layer, and yet another thing in one of them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out, weights = super().forward(*args, **kwargs)
+        return (out * 2.0 if self.layer_idx == 2 else out), weights
+
+
+class Leaking(Qwen3Attention):
+    """Adds what the first layer has made."""
+
+    made: ClassVar[list[Tensor]] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out, weights = super().forward(*args, **kwargs)
+        if self.layer_idx == 0:
+            Leaking.made[:] = [out]
+        return out + Leaking.made[0], weights
+
+
+class Changing(Qwen3Attention):
+    """Counts its calls."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.layer_type = "called"
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "traced"),
+    [
+        (Numbered, [2, 2]),
+        (Leaking, [LAYERS, LAYERS]),
+        (Changing, [LAYERS, 1]),  # what it writes is there by then
+    ],
+)
+def test_what_layers_do_is_looked_at_too(kind, traced, graphs, seed):
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    for changed in (plain, model):
+        for layer in changed.model.layers:
+            layer.self_attn.__class__ = kind
+    assert_alike(model, plain, seed)
+    assert graphs.traced == traced
+
+
+class TwiceInTheMiddle(Qwen3Model):
+    """What a loop does between two layers, and hands to one of them, is its own affair."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+        hidden = self.embed_tokens(input_ids)
+        rotary = self.rotary_emb(hidden, position_ids)
+        for number, layer in enumerate(self.layers):
+            turned = tuple(each * 1.5 for each in rotary) if number == 1 else rotary
+            hidden = layer(hidden, position_embeddings=turned, position_ids=position_ids, **kwargs)
+            hidden = hidden * 2 if number == 2 else hidden
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+def test_what_happens_between_layers_stays_where_it_is(graphs, monkeypatch, seed):
+    found = []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
+        model = compiled_llm.wrap(model_of(), **OPTIONS)
+        model.model.__class__ = TwiceInTheMiddle
+        found.append(torch.stack(logits(model, seed)))
+    assert torch.equal(*found)
+    assert graphs.traced == [2, 2, LAYERS, LAYERS]
+
+
+def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
+    model = compiled_llm.wrap(model_of(), **OPTIONS)
+    paged = model.compiled.paged()
+    buffers = paged.buffers.bucket(2)
+    arguments = paged.programs._arguments(model, buffers, paged.sampler.tables, paged.pages)
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    values = [tensor.clone() for tensor in [*model.state_dict().values(), *buffers]]
+    with torch.no_grad(), paged_attention_in(attention_configs(model)):
+        shown = paged.programs._outlines[paged.programs.decode_many_function].prepare(arguments)
+    assert shown is not model
+    assert all(now == then for now, then in before)
+    assert all(map(torch.equal, values, [*model.state_dict().values(), *buffers]))
+
+
+def test_an_outline_keeps_no_model_alive(graphs, seed):
+    model = compiled_llm.wrap(model_of(), **OPTIONS)
+    logits(model, seed, new_tokens=1)
+    layer = weakref.ref(model.model.layers[2])
+    gc.collect()
+    del model
+    assert layer() is None

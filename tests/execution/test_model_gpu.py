@@ -1,0 +1,643 @@
+"""A wrapped model on a GPU: graphs recorded once, logits as exact as HuggingFace's, no waiting, no stale page table.
+
+Models are random, in bfloat16. Nothing here is compared with ourselves alone: the measure of every tolerance is how
+far HuggingFace in bfloat16 (sdpa) is from HuggingFace in float32 (eager attention) on the same tokens.
+
+Shapes: B rows, T steps, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.generation.streamers import BaseStreamer
+
+import compiled_llm
+from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.kvcache.pool import PagePool, Row
+from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
+from support.parity import assert_account_is_empty, greedy
+from support.twins import (
+    BEYOND_NOISE,
+    DEVICE,
+    OPTIONS,
+    ROWS,
+    SMALL,
+    Twins,
+    assert_parity,
+    hf_logits,
+    parity,
+    prompts_on_device,
+    random_model,
+    rms,
+    small_qwen3,
+    twins_of,
+)
+
+pytestmark = pytest.mark.gpu
+
+SLEEP = 2_000_000_000
+"""Cycles: about a second."""
+
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+QWEN3_06B: dict[str, Any] = {
+    **QWEN3,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+QWEN3_8B: dict[str, Any] = {
+    **QWEN3,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
+WINDOWED: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 4,
+    "use_sliding_window": True,
+    "sliding_window": 100,
+    "max_window_layers": 2,
+}
+LARGER_GROUPS: dict[str, Any] = {**SMALL, "num_attention_heads": 8}
+LLAMA: dict[str, Any] = {**SMALL, "hidden_size": 384, "num_attention_heads": 6}
+
+
+# ---- HuggingFace as the measure
+
+
+FAMILIES: dict[str, Callable[[int], Any]] = {
+    "Qwen3-0.6B": lambda seed: random_model(Qwen3Config(**QWEN3_06B), seed),
+    "two layers of Qwen3-8B": lambda seed: random_model(Qwen3Config(**{**QWEN3_8B, "num_hidden_layers": 2}), seed),
+    "Llama": lambda seed: random_model(LlamaConfig(**LLAMA), seed, uneven=True),
+    "sliding and full layers": lambda seed: random_model(Qwen3Config(**WINDOWED), seed, uneven=True),
+    "head size 96": lambda seed: small_qwen3(seed, head_dim=96, num_attention_heads=8),
+}
+
+
+@pytest.fixture(scope="module")
+def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
+    made = twins_of(FAMILIES[request.param](request.config.getoption("seed")))
+    yield made
+    compiled_llm.unwrap(made.wrapped)
+    gc.collect()
+
+
+@pytest.mark.parametrize("twins", FAMILIES, indirect=True)
+def test_logits_of_eight_rows_are_as_exact_as_huggingfaces(twins: Twins, seed: int) -> None:
+    assert_parity(parity(twins, [1, 15, 16, 17, 33, 64, 100, 250], 220, seed))
+    assert twins.wrapped.compiled.stats().recompiles == 0
+
+
+@pytest.mark.parametrize("twins", ["Qwen3-0.6B", "sliding and full layers"], indirect=True)
+def test_logits_of_one_row_are_as_exact_as_huggingfaces(twins: Twins, seed: int) -> None:
+    assert_parity(parity(twins, [100], 220, seed + 1))
+    assert twins.wrapped.compiled.stats().recompiles == 0
+
+
+# ---- generate
+
+
+@pytest.fixture(scope="module")
+def small(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
+    """A small Qwen3, wrapped, with the buckets of 1, 4 and 8 rows ready."""
+    model = compiled_llm.wrap(small_qwen3(request.config.getoption("seed")), **OPTIONS)
+    model.compiled.warmup([1, 4, 8])
+    yield model
+    compiled_llm.unwrap(model)
+    gc.collect()
+
+
+def assert_ready(model: PreTrainedModel, buckets: list[int]) -> None:
+    """Every bucket recorded once, every program compiled once, nothing skipped."""
+    stats = model.compiled.stats()
+    assert stats.buckets == buckets
+    assert stats.recordings == (len(buckets) if DEVICE == "cuda" else 0)
+    assert (stats.graphs, stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (3, 0, 0, 0)
+
+
+def test_each_bucket_is_recorded_once_and_only_replayed_ever_after(seed: int) -> None:
+    model = compiled_llm.wrap(small_qwen3(seed), **OPTIONS)
+    model.compiled.warmup([1, 4, 8])
+    assert_ready(model, [1, 4, 8])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for number, lengths in enumerate([[1], [40], [3, 90, 1], [5] * 4, [16] * 5, [1, 2, 3, 4, 5, 6, 7], [33] * 8]):
+            for new_tokens in (1, 2, 37):
+                greedy(model, prompts_on_device(lengths, seed + number), new_tokens)
+        assert_ready(model, [1, 4, 8])
+        greedy(model, prompts_on_device([4, 2], seed), 9)
+        greedy(model, prompts_on_device([1] * ROWS, seed), 9)
+    assert_ready(model, [1, 2, 4, 8, ROWS])
+    assert model.compiled.stats().generate_calls == {"fast loop": 23}
+    assert_account_is_empty(model)
+    compiled_llm.unwrap(model)
+
+
+def test_a_decode_step_launches_one_graph_and_no_kernel_beside_it(small: PreTrainedModel) -> None:
+    """What Inductor keeps out of a recording it launches by itself, without counting a skip."""
+    runner = small.compiled.runner()
+    for length in (3, 5, 4):
+        runner.admit([7] * length, 20)
+    for _ in range(3):
+        runner.step()
+    cuda = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=cuda):
+        torch.cuda.synchronize()  # the profiler has to be started on this thread before any other
+
+    def launches_of(steps: int) -> list[str]:
+        with torch.profiler.profile(activities=cuda) as profile:
+            for _ in range(steps):
+                runner.step()
+            torch.cuda.synchronize()
+        return [event.name for event in profile.events() if re.match("cu(da)?(Graph)?Launch", event.name)]
+
+    launches = small.compiled.paged().thread.call(launches_of, 4)
+    runner.close()
+    if not launches:
+        pytest.skip("the profiler shows no launches on this machine")
+    assert launches == ["cudaGraphLaunch"] * 4
+
+
+BESIDE_A_USERS_OWN_GRAPHS = """
+import torch
+import compiled_llm
+from support.parity import greedy
+from support.twins import OPTIONS, prompts_on_device, small_qwen3
+
+model = compiled_llm.wrap(small_qwen3(0), **OPTIONS)
+inputs = prompts_on_device([5, 9, 30], 0)
+expected = greedy(model, inputs, 20)
+
+@torch.compile(mode="reduce-overhead", fullgraph=True)
+def double(x):
+    return 2 * x
+
+for number in range(4):
+    torch.compiler.cudagraph_mark_step_begin()
+    assert double(torch.full((8,), float(number), device="cuda")).tolist() == [2.0 * number] * 8
+    torch.testing.assert_close(greedy(model, inputs, 20), expected)
+stats = model.compiled.stats()
+assert (stats.recordings, stats.recompiles, stats.cudagraph_skips) == (1, 0, 0), stats
+compiled_llm.unwrap(model)
+print("all is well")
+"""
+
+
+def test_nothing_is_skipped_in_a_fresh_process_nor_a_users_own_graphs_disturbed() -> None:
+    """Inductor raises where it would skip; the user records graphs on the main thread, after ours and between."""
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE_A_USERS_OWN_GRAPHS],
+        env={**os.environ, "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["all is well"]), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("tokens", [48, 64])
+def test_logits_after_prompts_in_pieces_are_as_exact_as_huggingfaces(tokens: int, seed: int) -> None:
+    """Pieces end within rows, at their ends and on page boundaries; a row attends to its earlier pieces."""
+    made = twins_of(small_qwen3(seed), prefill_tokens=tokens)
+    assert_parity(parity(made, [300, 10, 128, 64, 47], 40, seed))
+    assert made.wrapped.compiled.stats().recompiles == 0
+    compiled_llm.unwrap(made.wrapped)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile", "reduce-overhead", "cuda-graphs"])
+def test_every_token_is_the_one_that_float32_would_choose_but_for_noise(mode: str, seed: int) -> None:
+    twins = twins_of(small_qwen3(seed), mode=mode)
+    lengths = [1, 16, 31, 100, 7]
+    inputs = prompts_on_device(lengths, seed)
+    sequences = greedy(twins.wrapped, inputs, 120)
+    for length, sequence in zip(lengths, sequences, strict=True):
+        ids = sequence[max(lengths) - length : -1]
+        exact = hf_logits(twins.exact, ids, 120)
+        noise = rms(hf_logits(twins.plain, ids, 120) - exact)
+        missed = exact.amax(dim=1) - exact.gather(1, sequence[-120:, None])[:, 0]
+        assert bool((missed <= BEYOND_NOISE * noise.clamp(min=noise.mean())).all()), f"row of {length}: {missed}"
+    compiled_llm.unwrap(twins.wrapped)
+
+
+def test_steps_past_the_end_stay_within_the_rows_own_pages(
+    small: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths end on page boundaries, rows end early and late, and no page is touched that no row has taken."""
+    pages, taken = small.compiled.paged().pages, set()
+    take = PagePool.take_reserved
+
+    def noted(pool: PagePool, count: int) -> list[int]:
+        own = take(pool, count)
+        taken.update(own)
+        return own
+
+    monkeypatch.setattr(PagePool, "take_reserved", noted)
+    for lengths, new_tokens in (([16, 32, 48, 64], 16), ([15, 31, 1], 17), ([1, 17, 33, 2, 5], 15), ([16], 16)):
+        inputs = prompts_on_device(lengths, seed)
+        free = greedy(small, inputs, new_tokens)
+        for eos in (None, int(free[0, -1]), int(free[0, -2]), int(free[0, max(lengths)])):
+            expected = greedy(small, inputs, new_tokens, eos_token_id=eos, pad_token_id=0)
+            for layer in pages:
+                layer.fill_(100)
+            taken.clear()
+            tokens = greedy(small, inputs, new_tokens, eos_token_id=eos, pad_token_id=0)
+            torch.testing.assert_close(tokens, expected)
+            foreign = [page for page in range(1, len(pages[0])) if page not in taken]
+            assert foreign
+            assert taken
+            for layer in pages:
+                assert bool((layer[foreign] == 100).all()), "a page was written that no row had taken"
+    assert_account_is_empty(small)
+
+
+def test_unwrap_gives_device_memory_back(seed: int) -> None:
+    """Pages, buffers and workspaces, and what the recorded graphs reserve: here some 20 MiB for their logits alone."""
+    model = small_qwen3(seed, num_hidden_layers=1, vocab_size=300_000, tie_word_embeddings=True)
+
+    def held() -> tuple[int, int]:
+        """Bytes that tensors take, and bytes that torch holds without being able to give them back."""
+        gc.collect()
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # torch keeps them for each thread and stream
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    before = held()
+    for _ in range(2):
+        compiled_llm.wrap(model, **{**OPTIONS, "kv_memory": "64MiB"})
+        model.compiled.warmup([1, ROWS])
+        greedy(model, prompts_on_device([5, 20, 9], seed), 20)
+        assert torch.cuda.memory_allocated() - before[0] > 64 * 2**20
+        compiled_llm.unwrap(model)
+        more = tuple(now - then for now, then in zip(held(), before, strict=True))
+        print(f"after unwrap: {more[0]} bytes more allocated, {more[1]} more reserved")
+        assert max(more) < 8 * 2**20
+
+
+# ---- any thread may call
+
+
+def test_twenty_fresh_threads_get_the_same_tokens_and_record_nothing(small: PreTrainedModel, seed: int) -> None:
+    """All at once, every other one on a stream of its own, every fourth with scores, which takes another loop."""
+    batches = [prompts_on_device(lengths, seed) for lengths in ([20], [3, 40, 9], [1, 2, 3, 4, 5, 6], [16, 17, 31])]
+    together, outcomes = threading.Barrier(20), [None] * 20
+
+    def tokens(kind: int) -> list[list[int]]:
+        if kind < 3:
+            return greedy(small, batches[kind], 50).tolist()
+        return greedy(small, batches[kind], 50, output_scores=True, return_dict_in_generate=True).sequences.tolist()
+
+    expected = [tokens(kind) for kind in range(4)]
+    before = small.compiled.stats()
+    torch.cuda.synchronize()
+
+    def call(number: int) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()) if number % 2 else nullcontext():
+                together.wait()
+                outcomes[number] = tokens(number % 4)
+        except BaseException as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads)
+    for number, outcome in enumerate(outcomes):
+        assert outcome == expected[number % 4], f"thread {number}: {outcome!r}"
+    after = small.compiled.stats()
+    assert (after.recordings, after.graphs, after.recompiles) == (before.recordings, before.graphs, 0)
+    assert after.buckets == before.buckets
+    gc.collect()
+    assert_account_is_empty(small)
+
+
+class Nested(BaseStreamer):
+    """Calls the model again at every seventh token."""
+
+    def __init__(self, call: Callable[[], Tensor]) -> None:
+        self.call, self.seen, self.results = call, 0, []
+
+    def put(self, value: Tensor) -> None:
+        self.seen += 1
+        if self.seen % 7 == 0:
+            self.results.append(self.call())
+
+    def end(self) -> None:
+        self.seen = -1
+
+
+@pytest.mark.parametrize("inner", [[9], [2, 30, 8]], ids=["another bucket", "the same bucket"])
+def test_a_streamer_may_call_generate(inner: list[int], small: PreTrainedModel, seed: int) -> None:
+    outer_inputs, inner_inputs = prompts_on_device([5, 12, 20], seed), prompts_on_device(inner, seed + 1)
+    outer, nested = greedy(small, outer_inputs, 40), greedy(small, inner_inputs, 25)
+    before = small.compiled.stats().recordings
+    streamer = Nested(lambda: greedy(small, inner_inputs, 25))
+    torch.testing.assert_close(greedy(small, outer_inputs, 40, streamer=streamer), outer)
+    assert streamer.seen == -1
+    assert len(streamer.results) == 5
+    for result in streamer.results:
+        torch.testing.assert_close(result, nested)
+    assert small.compiled.stats().recordings == before
+    assert_account_is_empty(small)
+
+
+# ---- what a recording holds of the model
+
+
+CHANGES = [new_parameter, moved_data, swapped_module, in_place, other_attribute]
+
+
+@pytest.mark.parametrize("during", [False, True], ids=["between calls", "during a call"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_replay_never_reads_what_the_model_no_longer_has(
+    change: Callable[[PreTrainedModel], None], during: bool, seed: int
+) -> None:
+    """Logits of prefill and decode are those of a twin that was wrapped after the change."""
+    model = compiled_llm.wrap(small_qwen3(seed, tie_word_embeddings=False), **OPTIONS)
+    inputs = prompts_on_device([5, 18, 40], seed)
+    before = greedy(model, inputs, 12)
+    if during:
+        greedy(model, prompts_on_device([7], seed), 30, streamer=Changing(lambda: change(model)))
+    else:
+        change(model)
+    changed = small_qwen3(seed, tie_word_embeddings=False)
+    change(changed)
+    fresh = compiled_llm.wrap(changed, **OPTIONS)
+    tokens = greedy(model, inputs, 12)
+    assert not torch.equal(tokens, before)
+    torch.testing.assert_close(tokens, greedy(fresh, inputs, 12))
+    recorded_anew, _ = model.compiled.rerecordings()
+    assert (recorded_anew > 0) == (change is not in_place)
+    compiled_llm.unwrap(model)
+    compiled_llm.unwrap(fresh)
+
+
+# ---- no wait on the device
+
+
+@pytest.mark.parametrize(
+    ("event", "launches"),
+    [("a row enters a page", 3), ("a row leaves", 2), ("a row comes in", 2)],
+    ids=lambda value: str(value),
+)
+def test_a_step_that_uploads_returns_while_the_device_sleeps(
+    event: str, launches: int, small: PreTrainedModel, seed: int
+) -> None:
+    """One whole step, and more launched behind it unread; then the tokens are what they are on a device awake.
+
+    The prompts are such that from the fourth decode step on, each step takes one row into a new page.
+    """
+    paged = small.compiled.paged()
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(SMALL["vocab_size"], (n,), generator=generator).numpy() for n in (13, 12, 11, 10, 6)]
+
+    def play(cycles: int) -> list[list[int]]:
+        runner = small.compiled.runner()
+        rows = [runner.admit(prompt, 40) for prompt in prompts[:4]]
+        arrived = [runner.step() for _ in range(4)]
+        torch.cuda.synchronize()
+        if event == "a row leaves":
+            runner.release(rows[3])
+        if event == "a row comes in":
+            runner.admit(prompts[4], 40)
+        uploads, asleep = paged.journal.uploads.total(), torch.cuda.Event()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.cuda._sleep(cycles)
+            asleep.record()
+            start = time.perf_counter()
+            arrived.append(runner.step())
+            for _ in range(launches - 1):
+                paged.thread.call(runner._launch, None)
+            took, over = time.perf_counter() - start, asleep.query()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if cycles == SLEEP:
+            assert not over, f"{launches} launches took {took:.3f} s, when the device had woken up"
+        assert paged.journal.uploads.total() - uploads == launches - (event == "a row comes in")
+        while last := runner.drain():
+            arrived.append(last)
+        runner.close()
+        return [list(tokens.values()) for tokens in arrived]
+
+    awake = play(1)
+    play(SLEEP // 20)  # fills the allocators' caches: memory that CUDA pins for the first time may wait for the device
+    assert play(SLEEP) == awake
+
+
+# ---- a random schedule: where a stale page table shows
+
+
+class Step(NamedTuple):
+    """One step of a schedule; rows have numbers."""
+
+    released: list[int]
+    admitted: dict[int, list[int]]  # prompts
+    rows: list[int]  # that take part, in order
+    forced: list[int] | None  # tokens for them; None where they feed in their own
+
+
+PROMISE = 260
+
+
+def random_schedule(steps: int, vocabulary: int, seed: int) -> list[Step]:
+    """Rows come and go all along, so that batches of 1 to ROWS decode again and again; a few rows are long."""
+    rng = random.Random(seed)
+    left: dict[int, int] = {}  # decode steps until each row goes
+    schedule, count = [], 0
+    while len(schedule) < steps:
+        turn = len(schedule) // 8 % (2 * ROWS)
+        wanted = 1 + min(turn, 2 * ROWS - 1 - turn)
+        released = [row for row, steps_left in left.items() if steps_left == 0]
+        while len(left) - len(released) > wanted:
+            released.append(rng.choice([row for row in left if row not in released]))
+        for row in released:
+            del left[row]
+        admitted: dict[int, list[int]] = {}
+        if not left or (len(left) < wanted and rng.random() < 0.5):
+            for _ in range(rng.randint(1, min(3, wanted - len(left)))):
+                longest = rng.choices([3, 60, 300, 900], [1, 6, 2, 1])[0]
+                admitted[count] = [rng.randrange(vocabulary) for _ in range(rng.randint(1, longest))]
+                count += 1
+        rows = list(admitted or left)
+        forced = [rng.randrange(vocabulary) for _ in rows] if not admitted and rng.random() < 0.6 else None
+        schedule.append(Step(released, admitted, rows, forced))
+        if not admitted:
+            left = {row: steps_left - 1 for row, steps_left in left.items()}
+        left.update({row: rng.randint(1, PROMISE) for row in admitted})
+    return schedule
+
+
+def play(
+    model: PreTrainedModel, schedule: list[Step], *, upload_each_step: bool = False
+) -> tuple[list[Tensor], list[dict[int, int]]]:
+    """Run a schedule as fast as it goes; return each step's `[B, V]` logits and each row's token."""
+    paged, runner = model.compiled.paged(), model.compiled.runner()
+    rows: dict[int, Row] = {}
+    forced = [None if step.forced is None else torch.tensor(step.forced).to(DEVICE) for step in schedule]
+    logits, arrived = [], []
+    for step, tokens in zip(schedule, forced, strict=True):
+        for number in step.released:
+            runner.release(rows[number])
+        for number, prompt in step.admitted.items():
+            rows[number] = runner.admit(prompt, PROMISE + 1)
+        if upload_each_step and not step.admitted:
+            paged.thread.call(paged.claim, None)  # the runner is not in the decode buffers: it uploads anew
+        arrived.append(runner.step(tokens))
+        logits.append(runner.logits())
+    while last := runner.drain():
+        arrived.append(last)
+    runner.close()
+    numbers = {row: number for number, row in rows.items()}
+    return logits, [{numbers[row]: token for row, token in tokens.items()} for tokens in arrived[1:]]
+
+
+def with_tokens_fed(schedule: list[Step], chosen: list[dict[int, int]]) -> tuple[list[Step], dict[int, list[int]]]:
+    """The same schedule with every token forced, and each row's whole sequence."""
+    sequences: dict[int, list[int]] = {}
+    last: dict[int, int] = {}
+    forced = []
+    for step, tokens in zip(schedule, chosen, strict=True):
+        assert list(tokens) == step.rows
+        fed = step.forced
+        if step.admitted:
+            sequences.update({row: list(prompt) for row, prompt in step.admitted.items()})
+        else:
+            fed = [last[row] for row in step.rows] if fed is None else fed
+            for row, token in zip(step.rows, fed, strict=True):
+                sequences[row].append(token)
+        last.update(tokens)
+        forced.append(step._replace(forced=fed))
+    return forced, sequences
+
+
+class Reference(NamedTuple):
+    """Some rows of a schedule on HuggingFace: logits in float32, and how far bfloat16 strays from them."""
+
+    exact: dict[int, Tensor]  # [steps of the row, V]
+    noise: Tensor  # [all steps of these rows]
+
+
+def reference(twins: Twins, schedule: list[Step], sequences: dict[int, list[int]], rows: int) -> Reference:
+    counts: dict[int, int] = {}
+    for step in schedule:
+        for row in step.rows:
+            counts[row] = counts.get(row, 0) + 1
+    longest = sorted(counts, key=lambda row: counts[row], reverse=True)[:rows]
+    exact, noise = {}, []
+    for row in longest:
+        ids = torch.tensor(sequences[row]).to(DEVICE)
+        exact[row] = hf_logits(twins.exact, ids, counts[row])
+        noise.append(rms(hf_logits(twins.plain, ids, counts[row]) - exact[row]))
+    return Reference(exact, torch.cat(noise))
+
+
+def strays(ours: list[Tensor], others: list[Tensor], schedule: list[Step], tolerance: float) -> list[str]:
+    """Every row of every step whose logits differ by more."""
+    errors = torch.cat([rms(mine.float() - theirs.float()) for mine, theirs in zip(ours, others, strict=True)]).tolist()
+    places = [(number, row) for number, step in enumerate(schedule) for row in step.rows]
+    return [
+        f"step {number}, row {row} (place {schedule[number].rows.index(row)} of {len(schedule[number].rows)}): "
+        f"RMS difference {error:.3e} is more than {tolerance:.3e}"
+        for (number, row), error in zip(places, errors, strict=True)
+        if not error <= tolerance
+    ]
+
+
+def run_schedule(twins: Twins, schedule: list[Step]) -> None:
+    """Ours against a twin in eager mode that uploads each step, and a sample of rows against HuggingFace in float32.
+
+    The tolerance of a row's logits (RMS over the vocabulary) is twice the largest distance that HuggingFace's bfloat16
+    has from float32 in any step of the sample: two paths, each as noisy as that.
+    """
+    twins.wrapped.compiled.warmup()
+    before = twins.wrapped.compiled.stats()
+    ours, chosen = play(twins.wrapped, schedule)
+    schedule, sequences = with_tokens_fed(schedule, chosen)
+    for step, logits, tokens in zip(schedule, ours, chosen, strict=True):
+        picked = logits.gather(1, torch.tensor([tokens[row] for row in step.rows]).to(DEVICE)[:, None])[:, 0]
+        assert bool((picked == logits.amax(dim=1)).all()), "a token that arrived is not the most likely one"
+    after = twins.wrapped.compiled.stats()
+    assert (after.recordings, after.graphs, after.recompiles) == (before.recordings, before.graphs, 0)
+    assert after.cudagraph_skips == 0
+
+    eager = compiled_llm.wrap(copy.deepcopy(twins.plain), **{**OPTIONS, "mode": "eager"})
+    theirs, _ = play(eager, schedule, upload_each_step=True)
+    assert eager.compiled.stats().uploads >= sum(not step.admitted for step in schedule)
+    compiled_llm.unwrap(eager)
+
+    truth = reference(twins, schedule, sequences, 16)
+    tolerance = 2 * float(truth.noise.max())
+    print(
+        f"{len(schedule)} steps, {len(sequences)} rows of up to {max(map(len, sequences.values()))} tokens; noise of "
+        f"bfloat16 {float(truth.noise.mean()):.3e}, at most {float(truth.noise.max()):.3e}; tolerance {tolerance:.3e} "
+        f"for logits of {float(torch.cat(list(truth.exact.values())).square().mean().sqrt()):.3e}"
+    )
+    wrong = strays(ours, theirs, schedule, tolerance)
+    assert not wrong, f"{len(wrong)} of {sum(len(step.rows) for step in schedule)} rows:\n" + "\n".join(wrong[:20])
+    for row, exact in truth.exact.items():
+        mine = [logits[step.rows.index(row)] for step, logits in zip(schedule, ours, strict=True) if row in step.rows]
+        error = float(rms(torch.stack(mine) - exact).max())
+        assert error <= tolerance, f"row {row}: RMS difference from HuggingFace {error:.3e}"
+
+
+@pytest.mark.parametrize("twins", ["sliding and full layers"], indirect=True)
+def test_random_schedule_equals_a_twin_that_uploads_each_step(twins: Twins, seed: int) -> None:
+    schedule = random_schedule(2000, WINDOWED["vocab_size"], seed)
+    assert {len(step.rows) for step in schedule if not step.admitted} == set(range(1, ROWS + 1))
+    run_schedule(twins, schedule)
+    assert_account_is_empty(twins.wrapped)
+
+
+def test_random_schedule_equals_a_twin_that_uploads_each_step_in_larger_groups(seed: int) -> None:
+    twins = twins_of(small_qwen3(seed, **LARGER_GROUPS))
+    run_schedule(twins, random_schedule(700, LARGER_GROUPS["vocab_size"], seed + 1))
+    compiled_llm.unwrap(twins.wrapped)
+
+
+def test_the_schedule_shows_page_tables_that_are_not_renewed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above are good for. A row past the pages that its table names goes on in another row's."""
+    twins = twins_of(small_qwen3(seed))
+    twins.wrapped.compiled.warmup()
+    renew, stale = PagedModel.upload, twins.wrapped.compiled.paged()
+
+    def upload(paged: PagedModel, rows: Any, bucket: int, tokens: Any, cause: Any) -> None:
+        if paged is not stale or cause != "a row entered a new page":
+            renew(paged, rows, bucket, tokens, cause)
+        elif tokens is not None:
+            paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(tokens)
+
+    monkeypatch.setattr(PagedModel, "upload", upload)
+    with pytest.raises(AssertionError, match="RMS difference"):
+        run_schedule(twins, random_schedule(200, SMALL["vocab_size"], seed))
+    compiled_llm.unwrap(twins.wrapped)

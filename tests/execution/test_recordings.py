@@ -1,0 +1,291 @@
+"""What is kept of recordings, with a stand-in for CUDA graphs, which only a GPU has: a replay launches once more.
+
+A CUDA graph reads weights where they were; the stand-in raises an error where they no longer are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm import WrapConfig
+from compiled_llm.compilation.graphs.recorder import Recording
+from compiled_llm.compilation.graphs.recordings import Recordings
+from compiled_llm.compilation.graphs.validity import Guards, Weights
+from compiled_llm.execution.device_model import PagedModel, _typical_tokens, _weights_of_a_layer
+from compiled_llm.execution.packing import RecordedShapes
+from compiled_llm.execution.prefill_plans import Planner
+from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.tiny_models import tiny_qwen3
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
+SHAPES = RecordedShapes(max_rows=8, weights=1)
+
+
+class StandIn(Recording[Any, Any]):
+    def __init__(self, weights: Weights, launch: Callable[[], Any], inputs: Any, guards: Guards) -> None:
+        self.inputs, self.guards = inputs, guards
+        self._weights, self._launch, self._outputs = weights, launch, None
+
+    def replay(self) -> Any:
+        assert self._weights.hold(), "a replay would read weights where they no longer are"
+        new = self._launch()
+        self._outputs = self._outputs or new
+        for output, value in zip(self._outputs, new, strict=True):
+            output.copy_(value)
+        return self._outputs
+
+
+class StandInRecorder:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = weakref.ref(model)
+        self.count = 0
+
+    def begin_anew(self) -> None:
+        pass
+
+    def record(self, launch: Callable[[], Any], inputs: Any, guards: Callable[[], Guards]) -> StandIn:
+        self.count += 1
+        return StandIn(Weights(self._model()), launch, inputs, guards())
+
+
+@pytest.fixture(autouse=True)
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a CPU record as CUDA does."""
+    own = Recordings.__init__
+
+    def init(self: Recordings, model: PreTrainedModel, config: WrapConfig, device: torch.device) -> None:
+        own(self, model, config, device)
+        self.own = self.replay = True
+        self._recorder = StandInRecorder(model)
+
+    monkeypatch.setattr(Recordings, "__init__", init)
+
+
+def plain(**overrides: Any) -> PreTrainedModel:
+    return tiny_qwen3(num_hidden_layers=1, eos_token_id=None, **overrides)
+
+
+def test_prefills_and_steps_are_recorded_once_and_give_huggingfaces_tokens(seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    batches = [5], [9, 4, 17], [9, 4, 17], [3, 3, 3, 20, 8]
+    for lengths in batches:
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 24), greedy(reference, inputs, 24))
+    stats = model.compiled.stats()
+    assert stats.buckets == [1, 4, 8]
+    shapes = {SHAPES.smallest(sum(lengths), len(lengths)) for lengths in batches}
+    assert (stats.recordings, stats.prefill_recordings, stats.recompiles) == (3, len(shapes), 0)
+    assert_account_is_empty(model)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_after_warmup_nothing_is_recorded(seed):
+    model = compiled_llm.wrap(plain(), **OPTIONS)
+    model.compiled.warmup([2])
+    before = model.compiled.stats()
+    assert before.recordings == 1
+    assert before.prefill_recordings == len(SHAPES.of(2))
+    for lengths in ([5, 9], [40, 3], [1, 200]):
+        greedy(model, mixed_prompts(lengths, 128, seed), 20)
+    after = model.compiled.stats()
+    assert (after.recordings, after.prefill_recordings) == (before.recordings, before.prefill_recordings)
+    assert model.compiled.rerecordings() == (0, [])
+    assert (after.graphs, after.recompiles) == (2, 0)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_prefills_whose_plans_do_not_fit_are_not_recorded(seed, monkeypatch):
+    monkeypatch.setattr(Planner, "fits", lambda self, shape: not shape.split and shape.tokens <= 48)
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    model.compiled.warmup([1])
+    before = model.compiled.stats()
+    assert before.prefill_recordings == sum(shape.tokens <= 48 for shape in SHAPES.of(1)) > 0
+    for length in (5, 200):
+        inputs = mixed_prompts([length], 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 5), greedy(reference, inputs, 5))
+    assert model.compiled.stats().prefill_recordings == before.prefill_recordings
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("during", [False, True], ids=["between calls", "during a call"])
+@pytest.mark.parametrize(
+    ("change", "moved"),
+    [
+        (new_parameter, ["lm_head.weight"]),
+        (moved_data, ["model.layers.0.self_attn.k_proj.weight"]),
+        (swapped_module, [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]),
+        (in_place, []),
+        (other_attribute, []),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_no_longer_holds_is_recorded_anew(change, moved, during, seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    inputs = mixed_prompts([5, 18], 128, seed)
+    before = greedy(model, inputs, 12)
+    if during:
+        greedy(model, mixed_prompts([7], 128, seed), 12, streamer=Changing(lambda: change(model)))
+    else:
+        change(model)
+    change(reference)
+    expected = greedy(reference, inputs, 12)
+    assert not torch.equal(expected, before)
+    torch.testing.assert_close(greedy(model, inputs, 12), expected)
+    anew, weights = model.compiled.rerecordings()
+    assert (anew > 0) == (change is not in_place)
+    assert weights == moved
+    assert_account_is_empty(model)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_what_a_replay_gave_before_its_guards_were_found_wrong_is_thrown_away(monkeypatch, seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    inputs = mixed_prompts([5, 18], 128, seed)
+    before = greedy(model, inputs, 1)
+    greedy(model, inputs, 1)  # replayed
+    for changed in (model, reference):
+        other_attribute(changed)
+    monkeypatch.setattr(StandIn, "replay", lambda self: self._outputs)  # a graph does what it did
+    after = greedy(model, inputs, 1)
+    torch.testing.assert_close(after, greedy(reference, inputs, 1))
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("watched", [False, True], ids=["nobody watches", "code of the user's runs"])
+def test_a_call_looks_at_the_model_once_and_at_each_recording_once(watched, monkeypatch, seed):
+    model = compiled_llm.wrap(plain(), **OPTIONS)
+    options = {"streamer": Changing(lambda: None)} if watched else {}
+    greedy(model, mixed_prompts([5, 18], 128, seed), 12)
+    looks: Counter[str] = Counter()
+    for name in ("weights_hold", "guards_hold"):
+        own = getattr(Recordings, name)
+        monkeypatch.setattr(Recordings, name, lambda *given, own=own, name=name: (looks.update([name]), own(*given))[1])
+    greedy(model, mixed_prompts([5, 18], 128, seed), 12, **options)
+    assert looks == ({"weights_hold": 12, "guards_hold": 12} if watched else {"weights_hold": 1, "guards_hold": 2})
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_a_token_that_was_thrown_away_does_not_count_as_seen(seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    inputs, options = mixed_prompts([5, 18], 128, seed), {"repetition_penalty": 30.0}
+    greedy(model, inputs, 4, **options)
+    for changed in (model, reference):
+        other_attribute(changed)
+    torch.testing.assert_close(greedy(model, inputs, 4, **options), greedy(reference, inputs, 4, **options))
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_prefills_that_fill_a_shape_or_nearly_give_huggingfaces_tokens(seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    shapes = set()
+    for lengths in ([16], [15], [17], [9, 7], [4, 4, 8], [5, 4, 4], [64]):
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 3), greedy(reference, inputs, 3))
+        shapes.add(SHAPES.smallest(sum(lengths), len(lengths)))
+        assert model.compiled.stats().prefill_recordings == len(shapes)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 64])
+def test_recorded_prefills_are_padded_little_and_to_whole_tiles(rows):
+    shapes = RecordedShapes(64, weights=1)
+    for tokens in range(64, 4097):
+        shape = shapes.smallest(tokens, rows)
+        assert shape is not None
+        assert shape.tokens >= tokens > shape.tokens * 3 // 4
+        assert shape.tokens % 64 == 0 or shape.tokens < 128 or shape.tokens == 160
+        assert shape in shapes.all()
+    assert shapes.smallest(4097, rows) is None
+
+
+def test_prefills_that_take_the_device_longer_than_the_host_are_not_recorded():
+    def most(hidden: int, intermediate: int, queries: int) -> int:
+        weights = hidden * (2 * queries + 2 * 1024 + 3 * intermediate)
+        return max(shape.tokens for shape in RecordedShapes(64, weights).all())
+
+    assert most(1024, 3072, 2048) == 4096  # Qwen3-0.6B: 9 ms there, 15 to 20 here
+    assert most(4096, 12288, 4096) == 1280  # Qwen3-8B: 29 ms there, 19 here
+
+
+def test_the_weights_of_a_layer_are_its_matrices():
+    model = tiny_qwen3(num_hidden_layers=2)
+    layer = model.model.layers[0]
+    expected = sum(child.weight.numel() for child in layer.modules() if isinstance(child, torch.nn.Linear))
+    assert _weights_of_a_layer(model, 2) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 64])
+def test_shapes_have_room_for_the_rows_and_no_more_than_there_can_be(rows):
+    for most in (rows, 64):
+        shapes = RecordedShapes(most, weights=1)
+        assert all(rows <= shape.rows <= max(2, most) and shape.rows <= shape.tokens for shape in shapes.of(rows))
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_a_prefill_whose_keys_are_split_is_recorded_apart(seed, monkeypatch):
+    monkeypatch.setattr(Planner, "splits", lambda self, batch: batch[0].row.length > 30)
+    monkeypatch.setattr(Planner, "fits", lambda self, shape: True)
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    for length in (20, 40, 31):
+        inputs = mixed_prompts([length], 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 5), greedy(reference, inputs, 5))
+    assert model.compiled.stats().prefill_recordings == 3  # 32 tokens in both ways, 48 in one
+    model.compiled.warmup([1])
+    assert model.compiled.stats().prefill_recordings == 2 * len(SHAPES.of(1))
+    assert model.compiled.rerecordings() == (0, [])
+
+
+def test_prefill_is_compiled_with_fewer_results_than_inductor_loops_from(monkeypatch):
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    layers = [SimpleNamespace(query_heads=heads) for heads in (16, 32)]
+    assert _typical_tokens(cast(Any, layers), torch.device("cuda")) == 263
+    assert _typical_tokens(cast(Any, layers), torch.device("cpu")) == 0
+
+
+@pytest.mark.parametrize("max_positions", [4, 40, 100, 2048, 40960])
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+@pytest.mark.parametrize("taken", [True, False], ids=["P is a size", "P is none"])
+def test_prefill_is_compiled_with_as_many_tokens_as_the_model_can_take(max_positions, page_size, taken):
+    asked: list[tuple[int, ...]] = []
+
+    def distinct(*sizes: int) -> bool:
+        asked.append(sizes)
+        return len(asked) > 1 or not taken
+
+    model = SimpleNamespace(
+        _typical_tokens=500,
+        max_positions=max_positions,
+        config=SimpleNamespace(page_size=page_size),
+        _distinct=distinct,
+    )
+    rows, length, kept = PagedModel._prefill_sizes(cast(Any, model))
+    assert length >= 2
+    assert asked[-1] == (rows, rows + 1, rows * length, kept, kept - 1)
+    if length > 2:
+        assert rows * length <= min(500, max_positions)
+        assert rows * -(-length // page_size) <= -(-max_positions // page_size) + 1, "more pages than there is room for"
+    assert (length > 2) == (min(500, max_positions) >= rows * page_size)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_a_recording_that_fails_leaves_the_next_call_whole(monkeypatch, seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    inputs = mixed_prompts([5, 9], 128, seed)
+    with monkeypatch.context() as patched:
+        patched.setattr(StandInRecorder, "record", lambda *_: (_ for _ in ()).throw(RuntimeError("no capture")))
+        with pytest.raises(RuntimeError, match="no capture"):
+            greedy(model, inputs, 12)
+    assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, inputs, 12), greedy(reference, inputs, 12))
+    assert_account_is_empty(model)

@@ -1,0 +1,318 @@
+"""Sampling in the graph: the right sets, the right distribution, anew at each step, decided by the seed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+import compiled_llm
+from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose, draw, uniform
+from compiled_llm.execution.sampling_slots import Sampler
+from compiled_llm.kvcache.pool import PagePool, Row
+from compiled_llm_ops import sample_tokens, uniform_numbers, uniform_of
+from compiled_llm_ops.sampling import philox, smallest_kept
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles, warped
+from support.tiny_models import tiny_qwen3
+
+pytestmark = pytest.mark.core
+
+VOCABULARY = 40
+CPU = torch.device("cpu")
+
+
+class FixedLogits:
+    """A sampler over logits that never change, stepped as a decode loop steps it."""
+
+    def __init__(self, logits: Tensor, settings: list[Sampling], mode: str = "compile") -> None:
+        rows = len(settings)
+        self.logits, self.rows = logits, [Row(PagePool(2, 4), 0) for _ in settings]
+        self.sampler = Sampler(rows, logits.shape[1], CPU)
+        self.sampler.admit(self.rows, settings)
+        self.slots = torch.from_numpy(self.sampler.slots(self.rows, rows))
+        self.positions = torch.zeros(rows, dtype=torch.int64)
+        self.choose = choose if mode == "eager" else torch.compile(choose, fullgraph=True)
+
+    def steps(self, count: int) -> Tensor:
+        """``[count, B]`` tokens."""
+        draws = []
+        for _ in range(count):
+            self.positions.add_(1)
+            with torch.no_grad():
+                draws.append(self.choose(self.logits, self.slots, self.positions, self.sampler.tables))
+        return torch.stack(draws)
+
+
+def assert_drawn_from(draws: Tensor, probabilities: Tensor) -> None:
+    """Pearson's chi-square at p = 1e-5, bins of fewer than five expected draws taken together."""
+    counts = torch.bincount(draws, minlength=len(probabilities)).double()
+    expected = probabilities.double() * len(draws)
+    assert counts[expected == 0].sum() == 0, "a filtered token was drawn"
+    large = expected >= 5
+    observed = torch.cat([counts[large], counts[~large].sum()[None]])
+    wanted = torch.cat([expected[large], expected[~large].sum()[None]])
+    used = wanted > 0
+    statistic = float(((observed - wanted)[used] ** 2 / wanted[used]).sum())
+    freedom = max(1, int(used.sum()) - 1)
+    # Wilson and Hilferty's approximation of the quantile.
+    limit = freedom * (1 - 2 / (9 * freedom) + 4.265 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert statistic < limit, f"chi-square {statistic:.1f} over {limit:.1f} at {freedom} degrees of freedom"
+
+
+SETTINGS = [
+    Sampling(seed=11),
+    Sampling(temperature=0.5, seed=12),
+    Sampling(temperature=1.7, top_k=7, seed=13),
+    Sampling(top_p=0.8, seed=14),
+    Sampling(min_p=0.1, seed=15),
+    Sampling(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, seed=16),
+]
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_a_thousand_replays_follow_each_rows_own_distribution(mode, seed):
+    logits = torch.randn(len(SETTINGS), VOCABULARY) * 2
+    draws = FixedLogits(logits, SETTINGS, mode).steps(1000)
+    for row, setting in enumerate(SETTINGS):
+        assert_drawn_from(draws[:, row], warped(logits[row], setting).softmax(dim=-1))
+
+
+def test_rows_with_equal_settings_and_other_seeds_draw_independently(seed):
+    logits = torch.zeros(2, VOCABULARY)
+    first, second = FixedLogits(logits, [Sampling(seed=1), Sampling(seed=2)], "eager").steps(2000).T
+    assert_drawn_from(first, torch.full((VOCABULARY,), 1 / VOCABULARY))
+    assert abs(float((first == second).double().mean()) - 1 / VOCABULARY) < 0.02
+    assert abs(float((first[1:] == first[:-1]).double().mean()) - 1 / VOCABULARY) < 0.02
+
+
+def test_a_rows_draws_do_not_depend_on_its_batch(seed):
+    logits = torch.randn(1, VOCABULARY).expand(4, VOCABULARY).contiguous()
+    alone = FixedLogits(logits[:1], [Sampling(seed=5)], "eager").steps(50)[:, 0]
+    among = FixedLogits(logits, [Sampling(seed=seed_) for seed_ in (8, 9, 5, 7)], "eager").steps(50)[:, 2]
+    assert torch.equal(alone, among)
+
+
+@pytest.mark.parametrize("setting", SETTINGS[1:], ids=str)
+def test_each_filter_keeps_exactly_the_set_that_huggingface_keeps(setting, seed):
+    for trial in range(20):
+        logits = torch.randn(3, 501, generator=torch.Generator().manual_seed(seed + trial)) * 3
+        scores = logits / setting.temperature
+        smallest = smallest_kept(
+            scores,
+            (scores - scores.amax(dim=-1, keepdim=True)).exp(),
+            torch.full((3,), setting.top_k, dtype=torch.int32),
+            torch.full((3,), setting.top_p),
+            torch.full((3,), setting.min_p),
+        )
+        expected = torch.stack([warped(logits[row], setting) for row in range(3)])
+        assert torch.equal(scores >= smallest[:, None], expected > -math.inf)
+
+
+@pytest.mark.parametrize("setting", BRANCHES, ids=str)
+def test_each_token_is_drawn_in_its_part_of_huggingfaces_distribution(setting, seed):
+    """One more token that may be drawn, or one less, would move all others."""
+    logits = torch.randn(901) * 2
+    probabilities = warped(logits, setting).double().softmax(dim=0) if setting.temperature else None
+    tokens, numbers = middles(distribution(logits, setting) if probabilities is None else probabilities)
+    chosen = sample_tokens(*arguments(logits.expand(len(tokens), -1), numbers, [setting] * len(tokens)))
+    assert torch.equal(chosen, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", [5, 1023, 5001])
+@pytest.mark.parametrize("spread", [0.3, 4.0])
+def test_rows_of_all_settings_follow_their_own_distributions(vocabulary, spread, dtype, seed):
+    logits = (torch.randn(len(BRANCHES), vocabulary) * spread).to(dtype)
+    numbers = torch.rand(len(BRANCHES), dtype=torch.float64)
+    given = arguments(logits, numbers, BRANCHES)
+    seen = given[-1].clone()
+    chosen = sample_tokens(*given)
+    assert_at(chosen, numbers, logits, BRANCHES, 1e-6)
+    seen[given[2], chosen] = True
+    assert torch.equal(given[-1], seen)
+
+
+def test_tokens_as_likely_as_the_last_are_kept_too(seed):
+    logits = torch.randn(6, 3000).clamp(max=0)  # half of all are the largest
+    logits[:, 70:75] = 1.0
+    settings = [Sampling(top_k=k, top_p=p) for k in (0, 5, 6) for p in (1.0, 0.9)]
+    numbers = torch.linspace(0.05, 0.99, 6).double()
+    assert_at(sample_tokens(*arguments(logits, numbers, settings)), numbers, logits, settings, 1e-6)
+
+
+def test_repetition_penalty_counts_the_prompt_and_what_was_drawn(seed):
+    logits = torch.linspace(3, -3, VOCABULARY)[None]
+    setting = Sampling(temperature=0.0, repetition_penalty=4.0, seen=np.array([0, 2]))
+    drawn = FixedLogits(logits, [setting], "eager").steps(4)[:, 0].tolist()
+    history, expected = [0, 2], []
+    for _ in range(4):
+        processor = RepetitionPenaltyLogitsProcessor(4.0)
+        expected.append(int(processor(torch.tensor([history]), logits.clone()).argmax()))
+        history.append(expected[-1])
+    assert drawn == expected
+    assert drawn[0] == 1
+
+
+def test_rows_without_a_usable_logit_are_told_apart(seed):
+    for settings in ({}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.5}, {"top_p": 0.5}, {"min_p": 0.1}):
+        logits = torch.randn(5, VOCABULARY)
+        logits[1, 3], logits[2], logits[4, 9] = math.nan, -math.inf, math.inf
+        stepped = FixedLogits(logits, [Sampling(seed=row, **settings) for row in range(5)], "eager")
+        drawn = stepped.steps(1)[0].tolist()
+        assert drawn[1] == drawn[2] == drawn[4] == NOT_A_TOKEN
+        assert min(drawn[0], drawn[3]) >= 0
+        assert stepped.sampler.tables.seen.sum() == 2, "only tokens are marked"
+
+
+def test_processed_scores_are_drawn_from_as_they_are(seed):
+    scores = torch.randn(1, VOCABULARY).log_softmax(dim=-1)
+    scores[0, ::3] = -math.inf
+    rows = scores.expand(2000, -1)
+    assert_drawn_from(draw(rows, torch.arange(2000), torch.full((2000,), 7)), scores[0].exp() / scores[0].exp().sum())
+    assert draw(scores, None, torch.tensor([7])).item() == scores.argmax()
+
+
+def test_philox_gives_the_published_numbers():
+    known = {
+        (0, 0, 0): (0xFF1DAE59, 0x6CD10DF2),
+        (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF): (0x2C3F628B, 0xAB4FD7AD),
+        (0x243F6A88, 0x85A308D3, 0x13198A2E): (0xDD7CE038, 0xF62A4C12),
+    }
+    for (low, high, key), words in known.items():
+        assert tuple(int(word) for word in philox(*map(torch.tensor, (low, high, key)))) == words
+
+
+def test_uniform_numbers_are_the_same_in_one_op_and_in_operations_of_pytorch():
+    seeds, positions = torch.randint(2**62, (7, 300)), torch.randint(2**40, (7, 300))
+    assert torch.equal(uniform_numbers(seeds, positions), uniform_of(seeds, positions))
+    for wrong in (positions[:3], positions.int()):
+        with pytest.raises(ValueError, match="uniform_numbers: seeds and positions must be int64 of one shape"):
+            uniform_numbers(seeds, wrong)
+
+
+def test_uniform_numbers_are_uniform_and_others_for_each_seed_and_position():
+    seeds = torch.tensor([3, 2**61, 2**61 + 1, 2**61 + 2**40])[:, None]
+    numbers = uniform(seeds.expand(4, 50_000), torch.arange(50_000).expand(4, -1))
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert len(numbers.unique()) == numbers.numel()
+    for row in numbers:
+        assert_drawn_from((row * 64).long(), torch.full((64,), 1 / 64))
+        assert_drawn_from((row * 2**40).long() % 64, torch.full((64,), 1 / 64))
+    assert numbers.corrcoef().triu(1).abs().max() < 0.02
+
+
+# ---- through generate
+
+
+@pytest.fixture(scope="module")
+def wrapped():
+    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4)
+
+
+def sample(model, inputs, new_tokens=20, **settings):
+    return model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, **settings)
+
+
+def test_the_seed_decides_the_tokens(wrapped, seed):
+    inputs = mixed_prompts([3, 7, 5], 128, seed)
+    outputs = []
+    for chosen in (1, 1, 2):
+        torch.manual_seed(chosen)
+        outputs.append(sample(wrapped, inputs))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(sample(wrapped, inputs), sample(wrapped, inputs)), "without a new seed, draws go on"
+    assert_account_is_empty(wrapped)
+
+
+def test_sampled_tokens_follow_the_models_distribution(wrapped, seed):
+    inputs = mixed_prompts([6], 128, seed)
+    with torch.no_grad():
+        probabilities = tiny_qwen3()(**inputs).logits[0, -1].div(1.5).softmax(dim=-1)
+    draws = [sample(wrapped, inputs, 1, temperature=1.5, top_k=0, num_return_sequences=50)[:, -1] for _ in range(30)]
+    assert_drawn_from(torch.cat(draws), probabilities)
+
+
+def test_top_k_of_one_is_greedy(wrapped, seed):
+    inputs = mixed_prompts([4, 9], 128, seed)
+    torch.testing.assert_close(sample(wrapped, inputs, 40, top_k=1), greedy(wrapped, inputs, 40))
+
+
+def test_greedy_with_a_repetition_penalty_equals_huggingface(wrapped, seed):
+    inputs = mixed_prompts([4, 9, 2], 128, seed)
+    plain = tiny_qwen3(eos_token_id=None)
+    options = {"repetition_penalty": 1.7}
+    torch.testing.assert_close(greedy(wrapped, inputs, 60, **options), greedy(plain, inputs, 60, **options))
+    assert wrapped.compiled.stats().generate_calls["fast loop"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[5], [7, 8]]},
+        {"suppress_tokens": [3, 4, 5]},
+        {"sequence_bias": {(9,): 5.0}},
+        {"forced_eos_token_id": 2, "eos_token_id": 2},
+        {"min_new_tokens": 30, "eos_token_id": 17},
+        {"exponential_decay_length_penalty": (5, 1.5), "eos_token_id": 17},
+        {"renormalize_logits": True, "repetition_penalty": 1.2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_processors_run_between_steps_and_equal_huggingface(wrapped, options, seed):
+    inputs = mixed_prompts([4, 9], 128, seed)
+    plain = tiny_qwen3(eos_token_id=None)
+    before = wrapped.compiled.stats().generate_calls.get("processed loop", 0)
+    torch.testing.assert_close(greedy(wrapped, inputs, 40, **options), greedy(plain, inputs, 40, **options))
+    assert wrapped.compiled.stats().generate_calls["processed loop"] == before + 1
+    assert_account_is_empty(wrapped)
+
+
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}, {"eos_token_id": 17, "repetition_penalty": 1.3}])
+def test_scores_and_logits_are_those_of_huggingface(wrapped, options, seed):
+    inputs = mixed_prompts([4, 9, 1], 128, seed)
+    plain = tiny_qwen3(eos_token_id=None)
+    options = {**options, "output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    ours, theirs = greedy(wrapped, inputs, 25, **options), greedy(plain, inputs, 25, **options)
+    torch.testing.assert_close(ours.sequences, theirs.sequences)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(torch.stack(ours[name]), torch.stack(theirs[name]), atol=1e-4, rtol=0)
+
+
+def test_a_row_that_cannot_be_sampled_raises_and_the_next_call_works(wrapped, seed):
+    inputs = mixed_prompts([4, 9], 128, seed)
+
+    def mask_row_one(input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.where(torch.tensor([[False], [True]]), -math.inf, scores)
+
+    with pytest.raises(RuntimeError, match="row 1: no token can be chosen after 0 new ones"):
+        wrapped.generate(**inputs, max_new_tokens=4, logits_processor=LogitsProcessorList([mask_row_one]))
+    assert_account_is_empty(wrapped)
+    assert sample(wrapped, inputs).shape == (2, 29)
+
+
+def test_three_graphs_serve_all_settings(seed):
+    model = compiled_llm.wrap(tiny_qwen3(seed=1, eos_token_id=None, num_hidden_layers=1), page_size=4, progress=False)
+    settings = [
+        {},
+        {"temperature": 0.3},
+        {"top_k": 5, "top_p": 0.5},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.5, "temperature": 2.0},
+    ]
+    for number, options in enumerate(settings):
+        for lengths in ([3], [5, 2], [1, 7, 3]):
+            sample(model, mixed_prompts(lengths, 128, seed + number), 6, **options)
+        greedy(model, mixed_prompts([4, 4], 128, seed), 6)
+    assert set(model.compiled.graphs.values()) == {1}
+    assert len(model.compiled.graphs) == 3
+    stats = model.compiled.stats()
+    assert (stats.graphs, stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (3, 0, 0, 0)

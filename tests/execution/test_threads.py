@@ -1,0 +1,698 @@
+"""Any thread may call, callbacks may call back, Ctrl-C and the end of the process leave nothing behind."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import ctypes
+import dis
+import functools
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+import compiled_llm
+from compiled_llm.execution import runtime
+from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.threads import device_thread
+from compiled_llm.execution.threads.calling_thread import CallingThread
+from compiled_llm.execution.threads.device_thread import DeviceThread
+from compiled_llm.execution.threads.interrupts import _State, allowed, held
+from compiled_llm.execution.threads.turn import Turn
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.tiny_models import tiny_qwen3
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 8, "progress": False}
+PATIENCE = 120.0
+"""Seconds after which something counts as deadlocked."""
+
+
+@pytest.fixture(scope="module", params=[CallingThread, DeviceThread], autouse=True)
+def executor(request: pytest.FixtureRequest) -> Iterator[type]:
+    """Everything here holds on the caller's own thread, and on one that cudagraph trees need."""
+    with mock.patch.object(runtime, "executor_for", lambda device, config: request.param(device)):
+        yield request.param
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def compiled(executor: type) -> Iterator[PreTrainedModel]:
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None, num_hidden_layers=1), mode="compile", **OPTIONS)
+    model.compiled.warmup([1, 2])
+    yield model
+    compiled_llm.unwrap(model)
+
+
+def start(function: Callable[[], Any]) -> Future[Any]:
+    """Run in a fresh thread, a daemon so that a deadlock fails one test and not the process."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    return start(function).result(timeout=PATIENCE)
+
+
+class Callback(BaseStreamer, StoppingCriteria):
+    """Calls a function after each token, as a streamer or as a stopping criterion."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.results: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        if value.dim() == 1:  # the prompt comes first
+            self.results.append(self.function())
+
+    def end(self) -> None:
+        pass
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.results.append(self.function())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def with_callback(kind: str, callback: Callback) -> dict[str, Any]:
+    return {"streamer": callback} if kind == "streamer" else {"stopping_criteria": StoppingCriteriaList([callback])}
+
+
+by_kind = pytest.mark.parametrize("kind", ["streamer", "stopping criterion"])
+
+
+# ---- threads
+
+
+@pytest.mark.core
+def test_twenty_fresh_threads_get_equal_tokens_and_compile_nothing(compiled, seed):
+    one, many = mixed_prompts([5], 128, seed), mixed_prompts([3, 8], 128, seed)
+    expected = [greedy(compiled, inputs, 8) for inputs in (one, many)]
+    before = compiled.compiled.graphs
+    assert before == {"prefill": 1, "decode, batch 1": 1, "decode, larger batches": 1}
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for number in range(20):
+            inputs = (one, many)[number % 2]
+            torch.testing.assert_close(
+                in_thread(lambda inputs=inputs: greedy(compiled, inputs, 8)), expected[number % 2]
+            )
+    assert compiled.compiled.graphs == before
+    assert_account_is_empty(compiled)
+
+
+@pytest.mark.core
+def test_the_callers_modes_compile_nothing(compiled, seed):
+    inputs = mixed_prompts([5], 128, seed)
+    expected = greedy(compiled, inputs, 8)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for world in (torch.no_grad(), torch.inference_mode(), torch.device("cpu"), torch.set_grad_enabled(True)):
+            with world:
+                torch.testing.assert_close(greedy(compiled, inputs, 8).clone(), expected)
+    before = compiled.compiled.graphs
+    with torch.device("cpu"):
+        assert compiled.compiled.paged().thread.call(lambda: len(torch.zeros(3))) == 3
+        assert compiled.compiled.paged().thread.call(torch._C._len_torch_function_stack) == 0
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        world = compiled.compiled.paged().thread.call(
+            lambda: (torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+        )
+        assert torch.is_autocast_enabled("cpu")
+    assert world == (False, False, False)
+    assert compiled.compiled.graphs == before
+
+
+@pytest.mark.core
+def test_concurrent_calls_each_get_their_own_tokens(model, seed):
+    batches = [mixed_prompts([2 + number, 9], 128, seed + number) for number in range(6)]
+    plain = tiny_qwen3(eos_token_id=None)
+    expected = [greedy(plain, inputs, 25) for inputs in batches]
+    for _ in range(2):
+        futures = [start(lambda inputs=inputs: greedy(model, inputs, 25)) for inputs in batches]
+        for future, tokens in zip(futures, expected, strict=True):
+            torch.testing.assert_close(future.result(timeout=PATIENCE), tokens)
+    assert_account_is_empty(model)
+
+
+@pytest.mark.core
+def test_concurrent_first_calls_allocate_once(seed):
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **OPTIONS)
+    futures = [start(model.compiled.paged) for _ in range(8)]
+    assert len({id(future.result(timeout=PATIENCE)) for future in futures}) == 1
+
+
+def test_concurrent_calls_queue_where_pages_do_not_suffice_for_both(seed):
+    """Both fit by themselves; together they need more pages than there are."""
+    options = {**OPTIONS, "kv_memory": "60 tokens"}
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **options)
+    inputs = mixed_prompts([6], 128, seed)
+    expected = greedy(model, inputs, 40)
+    futures = [start(lambda: greedy(model, inputs, 40)) for _ in range(3)]
+    for future in futures:
+        torch.testing.assert_close(future.result(timeout=PATIENCE), expected)
+    assert_account_is_empty(model)
+
+
+def while_a_step_runs(model: PreTrainedModel, seed: int, function: Callable[[], Any]) -> Any:
+    """Start `function` in another thread in the middle of a compiled call, and return its result."""
+    started: list[Future[Any]] = []
+
+    def hook(*_: Any) -> None:
+        if not started:
+            started.append(start(function))
+            time.sleep(0.1)  # it may have to wait for the step, so the step does not wait for it
+
+    handle = model.model.layers[0].mlp.register_forward_hook(hook)
+    inputs = mixed_prompts([5, 3], 128, seed)
+    tokens = greedy(model, inputs, 6)
+    handle.remove()
+    torch.testing.assert_close(tokens, greedy(model, inputs, 6))
+    return started[0].result(timeout=PATIENCE)
+
+
+def test_a_plain_forward_may_be_called_while_a_compiled_step_runs(model, seed):
+    inputs = mixed_prompts([5], 128, seed)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    logits = while_a_step_runs(model, seed, lambda: model(**inputs).logits.detach())
+    torch.testing.assert_close(logits, expected)
+
+
+def test_huggingfaces_original_path_may_be_taken_while_a_compiled_step_runs(model, seed):
+    inputs = mixed_prompts([5], 128, seed)
+    expected = model.generate(**inputs, max_new_tokens=4, num_beams=2)
+    tokens = while_a_step_runs(model, seed, lambda: model.generate(**inputs, max_new_tokens=4, num_beams=2))
+    torch.testing.assert_close(tokens, expected)
+
+
+def test_a_copy_made_while_a_compiled_step_runs_keeps_the_users_attention(model, seed):
+    own = model.config._attn_implementation
+    twin = while_a_step_runs(model, seed, lambda: copy.deepcopy(model))
+    assert twin.config._attn_implementation == model.config._attn_implementation == own
+
+
+# ---- callbacks
+
+
+@pytest.mark.core
+@by_kind
+def test_a_callback_may_call_the_model(kind, model, seed):
+    inputs, others = mixed_prompts([5], 128, seed), mixed_prompts([2, 7, 3], 128, seed + 1)
+    expected, inner = greedy(model, inputs, 6), greedy(model, others, 4)
+    callback = Callback(lambda: greedy(model, others, 4))
+    tokens = in_thread(lambda: greedy(model, inputs, 6, **with_callback(kind, callback)))
+    torch.testing.assert_close(tokens, expected)
+    assert len(callback.results) == 6
+    for result in callback.results:
+        torch.testing.assert_close(result, inner)
+    assert_account_is_empty(model)
+
+
+@by_kind
+def test_a_callback_may_join_a_thread_that_calls_the_model(kind, model, seed):
+    inputs, others = mixed_prompts([5, 9], 128, seed), mixed_prompts([7], 128, seed + 1)
+    expected, inner = greedy(model, inputs, 6), greedy(model, others, 4)
+    callback = Callback(lambda: in_thread(lambda: greedy(model, others, 4)))
+    tokens = in_thread(lambda: greedy(model, inputs, 6, **with_callback(kind, callback)))
+    torch.testing.assert_close(tokens, expected)
+    for result in callback.results:
+        torch.testing.assert_close(result, inner)
+    assert_account_is_empty(model)
+
+
+@by_kind
+def test_a_callback_may_look_at_stats_and_sample(kind, model, seed):
+    inputs = mixed_prompts([5], 128, seed)
+
+    def look() -> Any:
+        model.generate(**inputs, max_new_tokens=3, do_sample=True)
+        return model.compiled.stats()
+
+    callback = Callback(look)
+    in_thread(lambda: greedy(model, inputs, 3, **with_callback(kind, callback)))
+    assert [stats.generate_calls["fast loop"] for stats in callback.results] == [2, 3, 4]
+    assert_account_is_empty(model)
+
+
+@by_kind
+def test_callbacks_run_in_the_callers_thread_and_context(kind, model, seed):
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="lost")
+    variable.set("seen")
+    callback = Callback(lambda: (variable.get(), threading.get_ident()))
+    greedy(model, mixed_prompts([5], 128, seed), 4, **with_callback(kind, callback))
+    assert callback.results == [("seen", threading.get_ident())] * 4
+
+
+@pytest.mark.core
+@by_kind
+def test_an_exception_in_a_callback_keeps_its_frame_and_gives_everything_back(kind, model, seed):
+    inputs = mixed_prompts([5, 8], 128, seed)
+    expected = greedy(model, inputs, 6)
+    steps = iter(range(100))
+
+    def fails_at_the_third_token() -> None:
+        if next(steps) == 2:
+            raise LookupError("the user's own")
+
+    with pytest.raises(LookupError, match="the user's own") as caught:
+        greedy(model, inputs, 6, **with_callback(kind, Callback(fails_at_the_third_token)))
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1] == "fails_at_the_third_token"
+    assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, inputs, 6), expected)
+
+
+@pytest.mark.core
+def test_an_exception_in_the_model_gives_everything_back(model, seed):
+    inputs = mixed_prompts([5, 8], 128, seed)
+    expected = greedy(model, inputs, 6)
+    calls = iter(range(100))
+
+    def fails_at_the_third_call(*_: Any) -> None:
+        if next(calls) == 2:
+            raise LookupError("in a layer")
+
+    handle = model.model.layers[1].register_forward_pre_hook(fails_at_the_third_call)
+    with pytest.raises(LookupError, match="in a layer") as caught:
+        greedy(model, inputs, 6)
+    handle.remove()
+    assert "fails_at_the_third_call" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, inputs, 6), expected)
+
+
+# ---- Ctrl-C
+
+
+def interrupt_after(seconds: float) -> threading.Timer:
+    """Press Ctrl-C: the terminal's signal reaches the main thread."""
+    timer = threading.Timer(seconds, press_ctrl_c)
+    timer.start()
+    return timer
+
+
+def press_ctrl_c() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.31, 0.7])
+def test_ctrl_c_arrives_promptly_and_gives_everything_back(delay, model, seed):
+    inputs = mixed_prompts([5, 8], 128, seed)
+    expected = greedy(model, inputs, 6)
+    timer = interrupt_after(delay)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        greedy(model, inputs, 900)
+    assert time.monotonic() - started < delay + 5
+    timer.join()
+    assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, inputs, 6), expected)
+
+
+@pytest.mark.core
+def test_ctrl_c_at_any_moment_gives_everything_back(model, seed):
+    inputs = mixed_prompts([5, 8], 128, seed)
+    expected = greedy(model, inputs, 6)
+
+    def generate_until(delay: float) -> None:
+        threading.Timer(delay, press_ctrl_c).start()
+        greedy(model, inputs, 900)
+
+    for delay in torch.rand(25).mul(0.05).tolist():
+        with pytest.raises(KeyboardInterrupt):
+            generate_until(delay)
+        assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, inputs, 6), expected)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def turn_is_taken_and_given_away(turn: Turn) -> None:
+    with held(), turn.taken(fits=lambda: True):
+        for _ in range(2):
+            with turn.yielded(), allowed():
+                pass
+
+
+def interrupted_at(moment: int, function: Callable[[], Any], files: tuple[str, ...] = ("",)) -> bool:
+    """Press Ctrl-C at a call or return inside a function and these files; whether there were as many."""
+    passed = 0
+
+    def press(frame: Any, *_: Any) -> None:
+        nonlocal passed
+        if frame.f_code.co_filename.endswith(files):
+            passed += 1
+            if passed == moment:
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(press)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        passed = moment  # what is called from here on is not the function's
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.core
+def test_ctrl_c_at_every_call_and_return_leaves_the_turn_free_and_ctrl_c_as_it_was():
+    """What an interrupt leaves half done is closed with its traceback: that must not take anything back."""
+    turn, moment = Turn(), 0
+    while interrupted_at(moment := moment + 1, lambda: turn_is_taken_and_given_away(turn)):
+        assert turn._holder is None, moment
+        assert not turn._loops, moment
+        assert (_State.allowed, _State.pending) == (True, False), moment
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert moment > 50
+
+
+BOOKS = ("pool.py", "paged_cache.py", "runner.py", "interrupts.py")
+
+
+def test_ctrl_c_at_every_call_and_return_of_a_forward_leaves_whole_books(model, executor, seed):
+    """Pages are shared, copied, taken and given back; whatever happened of it, the cache goes on and is whole."""
+    if executor is DeviceThread:
+        pytest.skip("the books of a step are kept on another thread")
+    plain, moment = tiny_qwen3(eos_token_id=None), seed % 4
+    first, more = torch.randint(3, 128, (2, 6)), torch.randint(3, 128, (4, 3))
+    plain.requires_grad_(False)
+    model.requires_grad_(False)
+    kept = model(first).past_key_values
+    used = model.compiled.stats().pages.used
+
+    def turn_of_a_chat(cache: Any) -> None:
+        cache.batch_repeat_interleave(2)
+        model(more[:, :1], past_key_values=cache)
+        model(more[:, 1:], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 1, 2, 0]))
+        cache.crop(-2)
+
+    done = False
+    while not done:
+        moment += 4
+        cache = copy.deepcopy(kept)
+        done = not interrupted_at(moment, lambda cache=cache: turn_of_a_chat(cache), BOOKS)
+        pool = model.compiled.paged().pool
+        rows = [*kept.runner.rows, *cache.runner.rows]
+        owned = [page for row in rows for page in row.pages]
+        assert all(pool._owners[page] == owned.count(page) for page in range(1, pool.total + 1)), moment
+        assert pool.available == pool.total - len(set(owned)), moment
+        for row, stored in zip(cache.runner.rows, cache.stored, strict=True):
+            assert row.length == row.position == stored.sum(), moment
+            assert len(row.pages) == pool.pages_for(row.length), moment
+        assert (_State.allowed, _State.pending) == (True, False), moment
+        cache.close()
+        assert model.compiled.stats().pages.used == used
+    assert moment > 100
+    expected = plain(torch.cat([first, more[:2]], dim=1)).logits[:, 6:]
+    torch.testing.assert_close(model(more[:2], past_key_values=kept).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.core
+def test_ctrl_c_while_it_becomes_allowed_is_not_left_waiting():
+    """Pressed at each line of entering: it arrives before the block begins, which may wait for ever."""
+    lines = [line for _, _, line in allowed.__enter__.__code__.co_lines() if line is not None]
+    for number in sorted(set(lines))[1:]:
+        pressed, entered = [], []
+
+        def press(frame, event, argument, number=number, pressed=pressed):
+            if frame.f_code is allowed.__enter__.__code__:
+                if event == "line" and frame.f_lineno == number and not pressed:
+                    pressed.append(number)
+                    signal.raise_signal(signal.SIGINT)
+                return press
+            return None
+
+        sys.settrace(press)
+        try:
+            with held(), allowed():
+                sys.settrace(None)
+                entered.append(number)
+        except KeyboardInterrupt:
+            assert not entered, number
+        else:
+            assert not pressed, number
+        finally:
+            sys.settrace(None)
+        assert (_State.allowed, _State.pending) == (True, False)
+
+
+@pytest.mark.core
+def test_ctrl_c_on_the_device_thread_waits_for_what_is_held_there():
+    thread, begun, written = DeviceThread(torch.device("cpu")), threading.Event(), []
+
+    def book() -> None:
+        with held():
+            begun.set()
+            for _ in range(50):
+                time.sleep(0.01)
+            written.append("whole")
+        while True:
+            time.sleep(0.01)
+
+    threading.Thread(target=lambda: begun.wait() and press_ctrl_c()).start()
+    with pytest.raises(KeyboardInterrupt):
+        thread.call(book)
+    assert written == ["whole"]
+
+
+def test_a_handler_of_the_users_own_keeps_ctrl_c(model, seed):
+    presses: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda *_: presses.append(1))
+    try:
+        inputs, timer = mixed_prompts([5], 128, seed), interrupt_after(0.05)
+        assert greedy(model, inputs, 200).shape == (1, 205)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert presses == [1]
+
+
+@pytest.mark.core
+def test_ctrl_c_interrupts_a_long_call_on_the_device_thread():
+    thread = DeviceThread(torch.device("cpu"))
+
+    def long() -> None:
+        while True:
+            time.sleep(0.01)
+
+    timer = interrupt_after(0.2)
+    with pytest.raises(KeyboardInterrupt):
+        thread.call(long)
+    timer.join()
+    assert in_thread(lambda: thread.call(lambda: 7)) == 7
+
+
+def test_a_turn_says_whether_others_wait_for_it():
+    turn = Turn()
+
+    def take() -> None:
+        with turn.taken(fits=lambda: True):
+            pass
+
+    with turn.taken(fits=lambda: True):
+        assert not turn.wanted
+        other = start(take)
+        until = time.monotonic() + PATIENCE
+        while not turn.wanted and time.monotonic() < until:
+            time.sleep(0.01)
+        assert turn.wanted
+        with turn.yielded():  # as a loop does then
+            other.result(timeout=PATIENCE)
+    assert not turn.wanted
+
+
+def test_ctrl_c_while_waiting_for_the_turn_does_not_break_anothers_turn(model):
+    runtime = model.compiled
+    holds, ended = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with runtime.turn.taken(fits=lambda: True):
+            holds.set()
+            ended.wait(PATIENCE)
+
+    def take_and_yield() -> Future[Any]:
+        with runtime.turn.taken(fits=lambda: True), runtime.turn.yielded(), allowed():
+            other = start(hold)
+            assert holds.wait(PATIENCE)
+            interrupt_after(0.2)
+            threading.Timer(1.0, ended.set).start()
+            others.append(other)
+        return other
+
+    others: list[Future[Any]] = []
+    with pytest.raises(KeyboardInterrupt):
+        take_and_yield()
+    ended.set()
+    others[0].result(timeout=PATIENCE)
+
+    def take() -> bool:
+        with runtime.turn.taken(fits=lambda: True):
+            return True
+
+    assert in_thread(take)
+
+
+@pytest.mark.core
+def test_an_interrupt_that_comes_too_late_does_not_lose_the_next_call():
+    """Ctrl-C may be aimed at a call that has just ended; the thread then waits for its next job."""
+    thread = DeviceThread(torch.device("cpu"))
+    ident = thread.call(threading.get_ident)
+    time.sleep(0.1)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt))
+    future = start(lambda: thread.call(lambda: 7))
+    assert future.result(timeout=10) == 7
+
+
+@pytest.mark.core
+def test_an_interrupt_at_any_instruction_with_which_a_call_ends_does_not_end_the_thread():
+    thread = DeviceThread(torch.device("cpu"))
+
+    def interrupted_at(moment: int) -> bool:
+        """Whether Python looks for interrupts so often from the end of what is called to that of the next call."""
+        seen: list[str] = []
+        last: dict[FrameType, str] = {}
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            if frame.f_code.co_filename not in (device_thread.__file__, threading.__file__):
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                # That is after calls, at the begin of functions and at the end of loops.
+                if last.get(frame, "").startswith(("CALL", "RESUME", "JUMP_BACKWARD")):
+                    seen.append(frame.f_code.co_name)
+                last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+                if len(seen) == moment:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        def job() -> int:
+            frame = sys._getframe()
+            while frame.f_code.co_name != "run":
+                frame = frame.f_back
+            frame.f_trace = trace
+            frame.f_trace_opcodes = True
+            sys.settrace(trace)
+            return 7
+
+        for function in (job, functools.partial(sys.settrace, None)):
+            with suppress(KeyboardInterrupt):
+                assert start(functools.partial(thread.call, function)).result(timeout=PATIENCE) in (7, None)
+        return len(seen) >= moment
+
+    moment = 1
+    while interrupted_at(moment):
+        assert start(lambda: thread.call(lambda: 8)).result(timeout=10) == 8, f"instruction {moment}"
+        moment += 1
+    assert moment > 5
+
+
+def test_a_device_thread_is_used_again_once_its_owner_is_gone():
+    thread = DeviceThread(torch.device("cpu"))
+    worker = thread.call(threading.current_thread)
+    del thread
+    assert DeviceThread(torch.device("cpu")).call(threading.current_thread) is worker
+
+
+def test_an_exception_in_a_step_does_not_stop_the_thread(model, monkeypatch, seed):
+    inputs = mixed_prompts([5], 128, seed)
+    expected = greedy(model, inputs, 6)
+    with monkeypatch.context() as patched:
+        patched.setattr(PagedModel, "run_decode", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+        with pytest.raises(MemoryError, match="no memory"):
+            greedy(model, inputs, 6)
+    assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, inputs, 6), expected)
+
+
+# ---- the end of the process
+
+ENDINGS = {
+    "falls off the end": "",
+    "exits in a callback": "import sys; sys.exit(0)",
+    "with a cache alive": "kept = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True)",
+    "with a thread that waits": "threading.Thread(target=time.sleep, args=(0.2,)).start()",
+    "with a daemon that generates": "threading.Thread(target=lambda: model.generate(ids, max_new_tokens=900), "
+    "daemon=True).start(); time.sleep(0.1)",
+    "interrupted": "threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()\n"
+    "try:\n    model.generate(ids, max_new_tokens=900)\nexcept KeyboardInterrupt:\n    pass\n"
+    "assert model.compiled.stats().pages.used == 0",
+}
+PROCESSES = [*(("eager", ending) for ending in ENDINGS), ("compile", "falls off the end")]
+
+# Imports once, which is what takes long, and becomes each of the processes in turn.
+PROCESS = """
+import json, os, signal, sys, threading, time
+import torch, transformers, compiled_llm
+from compiled_llm.execution.threads import calling_thread, device_thread
+from compiled_llm.execution import runtime
+folder, processes = sys.argv[1], json.loads(sys.argv[2])
+codes = []
+for number, (mode, ending) in enumerate(processes):
+    child = os.fork()
+    if child == 0:
+        break
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    print(json.dumps(codes))
+    sys.exit()
+signal.alarm(200)
+os.dup2(os.open(f"{folder}/{number}", os.O_CREAT | os.O_WRONLY), 2)
+runtime.executor_for = lambda device, config: %s(device)
+config = transformers.LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                                  num_attention_heads=4, num_key_value_heads=2, head_dim=16, eos_token_id=None,
+                                  pad_token_id=0, max_position_embeddings=1024)
+model = transformers.LlamaForCausalLM(config).eval()
+compiled_llm.wrap(model, mode=mode, kv_memory="2000 tokens", max_batch_size=4, progress=False)
+ids = torch.tensor([[3, 4, 5]])
+assert model.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 8)
+exec(ending)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(executor: type, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[int, str]]:
+    """The exit code of each process, and what it said."""
+    folder = tmp_path_factory.mktemp("processes")
+    name = f"{executor.__module__.rpartition('.')[2]}.{executor.__qualname__}"
+    processes = json.dumps([(mode, ENDINGS[ending]) for mode, ending in PROCESSES])
+    command = [sys.executable, "-c", PROCESS % name, str(folder), processes]
+    codes = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=500).stdout)
+    said = [(folder / str(number)).read_text() for number in range(len(PROCESSES))]
+    return dict(zip(PROCESSES, zip(codes, said, strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("mode", "ending"), PROCESSES)
+def test_the_process_ends_cleanly_with_a_wrapped_model_alive(mode, ending, ended):
+    code, said = ended[mode, ending]
+    assert code == 0, said
+    assert "terminate called" not in said
+    assert "Traceback" not in said
+    assert "Error" not in said

@@ -1,0 +1,492 @@
+"""``explain`` names the line at fault, and what it advises makes the finding go away."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from html.parser import HTMLParser
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
+from transformers import FalconConfig, FalconForCausalLM, PreTrainedTokenizerFast
+from transformers.models.qwen3 import modeling_qwen3
+from typer.testing import CliRunner
+
+import compiled_llm
+from compiled_llm.commands.app import app
+from compiled_llm.compilation import programs as programs
+from compiled_llm.compilation.graphs import recordings
+from compiled_llm.explaining import timings
+from compiled_llm.explaining.profile.step_bytes import step_bytes
+from compiled_llm.explaining.report import Report
+from support import planted_faults as planted
+from support.parity import greedy, mixed_prompts
+from support.planted_faults import plant
+from support.tiny_models import tiny_qwen3
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Fault(NamedTuple):
+    """What is planted, what its finding is called, what its advice says, and what following that makes of it."""
+
+    planted: Any
+    kind: str
+    advice: str
+    followed: Any
+
+
+BREAKS = {
+    "print": Fault(planted.Print, "graph break", "Delete the call", planted.PrintDeleted),
+    "branch": Fault(planted.Branch, "graph break", "torch.where", planted.BothSides),
+    "file": Fault(planted.FileAccess, "graph break", "Read the file once, in __init__", planted.FileReadOnce),
+    "hook with a lock": Fault(planted.hook_with_lock, "graph break", "Take the lock out", planted.hook_without_lock),
+}
+UNRECORDABLE = {
+    "item": Fault(planted.Item, "no CUDA graph", "Leave it a tensor", planted.ItemLeftATensor),
+    "nonzero": Fault(planted.NonZero, "no CUDA graph", "torch.where(condition, value, 0)", planted.WholeWithMask),
+    "mutated": Fault(planted.Mutated, "no CUDA graph", "register_buffer in __init__", planted.MutatedBuffer),
+    "environment": Fault(
+        planted.Environment, "pinned", "Read the variable once, in __init__", planted.EnvironmentReadOnce
+    ),
+}
+# Compiled anew at the first one that fails, so each is in a model of its own.
+CACHE = {
+    "python cache": Fault(
+        planted.PythonCache, "recompile", "Fill the container in __init__", planted.PythonCacheOnlyRead
+    ),
+}
+GROWING = {"growing": Fault(planted.Growing, "recompile", "Give it one shape", planted.OneShape)}
+GROUPS = (BREAKS, UNRECORDABLE, CACHE, GROWING)
+FAULTS = {name: fault for group in GROUPS for name, fault in group.items()}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planted, "SETTINGS", tmp_path_factory.mktemp("planted") / "settings")
+        planted.SETTINGS.write_text("0.9")
+        yield
+
+
+@pytest.fixture(scope="module")
+def reports() -> Callable[[str], Report]:
+    """The report that names a fault; models with several are explained once."""
+
+    @cache
+    def explained(index: int) -> Report:
+        return compiled_llm.explain(plant(*(fault.planted for fault in GROUPS[index].values())))
+
+    return lambda name: explained(next(index for index, group in enumerate(GROUPS) if name in group))
+
+
+def planted_line(thing: Any) -> int:
+    lines, first = inspect.getsourcelines(thing)
+    return first + next(number for number, line in enumerate(lines) if line.rstrip().endswith("# planted"))
+
+
+def the_finding(report: Report, thing: Any) -> dict[str, Any]:
+    """The one finding on the planted line."""
+    place = planted.__file__, planted_line(thing)
+    (finding,) = [entry for entry in report.data["findings"] if (entry["file"], entry["line"]) == place]
+    assert finding["source"].endswith("# planted")
+    assert not finding["follows"]
+    assert f"planted_faults.py:{finding['line']}" in str(report)
+    return finding
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_by_its_line_and_advice(name, reports):
+    fault = FAULTS[name]
+    finding = the_finding(reports(name), fault.planted)
+    assert finding["kind"] == fault.kind
+    assert fault.advice in finding["advice"]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: ", ".join(group))
+def test_nothing_but_the_faults_is_named(group, reports):
+    report = reports(next(iter(group)))
+    causes = [entry for entry in report.data["findings"] if not entry["follows"]]
+    lines = {(entry["file"], entry["line"]) for entry in causes}
+    assert lines == {(planted.__file__, planted_line(fault.planted)) for fault in group.values()}, str(report)
+
+
+def test_what_is_advised_makes_every_finding_go_away_and_the_model_serves():
+    """All of it in one model: any that did not help would still be a finding."""
+
+    def make() -> Any:
+        return plant(*(fault.followed for fault in FAULTS.values()))
+
+    report = compiled_llm.explain(make())
+    assert report.clean, str(report)
+    inputs = mixed_prompts([4, 9], 128, seed=0)
+    expected = greedy(make(), inputs, 12)
+    torch.testing.assert_close(greedy(compiled_llm.wrap(make(), mode="eager"), inputs, 12), expected)
+
+
+def test_a_module_swapped_after_wrap_is_named_and_wrapping_anew_serves(monkeypatch):
+    monkeypatch.setattr(
+        programs,
+        "compiled",
+        lambda function, *_: torch.compile(function, backend="eager", fullgraph=True, dynamic=False),
+    )
+    inputs = mixed_prompts([4], 128, seed=0)
+    model = compiled_llm.wrap(plant(planted.PrintDeleted), progress=False)
+    greedy(model, inputs, 4)
+    assert model.compiled.explain().clean
+    model.model.layers[0].mlp = plant(planted.Swapped).model.layers[0].mlp
+    greedy(model, inputs, 4)
+    for report in (model.compiled.explain(), compiled_llm.explain(model)):
+        finding = the_finding(report, planted.Swapped)
+        assert finding["kind"] == "recompile"
+        assert (finding["old"], finding["new"]) == ("PrintDeleted", "Swapped")
+        assert finding["pinned_by"] == "model.model.layers.0.mlp"
+        assert "compiled_llm.unwrap(model), then wrap it again" in finding["advice"]
+    compiled_llm.wrap(compiled_llm.unwrap(model), progress=False)
+    torch.testing.assert_close(greedy(model, inputs, 12), greedy(plant(planted.Swapped), inputs, 12))
+    assert model.compiled.explain().clean
+
+
+def test_recompiles_say_the_old_value_the_new_one_and_what_pins_it(reports):
+    finding = the_finding(reports("growing"), planted.Growing)
+    assert finding["pinned_by"] == "size of model.model.layers.0.mlp.history"
+    assert int(finding["new"]) == int(finding["old"]) + 1
+
+
+def test_a_model_whose_attention_does_not_reach_pages_is_told_so():
+    config = FalconConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    report = compiled_llm.explain(FalconForCausalLM(config).eval())
+    (finding,) = report.data["findings"]
+    assert finding["kind"] == "refused"
+    assert "do not reach the attention interface" in finding["reason"]
+
+
+def test_a_model_in_training_mode_is_told_so():
+    report = compiled_llm.explain(tiny_qwen3().train())
+    assert "call model.eval() first" in report.data["findings"][0]["reason"]
+
+
+def test_what_forward_raises_is_a_finding_with_its_line():
+    class Raises(planted.PrintDeleted):
+        def forward(self, x):
+            raise KeyError("no such thing")  # planted
+
+    (finding,) = compiled_llm.explain(plant(Raises)).data["findings"]
+    assert (finding["kind"], finding["file"], finding["line"]) == ("error", __file__, planted_line(Raises))
+    assert "KeyError" in finding["reason"]
+
+
+def test_explaining_leaves_no_trace():
+    model = plant(planted.Print, planted.PythonCache)
+    model.model.layers[1].mlp.register_forward_hook(planted.hook_with_lock)
+    before = type(model), model.config._attn_implementation, len(model.model.layers[1].mlp._forward_hooks)
+    compiles = []
+    mine = torch.compile(model.model.norm, backend=lambda graph, _: compiles.append(graph) or graph.forward)
+    x = torch.randn(1, 3, 64)
+    mine(x)
+    assert not compiled_llm.explain(model).clean
+    mine(x)
+    assert len(compiles) == 1, "explaining threw away what the user had compiled"
+    assert (type(model), model.config._attn_implementation, len(model.model.layers[1].mlp._forward_hooks)) == before
+    assert model.model.layers[1].mlp.calls == {}
+    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
+    functions = [thing for thing in gc.get_objects() if type(thing) is FunctionType]
+    left = [thing for thing in functions if thing.__module__ == modeling_qwen3.__name__ and entries(thing.__code__)]
+    assert left == [modeling_qwen3.Qwen3RMSNorm.forward]
+
+
+class Words(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.words, self.links = "", []
+        self.feed(page)
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+
+
+def test_text_page_and_data_say_the_same(tmp_path):
+    report = compiled_llm.explain(plant(planted.Mutated), mixed_prompts([5, 2], 128, seed=0))
+    (finding,) = report.data["findings"]
+    page = Words(report.to_html(tmp_path / "report.html").read_text())
+    assert page.links == [], "one file, nothing to fetch"
+    for said in (finding["source"], finding["reason"], finding["advice"], f"planted_faults.py:{finding['line']}"):
+        assert said in page.words
+        assert " ".join(said.split()) in " ".join(str(report).split())
+    assert json.loads(json.dumps(report.data)) == report.data
+
+
+def test_history_counts_slow_paths_with_their_causes():
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager")
+    model.generate(**mixed_prompts([4], 128, seed=0), max_new_tokens=3, do_sample=False, num_beams=2)
+    report = model.compiled.explain()
+    (finding,) = report.data["findings"]
+    assert finding["kind"] == "slow path"
+    assert "beam" in finding["reason"]
+    assert report.data["history"]["generate_calls"] == {"compiled forward": 1}
+
+
+def in_eager_mode(**options: Any) -> Any:
+    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", progress=False, **options)
+
+
+def test_history_says_why_page_tables_were_uploaded():
+    model = in_eager_mode(page_size=4)
+    greedy(model, mixed_prompts([3], 128, seed=0), 10)
+    causes = model.compiled.explain().data["history"]["upload_causes"]
+    # Tokens 3 to 11 are stored by decode steps, of which 4 and 8 begin pages.
+    assert causes == {"a bucket was prepared": 1, "a call moved its rows in": 1, "a row entered a new page": 2}
+    greedy(model, mixed_prompts([3, 2], 128, seed=0), 2)
+    history = model.compiled.explain().data["history"]
+    assert history["upload_causes"]["a call moved its rows in"] == 2
+    assert sum(history["upload_causes"].values()) == history["uploads"] == model.compiled.stats().uploads
+
+
+def test_rows_that_leave_are_a_cause_of_an_upload():
+    model = in_eager_mode()
+    runner = model.compiled.runner()
+    rows = [runner.admit([1, 2, 3], 8) for _ in range(3)]
+    for _ in range(3):
+        runner.step()
+    runner.release(rows[0])
+    runner.step()
+    assert model.compiled.explain().data["history"]["upload_causes"]["rows joined, left or went back"] == 1
+
+
+@torch.no_grad()
+def test_a_page_that_is_no_longer_shared_is_a_cause_of_an_upload():
+    model = in_eager_mode(page_size=4)
+    tokens = torch.tensor([[5]])
+    cache = model(torch.tensor([[1, 2, 3, 4]]), use_cache=True).past_key_values
+    model(tokens, past_key_values=cache)
+    other = copy.deepcopy(cache)
+    for _ in range(2):
+        model(tokens, past_key_values=cache)
+    assert model.compiled.explain().data["history"]["upload_causes"]["a row stopped sharing a page"] == 1
+    other.close()
+
+
+def missed(model: Any) -> list[dict[str, Any]]:
+    report = model.compiled.explain()
+    assert [entry["kind"] for entry in report.data["findings"]] in ([], ["bucket missed"])
+    return report.data["findings"]
+
+
+def test_a_bucket_that_warmup_did_not_name_is_missed_and_naming_it_helps():
+    inputs = mixed_prompts([4, 2, 3], 128, seed=0)
+    model = in_eager_mode()
+    model.compiled.warmup([1])
+    greedy(model, inputs, 3)
+    (finding,) = missed(model)
+    assert "for decode bucket 4: warmup did not name a batch size of 3" in finding["reason"]
+    assert "warmup([..., 3])" in finding["advice"]
+    model = in_eager_mode()
+    model.compiled.warmup([1, 3])
+    greedy(model, inputs, 3)
+    assert missed(model) == []
+
+
+@torch.no_grad()
+def test_prefill_from_embeddings_is_waited_for_but_no_warmup_would_help():
+    model = in_eager_mode()
+    model.compiled.warmup([1])
+    embeddings = model.get_input_embeddings()(torch.tensor([[1, 2, 3]]))
+    for _ in range(2):
+        model(inputs_embeds=embeddings, use_cache=False)
+    assert missed(model) == []
+    (entry,) = model.compiled.explain().data["history"]["misses"]
+    assert (entry["what"], entry["rows"]) == ("prefill from embeddings", 1)
+    assert entry["cause"] == "warmup does not prepare it"
+
+
+def test_what_a_change_of_the_model_took_is_missed_with_that_as_its_cause():
+    model = in_eager_mode()
+    model.compiled.warmup([1])
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    greedy(model, mixed_prompts([4], 128, seed=0), 3)
+    reasons = [entry["reason"] for entry in model.compiled.explain().data["findings"]]
+    assert ["moved, converted or hooked after warmup" in reason for reason in reasons] == [True, True]
+
+
+def test_without_warmup_the_first_call_of_a_size_waits_and_that_is_no_fault():
+    model = in_eager_mode()
+    greedy(model, mixed_prompts([4, 2], 128, seed=0), 3)
+    report = model.compiled.explain()
+    assert report.clean
+    found = [(miss["what"], miss["rows"], miss["cause"]) for miss in report.data["history"]["misses"]]
+    assert found == [("prefill", 2, "warmup was not called"), ("decode bucket 2", 2, "warmup was not called")]
+    assert "waited for decode bucket 2" in str(report)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model that is told of CUDA graphs: one for each bucket that has run, and those in its ``anew``."""
+    model = in_eager_mode()
+    paged = model.compiled.paged()
+    model.anew, seen, own = [], set(), paged.programs.decode
+
+    def decode(*args: Any) -> Any:
+        seen.add(args[1].tokens.shape[0])
+        return own(*args)
+
+    monkeypatch.setattr(paged.programs, "recorded", True)
+    monkeypatch.setattr(paged.programs, "decode", decode)
+    monkeypatch.setattr(paged.recordings, "replay", True)
+    monkeypatch.setattr(recordings, "cudagraph_recordings", lambda device: len(seen) + len(model.anew))
+    model.compiled.warmup([1, 2])
+    return model
+
+
+def test_a_weight_that_moved_is_to_blame_for_graphs_recorded_anew(recorded):
+    assert recorded.compiled.explain().clean
+    layer = recorded.model.layers[1].mlp.down_proj
+    layer.weight.data.copy_(layer.weight.data * 2)
+    assert recorded.compiled.explain().clean
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    recorded.anew += [1, 2]
+    (finding,) = recorded.compiled.explain().data["findings"]
+    assert finding["kind"] == "recorded anew"
+    assert finding["reason"].endswith(": model.layers.1.mlp.down_proj.weight.")
+    assert finding["reason"].startswith("2 CUDA graphs")
+    assert "in place" in finding["advice"]
+
+
+def test_graphs_recorded_anew_for_no_known_reason_are_told_and_how_to_find_it(recorded):
+    recorded.anew.append(1)
+    (finding,) = recorded.compiled.explain().data["findings"]
+    assert "TORCH_LOGS=+cudagraphs" in finding["advice"]
+
+
+@pytest.fixture
+def bandwidth(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(timings, "read_bandwidth", lambda device, dtype: 1e9)
+    return 1e9
+
+
+def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth, tmp_path):
+    model = in_eager_mode()
+    greedy(model, mixed_prompts([4, 2], 128, seed=0), 3)
+    before = model.compiled.explain().data["history"]
+    report = model.compiled.explain(timings=True)
+    prefill, decode = report.data["timings"]
+    assert (prefill["program"], prefill["rows"], prefill["tokens"]) == ("prefill", 2, 2 * 128)
+    assert (decode["program"], decode["rows"]) == ("decode", 2)
+    assert 128 < decode["tokens"] < 192
+    calls = {kernel["name"]: kernel["launches"] for kernel in decode["kernels"]}
+    assert calls["compiled_llm::decode_attention"] == 2, "one a layer, in each of the steps"
+    kinds = {kind["name"]: kind for kind in decode["kinds"]}
+    nbytes = step_bytes(model, decode["tokens"])
+    assert kinds["matrix products"]["nbytes"] == nbytes.weights
+    assert kinds["attention"]["nbytes"] == decode["kv_bytes"] == 2 * nbytes.kv_per_row
+    assert decode["of_bandwidth"] == pytest.approx(nbytes.total(2) / bandwidth / (1e-6 * decode["step_us"]))
+    page = report.to_html(tmp_path / "report.html").read_text()
+    for said in (str(report), page):
+        assert f"decode, 2 rows of about {decode['tokens']} tokens" in said
+        assert "the rest: compiled loops, Python" in said
+    assert report.data["history"] == before, "looking changes nothing"
+    assert model.compiled.stats().pages.used == 0
+
+
+@pytest.mark.gpu
+def test_on_cuda_kernels_are_timed_and_a_moved_weight_is_named():
+    model = tiny_qwen3(eos_token_id=None).to("cuda", torch.bfloat16)
+    compiled_llm.wrap(model, kv_memory="8192 tokens", progress=False).compiled.warmup([2])
+    report = model.compiled.explain(timings=True)
+    assert report.clean, str(report)
+    prefill, decode = report.data["timings"]
+    assert (prefill["measured"], decode["measured"], decode["rows"]) == ("kernels", "kernels", 2)
+    assert decode["host_us"] > 0
+    assert {"attention", "matrix products"} <= {kind["name"] for kind in decode["kinds"]}
+    layer = model.model.layers[1].mlp.down_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    inputs = mixed_prompts([4, 2], 128, seed=0)
+    greedy(model, {name: tensor.to("cuda") for name, tensor in inputs.items()}, 8)
+    (finding,) = model.compiled.explain().data["findings"]
+    assert finding["kind"] == "recorded anew"
+    assert finding["reason"].endswith(": model.layers.1.mlp.down_proj.weight.")
+
+
+def test_timings_of_sizes_that_cannot_be_are_refused():
+    model = in_eager_mode(max_batch_size=4)
+    with pytest.raises(ValueError, match="timings: 5 is not between 1 and max_batch_size=4"):
+        model.compiled.explain(timings=[1, 5])
+    with pytest.raises(ValueError, match="timings: 0 rows"):
+        compiled_llm.explain(plant(planted.PrintDeleted), timings=[0])
+
+
+def test_a_broken_model_is_not_timed_and_told_so():
+    report = compiled_llm.explain(tiny_qwen3().train(), timings=True)
+    assert report.data["timings"] == []
+    assert "Nothing was timed" in str(report)
+
+
+def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monkeypatch):
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", progress=False)
+    paged = model.compiled.paged()
+    line = planted_line(planted.Mutated.forward)
+    own = paged.programs.decode
+
+    def skipping(*args: Any) -> Any:
+        log_cudagraph_skip_and_bump_counter(
+            "skipping cudagraphs due to mutated inputs (1 instances). Found from : \n"
+            f'  File "{planted.__file__}", line {line}, in forward\n    COUNT.add_(1.0)\n'
+        )
+        return own(*args)
+
+    monkeypatch.setattr(paged.programs, "decode", skipping)
+    model.compiled.warmup([1])
+    finding = the_finding(model.compiled.explain(), planted.Mutated.forward)
+    assert finding["kind"] == "no CUDA graph"
+    assert "register_buffer" in finding["advice"]
+    assert model.compiled.explain().data["history"]["cudagraph_skips"] == 1
+
+
+def test_the_command_prints_the_report_and_writes_the_page(tmp_path):
+    folder = tmp_path / "model"
+    tiny_qwen3(eos_token_id=None, num_hidden_layers=1).save_pretrained(folder)
+    vocabulary = {"<unk>": 0, "Once": 1, "upon": 2, "a": 3, "time": 4}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<unk>").save_pretrained(folder)
+    done = CliRunner().invoke(app, ["explain", str(folder), "--html", str(tmp_path / "page.html")])
+    assert done.exit_code == 0, done.output
+    assert "Nothing stands in the way" in done.stdout
+    assert "Nothing stands in the way" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["uploads", "graphs", "pages"])
+def test_logs_named_in_the_environment_go_to_stderr_and_no_others(name):
+    script = """
+import logging, compiled_llm
+for name in ("uploads", "graphs", "pages"):
+    logging.getLogger(f"compiled_llm.{name}").debug("said by %s", name)
+"""
+    environ = {**os.environ, "COMPILED_LLM_LOGS": name}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
+    assert done.stderr == f"compiled_llm.{name}: said by {name}\n"
+
+
+def test_steps_say_what_they_upload_record_and_take(caplog):
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4, progress=False)
+    with caplog.at_level("DEBUG", "compiled_llm"):
+        greedy(model, mixed_prompts([3], 128, seed=0), 4)
+    said = {(record.name, record.getMessage().split()[0]) for record in caplog.records}
+    assert said >= {
+        ("compiled_llm.uploads", "decode"),
+        ("compiled_llm.graphs", "decode"),
+        ("compiled_llm.pages", "pages"),
+    }

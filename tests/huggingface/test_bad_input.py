@@ -1,0 +1,394 @@
+"""Bad input raises one clear error before anything changes, and the next correct call works."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm import UnsupportedModelError
+from compiled_llm.config import WrapConfig
+from compiled_llm.model import checks
+from compiled_llm.model.checks import check_placement
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.tiny_models import TINY, tiny_llama, tiny_qwen3
+
+pytestmark = pytest.mark.core
+
+OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "400 tokens", "max_batch_size": 4}
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **OPTIONS, progress=False)
+
+
+# ---- models
+
+
+def _falcon() -> PreTrainedModel:
+    config = transformers.FalconConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    return transformers.FalconForCausalLM(config)
+
+
+def _bloom() -> PreTrainedModel:
+    return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4))
+
+
+def _gptj() -> PreTrainedModel:
+    config = transformers.GPTJConfig(vocab_size=128, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256)
+    return transformers.GPTJForCausalLM(config)
+
+
+def _mpt() -> PreTrainedModel:
+    config = transformers.MptConfig(vocab_size=128, d_model=64, n_layers=2, n_heads=4, max_seq_len=256)
+    return transformers.MptForCausalLM(config)
+
+
+def _t5() -> PreTrainedModel:
+    config = transformers.T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _bert_config(**overrides: Any) -> transformers.BertConfig:
+    return transformers.BertConfig(
+        vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, **overrides
+    )
+
+
+def _bert() -> PreTrainedModel:
+    return transformers.BertModel(_bert_config())
+
+
+def _bert_with_head() -> PreTrainedModel:
+    return transformers.BertLMHeadModel(_bert_config())
+
+
+def _headless() -> PreTrainedModel:
+    return transformers.Qwen3Model(transformers.Qwen3Config(**TINY))
+
+
+def _classifier() -> PreTrainedModel:
+    return transformers.Qwen3ForSequenceClassification(transformers.Qwen3Config(**TINY))
+
+
+def _mamba() -> PreTrainedModel:
+    config = transformers.MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4)
+    return transformers.MambaForCausalLM(config)
+
+
+def _multi_head_latent() -> PreTrainedModel:
+    config = transformers.DeepseekV3Config(
+        **{**TINY, "num_key_value_heads": 4, "head_dim": 8},
+        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=16,
+        first_k_dense_replace=2,
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def _with_rope(kind: str, **parameters: Any) -> Callable[[], PreTrainedModel]:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **parameters}
+    return lambda: tiny_llama(rope_parameters=rope, max_position_embeddings=64)
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "Falcon": (_falcon, "Falcon"),
+    "BLOOM": (_bloom, "Bloom"),
+    "GPT-J": (_gptj, "GPTJ"),
+    "MPT": (_mpt, "Mpt"),
+    "T5": (_t5, "encoder-decoder"),
+    "BERT": (_bert, "ForCausalLM"),
+    "BERT with a language head": (_bert_with_head, "Bert.*causal"),
+    "no head": (_headless, "ForCausalLM"),
+    "classifier": (_classifier, "ForCausalLM"),
+    "Mamba": (_mamba, "Mamba"),
+    "multi-head latent attention": (_multi_head_latent, "DeepseekV3Attention.*latent"),
+    "dynamic rope": (_with_rope("dynamic"), "Llama.*rope"),
+    "longrope": (
+        _with_rope(
+            "longrope",
+            short_factor=[1.0] * 8,
+            long_factor=[2.0] * 8,
+            original_max_position_embeddings=32,
+        ),
+        "Llama.*rope",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_model_that_cannot_run_over_pages_is_refused_and_stays_usable(name):
+    make, message = UNSUPPORTED[name]
+    model = make().eval()
+    before = type(model), set(model.__dict__), model.config._attn_implementation
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        compiled_llm.wrap(model, mode="eager")
+    assert "\n" not in str(caught.value)
+    assert (type(model), set(model.__dict__), model.config._attn_implementation) == before
+    if model.can_generate() and not model.config.is_encoder_decoder and name != "BERT with a language head":
+        assert model.generate(
+            torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False, eos_token_id=None
+        ).shape == (
+            1,
+            5,
+        )
+
+
+@pytest.mark.parametrize("model", [None, "Qwen/Qwen3-0.6B", torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match=rf"wrap: model is a {type(model).__name__}.*PreTrainedModel"):
+        compiled_llm.wrap(model)
+
+
+def test_training_mode_is_refused_until_eval_is_called(seed):
+    model = tiny_qwen3().train()
+    with pytest.raises(ValueError, match=r"training mode.*model\.eval\(\)"):
+        compiled_llm.wrap(model, **OPTIONS)
+    assert not hasattr(model, "compiled")
+    compiled_llm.wrap(model.eval(), **OPTIONS)
+    inputs = mixed_prompts([4], 128, seed)
+    expected = greedy(model, inputs, 3)
+    model.train()
+    with pytest.raises(ValueError, match=r"training mode.*model\.eval\(\)"):
+        greedy(model, inputs, 3)
+    with pytest.raises(ValueError, match=r"training mode.*model\.eval\(\)"):
+        model(**inputs, past_key_values=model.compiled.new_cache())
+    assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model.eval(), inputs, 3), expected)
+
+
+# ---- placement; what a CPU cannot show is told to the checks
+
+
+class Placed:
+    """What `check_placement` looks at."""
+
+    def __init__(self, devices: list[str], dtype: torch.dtype = torch.bfloat16, device_map: Any = None) -> None:
+        self._devices = [torch.device(device) for device in devices]
+        self.device, self.dtype = self._devices[0], dtype
+        if device_map is not None:
+            self.hf_device_map = device_map
+
+    def parameters(self) -> list[Any]:
+        return [SimpleNamespace(device=device, dtype=self.dtype) for device in self._devices]
+
+
+@pytest.mark.parametrize(
+    ("placed", "message"),
+    [
+        (Placed(["cuda:0", "cuda:1"]), r"several devices.*cuda:0.*cuda:1.*load the model on one"),
+        (Placed(["cpu", "cuda:0"]), r"several devices.*cpu.*cuda:0.*load the model on one"),
+        (Placed(["meta", "cuda:0"]), r"offloaded.*meta.*device_map"),
+        (Placed(["cuda:0"], device_map={"a": 0, "b": "cpu"}), r"offloaded.*cpu.*device_map"),
+        (Placed(["cuda:0"], device_map={"a": 0, "b": "disk"}), r"offloaded.*disk.*device_map"),
+        (Placed(["cpu"], device_map={"a": "cpu", "b": "disk"}), r"offloaded.*disk.*device_map"),
+        (Placed(["xpu:0"]), r"xpu:0.*only CUDA devices and the CPU"),
+        (Placed(["cuda:0"], torch.float32), r"torch\.float32 on CUDA.*model\.to\(torch\.bfloat16\)"),
+        (Placed(["cuda:0"], torch.float64), r"torch\.float64 on CUDA.*model\.to\(torch\.bfloat16\)"),
+    ],
+)
+def test_a_model_that_is_not_whole_on_one_device_in_a_fitting_type_is_refused(placed, message):
+    with pytest.raises(ValueError, match=message):
+        check_placement(placed, WrapConfig())
+
+
+def test_a_model_on_the_meta_device_is_refused():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).eval()
+    with pytest.raises(ValueError, match=r"offloaded.*meta"):
+        compiled_llm.wrap(model)
+
+
+def test_cuda_without_its_tools_says_what_is_missing(monkeypatch):
+    from compiled_llm_ops.flashinfer import plan as flashinfer_backend
+
+    monkeypatch.setattr(flashinfer_backend, "missing_for_cuda", lambda: ["pip install X", "nvcc was not found"])
+    with pytest.raises(RuntimeError, match=r"CUDA.*pip install X; nvcc was not found"):
+        check_placement(Placed(["cuda:0"]), WrapConfig())
+
+
+def test_a_cpu_without_a_compiler_is_refused_except_for_eager(monkeypatch, seed):
+    model = tiny_qwen3()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "which", lambda *_: None)
+        with pytest.raises(RuntimeError, match=r"no C\+\+ compiler.*g\+\+.*mode='eager'"):
+            compiled_llm.wrap(model)
+        assert not hasattr(model, "compiled")
+        compiled_llm.wrap(model, **OPTIONS)
+        inputs = mixed_prompts([4], 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 3), greedy(tiny_qwen3(), inputs, 3))
+    assert checks.missing_compiler() is None
+
+
+# ---- options of wrap
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"pagesize": 8}, TypeError, r"'pagesize'.*page_size"),
+        (
+            {"mode": "max-autotune"},
+            ValueError,
+            r"mode='max-autotune'.*'eager', 'compile', 'reduce-overhead', 'cuda-graphs'",
+        ),
+        ({"mode": None}, ValueError, r"mode=None.*'eager'"),
+        ({"page_size": 0}, ValueError, r"page_size=0.*positive"),
+        ({"max_batch_size": -1}, ValueError, r"max_batch_size=-1.*positive"),
+        ({"workspace_bytes": 0}, ValueError, r"workspace_bytes=0.*positive"),
+        ({"kv_memory": -5}, ValueError, r"kv_memory=-5.*'8GiB'"),
+        ({"kv_memory": "lots"}, ValueError, r"kv_memory='lots'.*'8GiB'"),
+    ],
+)
+def test_an_impossible_option_is_refused_before_the_model_changes(options, error, message):
+    model = tiny_qwen3()
+    with pytest.raises(error, match=message):
+        compiled_llm.wrap(model, **options)
+    assert not hasattr(model, "compiled")
+    assert type(model).__mro__[0] is transformers.Qwen3ForCausalLM
+
+
+def test_pages_that_do_not_fit_are_refused_at_first_use(seed):
+    model = compiled_llm.wrap(tiny_qwen3(), mode="eager", kv_memory=10)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"kv_memory=10 holds no page.*16 tokens takes \d+ bytes.*page_size"):
+            greedy(model, mixed_prompts([4], 128, seed), 3)
+
+
+@pytest.mark.parametrize("sizes", [[0], [5], [-1, 2]])
+def test_impossible_warmup_sizes_are_refused_before_anything_is_allocated(sizes):
+    model = compiled_llm.wrap(tiny_qwen3(), **OPTIONS)
+    with pytest.raises(ValueError, match=r"batch_sizes: -?\d.*max_batch_size=4"):
+        model.compiled.warmup(sizes)
+    assert model.compiled.stats().pages is None
+
+
+# ---- prompts and what they may grow by
+
+ids = torch.tensor
+
+PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no row": ({"input_ids": torch.zeros(0, 4, dtype=torch.long)}, r"input_ids: shape \(0, 4\)"),
+    "no token": ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"input_ids: shape \(2, 0\)"),
+    "one dimension": ({"input_ids": ids([3, 4, 5])}, r"input_ids.*\[batch, tokens\].*\(3,\)"),
+    "three dimensions": ({"input_ids": ids([[[3, 4]]])}, r"input_ids.*\[batch, tokens\].*\(1, 1, 2\)"),
+    "a list": ({"input_ids": [[3, 4, 5]]}, r"input_ids.*tensor.*list"),
+    "a string": ({"input_ids": "hello"}, r"input_ids.*tensor.*str"),
+    "floats": ({"input_ids": ids([[3.0, 4.0]])}, r"input_ids: dtype is torch.float32.*\.long\(\)"),
+    "half": ({"input_ids": ids([[3.0, 4.0]]).bfloat16()}, r"input_ids: dtype is torch.bfloat16"),
+    "bools": ({"input_ids": ids([[True, False]])}, r"input_ids: dtype is torch.bool"),
+    "too large": ({"input_ids": ids([[3, 128]])}, r"input_ids: token id 128 is out of range 0 to 127.*tokenizer"),
+    "negative": ({"input_ids": ids([[3, -1]])}, r"input_ids: token id -1 is out of range 0 to 127"),
+    "all padding": (
+        {"input_ids": ids([[3, 4], [5, 6]]), "attention_mask": ids([[1, 1], [0, 0]])},
+        r"attention_mask: row 1 is all padding",
+    ),
+    "mask of another batch": (
+        {"input_ids": ids([[3, 4]]), "attention_mask": ids([[1, 1], [1, 1]])},
+        r"attention_mask: shape \(2, 2\).*\(1, 2\)",
+    ),
+    "short mask": ({"input_ids": ids([[3, 4]]), "attention_mask": ids([[1]])}, r"attention_mask: shape \(1, 1\)"),
+    "long mask": ({"input_ids": ids([[3, 4]]), "attention_mask": ids([[1, 1, 1]])}, r"attention_mask: shape \(1, 3\)"),
+    "flat mask": ({"input_ids": ids([[3, 4]]), "attention_mask": ids([1, 1])}, r"attention_mask: shape \(2,\)"),
+    "mask as a list": ({"input_ids": ids([[3, 4]]), "attention_mask": [[1, 1]]}, r"attention_mask.*list.*tensor"),
+    "too many rows": ({"input_ids": torch.full((5, 2), 3)}, r"5 rows.*max_batch_size=4.*max_batch_size=5"),
+    "beyond the positions": (
+        {"input_ids": torch.full((1, 20), 3), "max_new_tokens": 1005},
+        r"max_new_tokens=1005.*prompt of 20 tokens.*1025.*1024 positions.*at most 1004",
+    ),
+    "a prompt beyond the positions": (
+        {"input_ids": torch.full((1, 1030), 3), "max_new_tokens": 5},
+        r"prompt of 1030 tokens.*1024 positions.*at most 0",
+    ),
+    "beyond the pages": (
+        {"input_ids": torch.full((3, 20), 3), "max_new_tokens": 130},
+        r"max_new_tokens=130: 3 rows of up to 150 tokens need 106 pages of 4 tokens, and 100 of 100 are free "
+        r"\(400 tokens\).*kv_memory",
+    ),
+    "no new token": ({"input_ids": ids([[3, 4]]), "max_new_tokens": 0}, "max_new_tokens"),
+    "fewer than none": ({"input_ids": ids([[3, 4]]), "max_new_tokens": -3}, "max_new_tokens"),
+    "a max_length below the prompt": (
+        {"input_ids": ids([[3, 4, 5]]), "max_new_tokens": None, "max_length": 2},
+        "max_length",
+    ),
+    "an option nobody knows": ({"input_ids": ids([[3, 4]]), "max_new_token": 3}, "max_new_token"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("positional", [False, True], ids=["by name", "by position"])
+def test_a_bad_prompt_is_refused_and_the_next_call_works(positional, name, model, seed):
+    options, message = PROMPTS[name]
+    good = mixed_prompts([4, 2], 128, seed)
+    expected = greedy(model, good, 3)
+    before = model.compiled.stats()
+    call = {"max_new_tokens": 4, "do_sample": False, **options}
+    arguments = [call.pop("input_ids")] if positional else []
+    with pytest.raises(ValueError, match=message):
+        model.generate(*arguments, **call)
+    after = model.compiled.stats()
+    assert (after.pages, after.graphs, after.steps) == (before.pages, before.graphs, before.steps)
+    assert_account_is_empty(model)
+    torch.testing.assert_close(greedy(model, good, 3), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"do_sample": True}, {"repetition_penalty": 1.2}, {"num_beams": 2}, {"use_cache": False}],
+    ids=["sampling", "processors", "beams", "no cache"],
+)
+@pytest.mark.parametrize("name", ["too large", "all padding", "beyond the positions"])
+def test_a_bad_prompt_is_refused_on_slower_paths_too(name, options, model, seed):
+    bad, message = PROMPTS[name]
+    if name == "beyond the positions" and options.keys() & {"num_beams", "use_cache"}:
+        pytest.skip("HuggingFace's own forward goes on beyond the positions")
+    with pytest.raises(ValueError, match=message):
+        model.generate(**{"max_new_tokens": 4, **bad, **options})
+    if model.compiled.stats().pages is not None:
+        assert_account_is_empty(model)
+    assert model.generate(**mixed_prompts([4], 128, seed), max_new_tokens=2, **options).shape == (1, 6)
+
+
+def test_everything_that_just_fits_is_taken(seed):
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **OPTIONS, progress=False)
+    plain = tiny_qwen3(eos_token_id=None)
+    for lengths, new in (([20], 380), ([99] * 4, 1), ([1, 99, 50, 3], 30)):
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, new), greedy(plain, inputs, new))
+        assert_account_is_empty(model)
+
+
+def test_positions_are_used_to_the_last(seed):
+    overrides = {"eos_token_id": None, "max_position_embeddings": 64, "num_hidden_layers": 1}
+    model = compiled_llm.wrap(tiny_qwen3(**overrides), mode="eager", page_size=7, max_batch_size=2, progress=False)
+    inputs = mixed_prompts([10, 14], 128, seed)
+    torch.testing.assert_close(greedy(model, inputs, 50), greedy(tiny_qwen3(**overrides), inputs, 50))
+    with pytest.raises(ValueError, match="64 positions"):
+        greedy(model, inputs, 51)
+
+
+def test_pages_promised_to_a_kept_cache_count(model, seed):
+    inputs = mixed_prompts([50], 128, seed)
+    kept = greedy(model, inputs, 300, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match=r"need 40 pages.*\d+ of 100 are free.*drop caches you keep"):
+        greedy(model, inputs, 110)
+    del kept
+    assert greedy(model, inputs, 110).shape == (1, 160)
+
+
+def test_bad_token_ids_of_a_forward_over_a_paged_cache_leave_nothing_behind(model):
+    for bad in (torch.tensor([[3, 500]]), torch.zeros(1, 0, dtype=torch.long), torch.tensor([[1.5]])):
+        cache = model.compiled.new_cache()
+        with pytest.raises((ValueError, IndexError)):
+            model(input_ids=bad, past_key_values=cache)
+        assert_account_is_empty(model)
+        assert cache.get_seq_length() == 0
+        assert model(input_ids=torch.tensor([[3, 5]]), past_key_values=cache).logits.shape == (1, 2, 128)

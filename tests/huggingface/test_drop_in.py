@@ -1,0 +1,647 @@
+"""A wrapped model is still the user's: HuggingFace's own calls, results, files and copies stay as they were."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import compiled_llm
+from compiled_llm.huggingface.paged_cache import PagedCache
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.tiny_models import tiny_llama, tiny_qwen3
+
+pytestmark = pytest.mark.core
+
+OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 16}
+
+
+def pair(**overrides: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model and a wrapped twin."""
+    return tiny_qwen3(**overrides), compiled_llm.wrap(tiny_qwen3(**overrides), **OPTIONS)
+
+
+@pytest.fixture
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return pair(eos_token_id=None)
+
+
+@pytest.fixture
+def inputs(seed: int) -> dict[str, Tensor]:
+    return mixed_prompts([4, 9, 6], 128, seed)
+
+
+# ---- the object
+
+
+def test_wrap_returns_the_same_object_of_the_same_class_by_name():
+    model = tiny_qwen3()
+    base = type(model)
+    wrapped = compiled_llm.wrap(model, **OPTIONS)
+    assert wrapped is model
+    assert isinstance(wrapped, base)
+    assert (type(wrapped).__name__, type(wrapped).__qualname__) == (base.__name__, base.__qualname__)
+    assert type(wrapped).__module__ == base.__module__
+
+
+def test_wrap_allocates_no_pages():
+    model = compiled_llm.wrap(tiny_qwen3(), **OPTIONS)
+    assert model.compiled.stats().pages is None
+    assert model.compiled.graphs == {}
+
+
+def test_wrap_leaves_nothing_in_modules_that_keep_what_forward_computes(inputs):
+    class Keeping(torch.nn.Module):
+        def __init__(self, mlp):
+            super().__init__()
+            self.mlp, self.last, self.seen = mlp, None, {}
+
+        def forward(self, x):
+            self.last = self.seen["x"] = x
+            return self.mlp(x)
+
+    model = tiny_qwen3()
+    model.model.layers[0].mlp = keeping = Keeping(model.model.layers[0].mlp)
+    compiled_llm.wrap(model, mode="eager")
+    assert keeping.last is None
+    assert keeping.seen == {}
+    greedy(model, inputs, 2)
+    assert type(keeping.last) is torch.Tensor
+
+
+def test_wrapping_twice_changes_nothing_and_other_options_are_refused(inputs):
+    model = compiled_llm.wrap(tiny_qwen3(), **OPTIONS)
+    runtime = model.compiled
+    assert compiled_llm.wrap(model, **OPTIONS) is model
+    assert model.compiled is runtime
+    with pytest.raises(ValueError, match=r"wrapped already.*page_size=4.*unwrap"):
+        compiled_llm.wrap(model, **{**OPTIONS, "page_size": 8})
+    assert model.compiled is runtime
+    torch.testing.assert_close(greedy(model, inputs, 5), greedy(tiny_qwen3(), inputs, 5))
+
+
+def test_unwrap_restores_class_attributes_attention_and_config(inputs):
+    model = tiny_qwen3()
+    before = type(model), set(model.__dict__), model.config._attn_implementation, model.config.to_dict()
+    expected = greedy(model, inputs, 8)
+    compiled_llm.wrap(model, **OPTIONS)
+    assert model.config._attn_implementation == before[2]
+    greedy(model, inputs, 8)
+    assert compiled_llm.unwrap(model) is model
+    assert (type(model), set(model.__dict__), model.config._attn_implementation, model.config.to_dict()) == before
+    torch.testing.assert_close(greedy(model, inputs, 8), expected)
+    assert compiled_llm.unwrap(model) is model
+    compiled_llm.wrap(model, **OPTIONS)
+    torch.testing.assert_close(greedy(model, inputs, 8), expected)
+
+
+def test_unwrap_gives_the_pages_back():
+    model = compiled_llm.wrap(tiny_qwen3(), **OPTIONS)
+    pages = model.compiled.paged().pages[0]
+    reference = torch.utils.weak.WeakTensorKeyDictionary({pages: None})
+    del pages
+    compiled_llm.unwrap(model)
+    gc.collect()
+    assert len(reference) == 0
+
+
+def test_state_dict_and_saved_files_are_those_of_the_unwrapped_model(tmp_path: Path, inputs):
+    plain, wrapped = pair()
+    greedy(wrapped, inputs, 3)
+    ours, theirs = wrapped.state_dict(), plain.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    plain.save_pretrained(tmp_path / "plain")
+    wrapped.save_pretrained(tmp_path / "wrapped")
+    files = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "wrapped").iterdir())
+    assert "config.json" in files
+    for name in files:
+        assert (tmp_path / "wrapped" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), name
+    loaded = type(plain).from_pretrained(tmp_path / "wrapped")
+    torch.testing.assert_close(greedy(loaded, inputs, 5), greedy(plain, inputs, 5))
+
+
+def _pickled(model: PreTrainedModel) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def _saved(model: PreTrainedModel) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled, _saved])
+def test_a_copy_is_wrapped_has_equal_tokens_and_none_of_the_pages(copied: Callable[[Any], Any], inputs):
+    model = compiled_llm.wrap(tiny_qwen3(), **OPTIONS)
+    expected = greedy(model, inputs, 12)
+    kept = greedy(model, inputs, 12, return_dict_in_generate=True)
+    twin = copied(model)
+    assert type(twin) is type(model)
+    assert twin.compiled is not model.compiled
+    assert twin.compiled.config == model.compiled.config
+    assert twin.compiled.stats().pages is None
+    torch.testing.assert_close(greedy(twin, inputs, 12), expected)
+    assert_account_is_empty(twin)
+    assert model.compiled.stats().pages.used > 0
+    assert {parameter.data_ptr() for parameter in twin.parameters()}.isdisjoint(
+        parameter.data_ptr() for parameter in model.parameters()
+    )
+    del kept
+    compiled_llm.unwrap(twin)
+    assert type(twin) is type(tiny_qwen3())
+
+
+def test_changed_weights_are_used_at_once(models, inputs):
+    plain, wrapped = models
+    greedy(wrapped, inputs, 3)
+    other = tiny_qwen3(seed=9, eos_token_id=None).state_dict()
+    for model in models:
+        model.load_state_dict(other)
+    torch.testing.assert_close(greedy(wrapped, inputs, 20), greedy(plain, inputs, 20))
+
+
+def test_plain_forward_labels_and_gradients_are_huggingfaces(models, inputs):
+    plain, wrapped = models
+    for keywords in ({}, {"use_cache": False}, {"labels": inputs["input_ids"]}, {"output_hidden_states": True}):
+        ours, theirs = wrapped(**inputs, **keywords), plain(**inputs, **keywords)
+        assert list(ours) == list(theirs)
+        torch.testing.assert_close(ours.logits, theirs.logits, rtol=0, atol=0)
+        assert not isinstance(ours.past_key_values, PagedCache)
+    for model in models:
+        model.train()
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        model.eval()
+    for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+
+
+def test_forward_over_a_paged_cache_equals_huggingface_over_a_dynamic_one(models, inputs):
+    plain, wrapped = models
+    ours, theirs = wrapped.compiled.new_cache(), DynamicCache(config=plain.config)
+    ids = inputs["input_ids"][:, -4:]
+    more = [torch.randint(3, 128, (3, count)) for count in (5, 1, 1, 3, 1)]
+    for step in (ids, *more):
+        with torch.no_grad():
+            actual = wrapped(input_ids=step, past_key_values=ours).logits
+            expected = plain(input_ids=step, past_key_values=theirs).logits
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert ours.get_seq_length() == theirs.get_seq_length() == 15
+    del ours
+    gc.collect()
+    assert_account_is_empty(wrapped)
+
+
+def test_forward_over_a_paged_cache_refuses_what_it_cannot_do(models, inputs):
+    _, wrapped = models
+    cache = wrapped.compiled.new_cache()
+    with pytest.raises(ValueError, match=r"output_hidden_states.*DynamicCache"):
+        wrapped(input_ids=inputs["input_ids"], past_key_values=cache, output_hidden_states=True)
+    assert_account_is_empty(wrapped)
+
+
+# ---- generate: the fast loop
+
+
+def assert_fast(model: PreTrainedModel, calls: int = 1) -> None:
+    assert model.compiled.stats().generate_calls == {"fast loop": calls}
+
+
+def test_result_class_is_huggingfaces(models, inputs):
+    plain, wrapped = models
+    ours, theirs = (greedy(model, inputs, 9, return_dict_in_generate=True) for model in (wrapped, plain))
+    assert type(ours) is type(theirs)
+    assert list(ours.keys()) == list(theirs.keys())
+    torch.testing.assert_close(ours.sequences, theirs.sequences)
+    assert ours.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length()
+    assert_fast(wrapped)
+    del ours
+    gc.collect()
+    assert_account_is_empty(wrapped)
+
+
+class Collected(BaseStreamer):
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        self.calls.append(value.tolist())
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+@pytest.mark.parametrize("lengths", [[7], [4, 9, 6]])
+def test_streamers_get_what_huggingface_puts(lengths, seed):
+    plain, wrapped = pair()
+    inputs = mixed_prompts(lengths, 128, seed)
+    eos = int(greedy(plain, inputs, 12, eos_token_id=None)[0, -4])
+    ours, theirs = Collected(), Collected()
+    greedy(wrapped, inputs, 30, eos_token_id=eos, streamer=ours)
+    greedy(plain, inputs, 30, eos_token_id=eos, streamer=theirs)
+    assert ours.calls == theirs.calls
+    assert ours.calls[-1] == "end"
+    assert_fast(wrapped)
+    assert_account_is_empty(wrapped)
+
+
+class UntilToken(StoppingCriteria):
+    """Ends a row at a token, as EOS would, but known only to the user."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.lengths.append(input_ids.shape[1])
+        return input_ids[:, -1] == self.token
+
+
+class UntilLength(StoppingCriteria):
+    """The form of before 4.39, which HuggingFace still takes: one answer for all rows."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        return input_ids.shape[1] >= 15
+
+
+@pytest.mark.parametrize("eos", [None, 2, [5, 17, 40]])
+def test_stopping_criteria_of_the_users_own(reading, eos, inputs):
+    plain, wrapped = pair()
+    token = int(greedy(plain, inputs, 12, eos_token_id=None)[1, -3])
+    ours, theirs = UntilToken(token), UntilToken(token)
+    torch.testing.assert_close(
+        greedy(wrapped, inputs, 40, eos_token_id=eos, stopping_criteria=StoppingCriteriaList([ours])),
+        greedy(plain, inputs, 40, eos_token_id=eos, stopping_criteria=StoppingCriteriaList([theirs])),
+    )
+    assert ours.lengths == theirs.lengths
+    assert_fast(wrapped)
+    assert_account_is_empty(wrapped)
+
+
+def test_a_stopping_criterion_may_answer_with_one_bool(models, inputs):
+    plain, wrapped = models
+    expected = greedy(plain, inputs, 20, stopping_criteria=StoppingCriteriaList([UntilLength()]))
+    actual = greedy(wrapped, inputs, 20, stopping_criteria=StoppingCriteriaList([UntilLength()]))
+    torch.testing.assert_close(actual, expected)
+    assert_account_is_empty(wrapped)
+
+
+@pytest.mark.parametrize("max_length", [5, 9, 14, 60])
+def test_a_max_length_criterion_of_the_users_own_replaces_max_new_tokens(max_length, models, inputs):
+    plain, wrapped = models
+    expected = greedy(plain, inputs, 8, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(max_length)]))
+    actual = greedy(wrapped, inputs, 8, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(max_length)]))
+    torch.testing.assert_close(actual, expected)
+    assert_account_is_empty(wrapped)
+
+
+FAST = {
+    "max_time": {"max_time": 0.0},
+    "eos list": {"eos_token_id": [2, 5, 17, 40, 77, 99]},
+    "max_length": {"max_length": 21, "max_new_tokens": None},
+    "one token": {"max_new_tokens": 1},
+    "generation config": {"generation_config": GenerationConfig(max_new_tokens=7, eos_token_id=3, pad_token_id=1)},
+    "positions as HuggingFace counts them": {"use_cache": True},
+}
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_options_of_the_fast_loop_give_huggingfaces_tokens(name, inputs):
+    plain, wrapped = pair()
+    options = {"max_new_tokens": 25, "do_sample": False, **FAST[name]}
+    torch.testing.assert_close(wrapped.generate(**inputs, **options), plain.generate(**inputs, **options))
+    assert_fast(wrapped)
+    assert_account_is_empty(wrapped)
+
+
+def test_inputs_may_be_given_as_huggingface_takes_them(models, seed):
+    plain, wrapped = models
+    ids = mixed_prompts([6], 128, seed)["input_ids"]
+    for model in models:
+        model.generation_config.max_new_tokens = 6
+        model.generation_config.do_sample = False
+    expected = plain.generate(ids)
+    for actual in (
+        wrapped.generate(ids),
+        wrapped.generate(inputs=ids),
+        wrapped.generate(input_ids=ids),
+        wrapped.generate(ids, GenerationConfig(max_new_tokens=6, do_sample=False)),
+        wrapped.generate(ids.int()).long(),
+        wrapped.generate(ids, attention_mask=torch.ones_like(ids).bool()),
+        wrapped.generate(ids, attention_mask=torch.ones_like(ids).float()),
+    ):
+        torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(wrapped.generate(max_new_tokens=4), plain.generate(max_new_tokens=4))
+    assert_account_is_empty(wrapped)
+
+
+def test_integer_types_of_the_result_are_huggingfaces(models, seed):
+    ids = mixed_prompts([6], 128, seed)["input_ids"].int()
+    expected, actual = (model.generate(ids, max_new_tokens=3, do_sample=False) for model in models)
+    torch.testing.assert_close(actual, expected)
+
+
+# ---- generate: slower paths, each with HuggingFace's result, counted and logged once
+
+
+class Halve(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, ::2] -= 3
+        return scores
+
+
+WITH_PROCESSORS = {
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "min_length": {"min_length": 30, "eos_token_id": list(range(64))},
+    "min_new_tokens": {"min_new_tokens": 12, "eos_token_id": list(range(64))},
+    "a processor of one's own": {"logits_processor": LogitsProcessorList([Halve()])},
+    "output_scores": {"return_dict_in_generate": True, "output_scores": True},
+    "output_logits": {"return_dict_in_generate": True, "output_logits": True},
+}
+OVER_COMPILED_FORWARD = {
+    "positions of one's own": {"position_ids": torch.arange(2, 20, 2)[None].expand(3, -1)},
+    "beam search": {"num_beams": 3},
+    "beam sampling": {"num_beams": 2, "do_sample": True},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "use_cache=False": {"use_cache": False},
+}
+ON_ORIGINAL_FORWARD = {
+    "output_hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
+    "output_attentions": {"return_dict_in_generate": True, "output_attentions": True},
+    "static cache by name": {"cache_implementation": "static"},
+}
+
+
+def compared(result: Any) -> Any:
+    """What two results must have in common; caches are of different kinds."""
+    if isinstance(result, Tensor):
+        return result
+    return {name: value for name, value in result.items() if name != "past_key_values"}
+
+
+def assert_slow(model: PreTrainedModel, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The last two calls took `path` for one reason, and it was said once."""
+    stats = model.compiled.stats()
+    assert stats.generate_calls == {path: 2}
+    (reason,) = stats.slow_paths
+    assert stats.slow_paths[reason] == 2
+    records = [record for record in caplog.records if record.name.startswith("compiled_llm")]
+    assert [record.levelname for record in records] == ["WARNING"]
+    assert reason in records[0].getMessage()
+
+
+def run_twice_and_compare(models: tuple[PreTrainedModel, PreTrainedModel], options: dict[str, Any], seed: int) -> None:
+    plain, wrapped = models
+    torch.manual_seed(seed)
+    expected = plain.generate(**options)
+    for _ in range(2):
+        torch.manual_seed(seed)
+        actual = wrapped.generate(**options)
+        assert type(actual) is type(expected)
+        torch.testing.assert_close(compared(actual), compared(expected), rtol=1e-3, atol=1e-3)
+        del actual
+    gc.collect()
+    if wrapped.compiled.stats().pages is not None:
+        assert_account_is_empty(wrapped)
+
+
+@pytest.mark.parametrize("name", OVER_COMPILED_FORWARD)
+def test_huggingfaces_loop_over_the_compiled_forward(name, inputs, seed, caplog):
+    models = pair()
+    if name == "prompt lookup":
+        inputs = {key: value[:1, -4:] for key, value in inputs.items()}
+    run_twice_and_compare(models, {**inputs, "max_new_tokens": 25, **OVER_COMPILED_FORWARD[name]}, seed)
+    assert_slow(models[1], "compiled forward", caplog)
+
+
+@pytest.mark.parametrize("name", WITH_PROCESSORS)
+def test_processors_and_scores_run_between_steps(name, inputs, seed, caplog):
+    models = pair()
+    run_twice_and_compare(models, {**inputs, "max_new_tokens": 25, **WITH_PROCESSORS[name]}, seed)
+    assert_slow(models[1], "processed loop", caplog)
+
+
+@pytest.mark.parametrize("name", ON_ORIGINAL_FORWARD)
+def test_huggingfaces_loop_over_the_original_forward(name, inputs, seed, caplog):
+    overrides = {"attn_implementation": "eager"} if name == "output_attentions" else {}
+    models = pair(**overrides)
+    run_twice_and_compare(models, {**inputs, "max_new_tokens": 12, **ON_ORIGINAL_FORWARD[name]}, seed)
+    assert_slow(models[1], "original", caplog)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_of_the_users_own(kind, models, inputs, caplog):
+    results = []
+    for model in models:
+        for _ in range(2 if model is models[1] else 1):
+            cache = (
+                DynamicCache(config=model.config)
+                if kind == "dynamic"
+                else StaticCache(config=model.config, max_cache_len=40)
+            )
+            results.append(greedy(model, inputs, 12, past_key_values=cache))
+            assert cache.get_seq_length() == 9 + 12 - 1
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+    assert_slow(models[1], "original", caplog)
+
+
+def test_assisted_decoding_with_a_wrapped_model_on_either_side(seed):
+    plain, wrapped = pair(eos_token_id=None)
+    assistant = tiny_qwen3(seed=1, eos_token_id=None)
+    ids = mixed_prompts([6], 128, seed)["input_ids"]
+    expected = plain.generate(ids, max_new_tokens=15, do_sample=False)
+    both = compiled_llm.wrap(copy.deepcopy(assistant), **OPTIONS)
+    for main, helper in ((wrapped, assistant), (plain, both), (wrapped, both)):
+        actual = main.generate(ids, max_new_tokens=15, do_sample=False, assistant_model=helper)
+        torch.testing.assert_close(actual, expected)
+    assert wrapped.compiled.stats().generate_calls == {"compiled forward": 2}
+    assert set(both.compiled.stats().generate_calls) == {"processed loop"}
+    gc.collect()
+    for model in (wrapped, both):
+        assert_account_is_empty(model)
+
+
+def test_right_padding_gives_huggingfaces_tokens(models, inputs, seed, caplog):
+    flipped = {name: value.flip(1) for name, value in inputs.items()}
+    run_twice_and_compare(models, {**flipped, "max_new_tokens": 10, "do_sample": False}, seed)
+    assert_slow(models[1], "original", caplog)
+
+
+def test_position_ids_of_the_users_own(models, inputs, seed, caplog):
+    positions = torch.arange(9).expand(3, 9) + torch.tensor([[0], [3], [40]])
+    run_twice_and_compare(models, {**inputs, "position_ids": positions, "max_new_tokens": 10, "do_sample": False}, seed)
+    assert_slow(models[1], "compiled forward", caplog)
+
+
+def test_inputs_embeds_give_huggingfaces_tokens(models, inputs, seed, caplog):
+    embeds = models[0].get_input_embeddings()(inputs["input_ids"]).detach()
+    options = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"], "max_new_tokens": 8}
+    run_twice_and_compare(models, {**options, "do_sample": False}, seed)
+    assert_slow(models[1], "compiled forward", caplog)
+
+
+def test_a_mask_with_four_dimensions_gives_huggingfaces_tokens(models, seed):
+    plain, wrapped = models
+    ids = mixed_prompts([6], 128, seed)["input_ids"]
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            wrapped(input_ids=ids, attention_mask=mask).logits, plain(input_ids=ids, attention_mask=mask).logits
+        )
+
+
+def test_autocast_of_the_caller_gives_huggingfaces_tokens(models, inputs, seed, caplog):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run_twice_and_compare(models, {**inputs, "max_new_tokens": 8, "do_sample": False}, seed)
+    assert_slow(models[1], "original", caplog)
+
+
+def test_forward_hooks_on_the_model_fire_once_a_step(models, inputs, seed, caplog):
+    _, wrapped = models
+    fired: list[int] = []
+    for model in models:
+        model.register_forward_hook(lambda *_: fired.append(1))
+        model.register_forward_pre_hook(lambda *_: fired.append(2))
+    run_twice_and_compare(models, {**inputs, "max_new_tokens": 6, "do_sample": False}, seed)
+    assert fired == [2, 1] * 6 * 3
+    assert_slow(wrapped, "compiled forward", caplog)
+
+
+def test_forward_hooks_that_change_logits_change_tokens(models, inputs):
+    plain, wrapped = models
+
+    def ban_odd_tokens(module: Any, args: Any, output: Any) -> Any:
+        output.logits[..., 1::2] = -1e9
+        return output
+
+    handles = [model.register_forward_hook(ban_odd_tokens) for model in models]
+    results = [greedy(model, inputs, 9) for model in models]
+    torch.testing.assert_close(results[1], results[0])
+    assert not (results[0][:, 9:] % 2).any()
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(greedy(wrapped, inputs, 9), greedy(plain, inputs, 9))
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_hooks_on_inner_modules_fire_whenever_they_are_registered(mode, inputs):
+    model, plain = (tiny_llama(eos_token_id=None, num_hidden_layers=1) for _ in range(2))
+    compiled_llm.wrap(model, **{**OPTIONS, "mode": mode, "progress": False})
+    before = greedy(model, inputs, 6)
+    handle = model.model.layers[0].register_forward_hook(lambda module, args, output: -output)
+    plain.model.layers[0].register_forward_hook(lambda module, args, output: -output)
+    changed = greedy(plain, inputs, 6)
+    assert not torch.equal(changed, before)
+    torch.testing.assert_close(greedy(model, inputs, 6), changed)
+    handle.remove()
+    torch.testing.assert_close(greedy(model, inputs, 6), before)
+
+
+# ---- a conversation: the cache comes back in the result and goes into the next call
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_a_returned_cache_goes_on_as_huggingfaces_would(reading, ends_early, models, inputs):
+    plain, wrapped = models
+    eos = int(greedy(plain, inputs, 12)[0, -6]) if ends_early else None
+    turns: list[list[Tensor]] = [[], []]
+    for model, results in zip(models, turns, strict=True):
+        out = greedy(model, inputs, 12, eos_token_id=eos, return_dict_in_generate=True)
+        results.append(out.sequences)
+        more = torch.cat([out.sequences, torch.full((3, 4), 33)], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(3, more.shape[1] - 9, dtype=torch.long)], dim=1)
+        results.append(
+            greedy(model, {"input_ids": more, "attention_mask": mask}, 12, past_key_values=out.past_key_values)
+        )
+        del out
+    for actual, expected in zip(turns[1], turns[0], strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert wrapped.compiled.stats().generate_calls == {"fast loop": 2}
+    gc.collect()
+    assert_account_is_empty(wrapped)
+
+
+@pytest.mark.timeout(30)
+def test_a_closed_cache_can_be_used_again(models, inputs):
+    plain, wrapped = models
+    out = greedy(wrapped, inputs, 12, return_dict_in_generate=True)
+    cache = out.past_key_values
+    cache.close()
+    assert_account_is_empty(wrapped)
+    expected = greedy(plain, inputs, 12)
+    torch.testing.assert_close(greedy(wrapped, inputs, 12, past_key_values=cache), expected)
+    cache.close()
+    assert_account_is_empty(wrapped)
+
+
+def test_pages_of_a_returned_cache_are_given_back_when_it_is_dropped(models, inputs):
+    _, wrapped = models
+    out = greedy(wrapped, inputs, 12, return_dict_in_generate=True)
+    account = wrapped.compiled.stats().pages
+    assert account.used > 0
+    assert account.used + account.free + account.cached == account.total
+    del out
+    gc.collect()
+    assert_account_is_empty(wrapped)
+
+
+def test_fast_path_is_not_logged(models, inputs, caplog):
+    with caplog.at_level(logging.DEBUG):
+        greedy(models[1], inputs, 3)
+    assert [record for record in caplog.records if record.name == "compiled_llm.generate"] == []
+
+
+def test_a_paged_cache_crops_and_resets(models, inputs):
+    _, wrapped = models
+    ids = inputs["input_ids"][1:2]
+    cache = wrapped.compiled.new_cache()
+    whole = wrapped(input_ids=ids, past_key_values=cache).logits
+    cache.crop(-4)
+    assert cache.get_seq_length() == ids.shape[1] - 4
+    torch.testing.assert_close(wrapped(input_ids=ids[:, -4:], past_key_values=cache).logits, whole[:, -4:])
+    with pytest.raises(ValueError, match="3 rows do not fit a cache of 1"):
+        wrapped(input_ids=inputs["input_ids"], past_key_values=cache)
+    with pytest.raises(ValueError, match="1024 positions"):
+        wrapped(input_ids=ids[:, :1].expand(1, 1020), past_key_values=cache)
+    cache.reset()
+    assert_account_is_empty(wrapped)
+    torch.testing.assert_close(wrapped(input_ids=ids, past_key_values=cache).logits, whole)
+    cache.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory is resident")
+def test_a_large_pool_on_a_cpu_takes_memory_only_where_it_is_written():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    model = compiled_llm.wrap(tiny_qwen3(), mode="eager", kv_memory="3GiB")
+    before = resident()
+    greedy(model, mixed_prompts([4, 30], 128, seed=0), 8)
+    assert model.compiled.stats().memory["pages"] > 2.9 * 2**30
+    assert resident() - before < 2**29

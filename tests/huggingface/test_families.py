@@ -1,0 +1,56 @@
+"""Families beside Qwen3 and Llama: the same tokens as HuggingFace, or a refusal that says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import compiled_llm
+from support.families import FAMILIES, make
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+
+REFUSED = {
+    "Bloom": ({"n_head": 4, "n_layer": 2}, "reach the attention interface"),
+    "Nemotron": ({}, "does not hand keyword arguments"),
+    "StableLm": ({}, "does not hand keyword arguments"),
+    "XGLM": ({"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}, "reach the attention interface"),
+    "MiniMax": ({}, "reach the attention interface"),
+}
+
+
+def assert_equal_tokens(family: str, mode: str, seed: int) -> None:
+    model = make(family, FAMILIES[family], seed)
+    inputs = mixed_prompts([5, 19, 11], 128, seed)
+    expected = greedy(model, inputs, 40)
+    assert len(set(expected[0, 19:].tolist())) > 3, "text that repeats one token shows little"
+    compiled_llm.wrap(model, mode=mode, page_size=4, progress=False)
+    torch.testing.assert_close(greedy(model, inputs, 40), expected)
+    torch.testing.assert_close(greedy(model, inputs, 40), expected)
+    stats = model.compiled.stats()
+    assert stats.generate_calls == {"fast loop": 2}
+    assert stats.recompiles == 0
+    assert_account_is_empty(model)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_huggingface(family, seed):
+    assert_equal_tokens(family, "eager", seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
+def test_tokens_equal_huggingface_when_compiled(family, seed):
+    """Soft caps with alternating windows; attention sinks with experts."""
+    assert_equal_tokens(family, "compile", seed)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_run_over_pages_is_refused_with_the_reason(family, seed):
+    options, reason = REFUSED[family]
+    model = make(family, options, seed)
+    with pytest.raises(compiled_llm.UnsupportedModelError, match=reason):
+        compiled_llm.wrap(model, mode="eager")
+    assert type(model).__mro__[0].__name__.startswith(family)
+    assert greedy(model, mixed_prompts([5], 128, seed), 3).shape == (1, 8), "it stays usable"

@@ -1,0 +1,373 @@
+"""A wrapped model's forward: scoring and embeddings over pages, HuggingFace's own where it has to be."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, OPTConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import OPTForCausalLM as OptForCausalLM
+
+import compiled_llm
+from compiled_llm.huggingface.paged_cache import PagedCache
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.tiny_models import TINY, tiny_qwen3
+
+OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "400 tokens", "max_batch_size": 4}
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
+LENGTH = 11
+
+
+def pair(**overrides: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return tiny_qwen3(**overrides), compiled_llm.wrap(tiny_qwen3(**overrides), progress=False, **OPTIONS)
+
+
+@pytest.fixture
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return pair(eos_token_id=None)
+
+
+def masks() -> dict[str, Tensor]:
+    left = torch.ones(3, LENGTH, dtype=torch.long)
+    left[0, :5] = left[2, :1] = 0
+    holes = left.clone()
+    holes[1, 3:5] = holes[2, 7] = 0
+    return {"left": left, "right": left.flip(1), "holes": holes, "none": torch.ones_like(left)}
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(3, 128, (3, LENGTH))
+
+
+def assert_forwards(model: PreTrainedModel, **calls: int) -> None:
+    assert model.compiled.stats().forward_calls == calls
+
+
+def assert_equal_where_seen(ours: Any, theirs: Any, mask: Tensor) -> None:
+    seen = mask[:, -theirs.logits.shape[1] :] != 0
+    torch.testing.assert_close(ours.logits[seen], theirs.logits[seen], **CLOSE)
+    assert not ours.logits[~seen].any()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("use_cache", [False, True, None])
+@pytest.mark.parametrize("padding", masks())
+def test_logits_are_huggingfaces_with_any_padding(padding, use_cache, models, ids):
+    plain, wrapped = models
+    mask = masks()[padding]
+    for _ in range(2):
+        with torch.no_grad():
+            ours, theirs = (model(ids, attention_mask=mask, use_cache=use_cache) for model in (wrapped, plain))
+        assert list(ours) == list(theirs)
+        assert_equal_where_seen(ours, theirs, mask)
+        del ours, theirs
+        assert_account_is_empty(wrapped)
+    assert_forwards(wrapped, compiled=2)
+    assert wrapped.compiled.stats().slow_paths == {}
+
+
+@pytest.mark.parametrize("padding", masks())
+def test_positions_of_ones_own_are_kept(padding, models, ids):
+    mask = masks()[padding]
+    positions = 3 * torch.arange(LENGTH)[None].expand(3, -1) + torch.tensor([[0], [5], [60]])
+    for given in (positions, positions[:1]):
+        with torch.inference_mode():
+            theirs, ours = (model(ids, mask, given, use_cache=False) for model in models)
+        assert_equal_where_seen(ours, theirs, mask)
+    assert_forwards(models[1], compiled=2)
+
+
+@pytest.mark.parametrize("keep", [1, 3, LENGTH, 20, torch.tensor([0, 4, 10]), torch.tensor([10, 2, 2, -1])])
+def test_logits_are_kept_where_asked(keep, models, ids):
+    mask = masks()["right"]
+    with torch.no_grad():
+        theirs, ours = (model(ids, mask, logits_to_keep=keep, use_cache=False) for model in models)
+    columns = keep if isinstance(keep, Tensor) else torch.arange(LENGTH)[-keep:]
+    seen = mask[:, columns] != 0
+    assert ours.logits.shape == theirs.logits.shape
+    torch.testing.assert_close(ours.logits[seen], theirs.logits[seen], **CLOSE)
+    assert_account_is_empty(models[1])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("padding", masks())
+def test_the_loss_is_huggingfaces(padding, models, ids):
+    wrapped = models[1]
+    mask = masks()[padding]
+    labels = ids.masked_fill(mask == 0, -100)
+    follows_masked = (mask[:, :-1] == 0) & (labels[:, 1:] != -100)
+    for own in (labels, torch.where(nn.functional.pad(follows_masked, (1, 0)), -100, labels), ids):
+        with torch.no_grad():
+            theirs, ours = (model(ids, mask, labels=own, use_cache=False) for model in models)
+        torch.testing.assert_close(ours.loss, theirs.loss, **CLOSE)
+        assert list(ours) == list(theirs)
+    slow = {"left": 2, "right": 1, "holes": 2, "none": 0}[padding]
+    calls = wrapped.compiled.stats().forward_calls
+    assert (calls.get("original", 0), calls["compiled"]) == (slow, 3 - slow)
+    if slow:
+        assert wrapped.compiled.stats().slow_paths == {"forward: labels that follow masked tokens": slow}
+    assert_account_is_empty(wrapped)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("padding", masks())
+def test_embeddings_take_the_place_of_tokens(padding, models, ids):
+    plain, wrapped = models
+    mask = masks()[padding]
+    embeddings = plain.get_input_embeddings()(ids).detach()
+    for rows in (slice(None), slice(1)):
+        with torch.inference_mode():
+            theirs, ours = (
+                model(inputs_embeds=embeddings[rows], attention_mask=mask[rows], use_cache=False) for model in models
+            )
+        assert_equal_where_seen(ours, theirs, mask[rows])
+    assert_forwards(wrapped, compiled=2)
+    assert_account_is_empty(wrapped)
+
+
+def test_the_result_is_of_the_models_own_class():
+    config = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    plain = Qwen3MoeForCausalLM(config).eval()
+    wrapped = compiled_llm.wrap(copy.deepcopy(plain), progress=False, **OPTIONS)
+    ids = torch.randint(3, 128, (2, LENGTH))
+    with torch.no_grad():
+        theirs, ours = (model(ids, labels=ids) for model in (plain, wrapped))
+    assert type(ours) is type(theirs)
+    assert list(ours) == list(theirs)
+    assert ours.aux_loss is theirs.aux_loss is None
+    torch.testing.assert_close(ours.loss, theirs.loss, **CLOSE)
+    assert_forwards(wrapped, compiled=1)
+
+
+def test_a_model_that_counts_positions_by_the_mask_does_so():
+    config = OPTConfig(
+        vocab_size=128, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0, init_std=0.3,
+    )  # fmt: skip
+    plain = OptForCausalLM(config).eval()
+    wrapped = compiled_llm.wrap(copy.deepcopy(plain), progress=False, **OPTIONS)
+    ids = torch.randint(3, 128, (3, LENGTH))
+    for mask in masks().values():
+        with torch.no_grad():
+            assert_equal_where_seen(wrapped(ids, mask), plain(ids, mask), mask)
+    assert_forwards(wrapped, compiled=4)
+
+
+def test_more_rows_than_a_batch_are_scored_in_parts(models):
+    ids = torch.randint(3, 128, (11, 6))
+    mask = torch.ones_like(ids)
+    mask[::3, :2] = 0
+    with torch.no_grad():
+        theirs, ours = (model(ids, mask, use_cache=False) for model in models)
+        assert_equal_where_seen(ours, theirs, mask)
+        assert_forwards(models[1], compiled=1)
+        kept = models[1](ids, mask)
+        torch.testing.assert_close(kept.logits, theirs.logits, **CLOSE)
+    assert models[1].compiled.stats().slow_paths == {"forward: more rows than max_batch_size": 1}
+
+
+def test_what_finds_no_room_runs_in_huggingfaces_forward(models):
+    plain, wrapped = models
+    with torch.no_grad():
+        for tokens, reason in ((1025, "more tokens than the model has positions"), (401, "more tokens than pages")):
+            ids = torch.randint(3, 128, (1, tokens))
+            for use_cache in (True, False):
+                ours = wrapped(ids, use_cache=use_cache, logits_to_keep=5)
+                torch.testing.assert_close(ours.logits, plain(ids, logits_to_keep=5).logits, **CLOSE)
+                assert (ours.past_key_values is not None) == use_cache
+            assert any(reason in key for key in wrapped.compiled.stats().slow_paths)
+    assert_forwards(wrapped, original=4)
+    assert_account_is_empty(wrapped)
+
+
+@pytest.mark.core
+def test_the_cache_of_a_forward_goes_on_as_huggingfaces_would(models, ids):
+    mask, caches = masks()["left"], []
+    more = torch.randint(3, 128, (3, 4))
+    longer = torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], dim=1)
+    results = []
+    for model in models:
+        with torch.no_grad():
+            cache = model(ids, mask).past_key_values
+            results.append([model(more, longer, past_key_values=cache).logits])
+            results[-1].append(model(more[:, :1], past_key_values=cache, attention_mask=None).logits)
+        caches.append(cache)
+    torch.testing.assert_close(results[1][0], results[0][0], **CLOSE)
+    assert isinstance(caches[1], PagedCache)
+    assert caches[1].get_seq_length() == caches[0].get_seq_length() == LENGTH + 5
+    del caches, cache
+    assert_account_is_empty(models[1])
+
+
+def test_the_cache_of_a_forward_goes_on_in_generate(models, ids):
+    whole = torch.cat([ids, torch.randint(3, 128, (3, 5))], dim=1)
+    results = []
+    for model in models:
+        with torch.no_grad():
+            cache = model(ids).past_key_values
+        results.append(greedy(model, {"input_ids": whole}, 9, past_key_values=cache))
+    del cache
+    torch.testing.assert_close(results[1], results[0])
+    assert models[1].compiled.stats().generate_calls == {"fast loop": 1}
+    gc.collect()
+    assert_account_is_empty(models[1])
+
+
+def test_the_result_is_a_tuple_if_asked_for(models, ids):
+    with torch.no_grad():
+        theirs, ours = (model(ids, labels=ids, return_dict=False, use_cache=False) for model in models)
+    assert isinstance(ours, tuple)
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+ORIGINAL = {
+    "output_hidden_states": {"output_hidden_states": True},
+    "output_attentions": {"output_attentions": True},
+    "a cache of ones own": {"past_key_values": "dynamic"},
+    "a mask with four dimensions": {"attention_mask": torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]},
+    "labels together with logits_to_keep": {"labels": torch.full((3, 2), 7), "logits_to_keep": 2},
+    "more arguments of the loss": {"labels": torch.full((3, LENGTH), 7), "num_items_in_batch": 9},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_what_pages_cannot_give_is_huggingfaces_own_counted_and_said_once(name, ids, caplog):
+    models = pair(attn_implementation="eager")
+    for _ in range(2):
+        results = []
+        for model in models:
+            options = dict(ORIGINAL[name])
+            if options.get("past_key_values") == "dynamic":
+                options["past_key_values"] = DynamicCache(config=model.config)
+            with torch.no_grad():
+                results.append(model(ids, **options))
+        theirs, ours = results
+        assert list(ours) == list(theirs)
+        assert type(ours.past_key_values) is type(theirs.past_key_values)
+        for key in ("loss", "logits", "hidden_states", "attentions"):
+            torch.testing.assert_close(ours.get(key), theirs.get(key), rtol=0, atol=0)
+    assert_forwards(models[1], original=2)
+    assert list(models[1].compiled.stats().slow_paths.values()) == [2]
+    records = [record for record in caplog.records if record.name == "compiled_llm.generate"]
+    assert [record.levelno for record in records] == [logging.WARNING]
+    assert models[1].compiled.stats().pages is None or models[1].compiled.stats().pages.used == 0
+
+
+def test_autocast_is_huggingfaces_own(models, ids):
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs, ours = (model(ids) for model in models)
+    assert ours.logits.dtype == theirs.logits.dtype
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=0, atol=0)
+    assert_forwards(models[1], original=1)
+
+
+def test_hooks_see_what_huggingface_shows_them(models, ids):
+    seen: list[Tensor] = []
+    handles = [
+        model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output))
+        for model in models
+    ]
+    with torch.no_grad():
+        for model in models:
+            model(ids)
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
+    assert models[1].compiled.stats().slow_paths == {"forward: hooks on inner modules": 1}
+    for handle in handles:
+        handle.remove()
+    with torch.no_grad():
+        models[1](ids)
+    assert_forwards(models[1], original=1, compiled=1)
+
+
+# ---- under grad
+
+
+class Adapter(nn.Module):
+    """A linear layer with a low-rank one beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+        nn.init.constant_(self.down.weight, 0.02)
+        nn.init.constant_(self.up.weight, 0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def with_adapters(model: PreTrainedModel) -> list[nn.Parameter]:
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@pytest.mark.core
+def test_low_rank_training_of_a_wrapped_model_is_huggingfaces_and_its_tokens_follow(models, ids):
+    plain, wrapped = models
+    before = greedy(wrapped, {"input_ids": ids}, 8)
+    weights = [with_adapters(model) for model in models]
+    for model, own in zip(models, weights, strict=True):
+        optimizer = torch.optim.SGD(own, lr=3.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+    for ours, theirs in zip(weights[1], weights[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert_forwards(wrapped, original=3)
+    assert wrapped.compiled.stats().slow_paths == {"forward: gradients": 3}
+    after = greedy(wrapped, {"input_ids": ids}, 8)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, greedy(plain, {"input_ids": ids}, 8))
+
+
+def test_frozen_weights_need_no_gradients(models, ids):
+    for model in models:
+        model.requires_grad_(False)
+    theirs, ours = (model(ids, use_cache=False) for model in models)
+    torch.testing.assert_close(ours.logits, theirs.logits, **CLOSE)
+    assert_forwards(models[1], compiled=1)
+    embeddings = models[0].get_input_embeddings()(ids).requires_grad_()
+    models[1](inputs_embeds=embeddings).logits.sum().backward()
+    assert embeddings.grad is not None
+    assert_forwards(models[1], compiled=1, original=1)
+
+
+# ---- compiled
+
+
+@pytest.mark.slow
+def test_one_graph_for_tokens_and_one_for_embeddings():
+    plain = tiny_qwen3(eos_token_id=None)
+    wrapped = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), progress=False, **{**OPTIONS, "mode": "compile"})
+    embeddings = plain.get_input_embeddings()
+
+    def score(lengths: list[int], seed: int) -> None:
+        inputs = mixed_prompts(lengths, 128, seed)
+        mask, rows = inputs["attention_mask"], {"inputs_embeds": embeddings(inputs["input_ids"]).detach()}
+        with torch.no_grad():
+            expected = plain(**inputs)
+            assert_equal_where_seen(wrapped(**inputs, use_cache=False), expected, mask)
+            assert_equal_where_seen(wrapped(**rows, attention_mask=mask), expected, mask)
+        with torch.inference_mode():
+            assert_equal_where_seen(wrapped(**rows, attention_mask=mask), expected, mask)
+
+    score([5, 9], 0)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed, lengths in enumerate(([1], [7], [3, 3, 3], [20, 1, 9, 30])):
+            score(lengths, seed)
+    assert wrapped.compiled.graphs["prefill"] == wrapped.compiled.graphs["prefill from embeddings"] == 1
+    stats = wrapped.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
+    assert_account_is_empty(wrapped)

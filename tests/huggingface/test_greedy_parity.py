@@ -1,0 +1,155 @@
+"""Greedy tokens equal HuggingFace's, token for token, and every graph is compiled exactly once."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import compiled_llm
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.tiny_models import tiny_llama, tiny_qwen3
+
+# Below, at and above buckets (1, 2, 4, 8), one after the other on the same model, and how many tokens each writes.
+BATCHES = [
+    ([7], 200), ([5, 9], 50), ([1, 12, 30], 50), ([4, 4, 4, 4], 50),
+    ([3, 17, 1, 8, 25], 200), ([6], 50), ([2, 31, 9], 50),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.core), "llama"])
+def models(request: pytest.FixtureRequest) -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
+    """A model and a wrapped twin of it, compiled once for all tests of this file."""
+    make = {"qwen3": tiny_qwen3, "llama": tiny_llama}[request.param]
+    plain, wrapped = make(seed=1), compiled_llm.wrap(make(seed=1), page_size=4, progress=False)
+    yield plain, wrapped
+    compiled_llm.unwrap(wrapped)
+
+
+def eos_that_ends_some_rows(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> int:
+    """A token that the first row reaches early and, with luck, others later or never."""
+    return int(greedy(model, inputs, 12, eos_token_id=None)[0, -1])
+
+
+def test_tokens_equal_huggingface_for_mixed_lengths_and_repeated_calls(models, seed):
+    plain, wrapped = models
+    for number, (lengths, new_tokens) in enumerate(BATCHES):
+        inputs = mixed_prompts(lengths, 128, seed + number)
+        expected = greedy(plain, inputs, new_tokens, eos_token_id=None)
+        assert expected.shape[1] == max(lengths) + new_tokens
+        for again in (new_tokens, 20):
+            tokens = greedy(wrapped, inputs, again, eos_token_id=None)
+            torch.testing.assert_close(tokens, expected[:, : max(lengths) + again])
+        assert_account_is_empty(wrapped)
+
+
+def test_rows_that_end_early_are_padded_as_huggingface_pads_them(reading, models, seed):
+    plain, wrapped = models
+    ended = set()
+    for number, lengths in enumerate([[7, 3], [5, 9, 2], [3, 17, 1, 8, 25]]):
+        inputs = mixed_prompts(lengths, 128, seed + 50 + number)
+        eos = eos_that_ends_some_rows(plain, inputs)
+        expected = greedy(plain, inputs, 60, eos_token_id=eos, pad_token_id=0)
+        torch.testing.assert_close(greedy(wrapped, inputs, 60, eos_token_id=eos, pad_token_id=0), expected)
+        ended.update((expected[:, max(lengths) :] == eos).any(dim=1).tolist())
+        assert_account_is_empty(wrapped)
+    assert ended == {True, False}, "some rows must end and some must go on, or this test shows nothing"
+
+
+def test_three_graphs_serve_all_batches_and_nothing_recompiles(models, seed):
+    _, wrapped = models
+    wrapped.compiled.warmup([1, 2, 3, 8])
+    assert wrapped.compiled.graphs == {"prefill": 1, "decode, batch 1": 1, "decode, larger batches": 1}
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for number, lengths in enumerate([[1], [9], [1, 1], [6, 2], [1] * 7, [5] * 8]):
+            greedy(wrapped, mixed_prompts(lengths, 128, seed + number), 9, eos_token_id=None)
+    stats = wrapped.compiled.stats()
+    assert (stats.graphs, stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (3, 0, 0, 0)
+
+
+def test_callers_grad_and_inference_modes_neither_recompile_nor_change_tokens(models, seed):
+    plain, wrapped = models
+    inputs = mixed_prompts([4, 6], 128, seed)
+    expected = greedy(plain, inputs, 12)
+    with torch.inference_mode():
+        torch.testing.assert_close(greedy(wrapped, inputs, 12).clone(), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(greedy(wrapped, inputs, 12), expected)
+    torch.testing.assert_close(greedy(wrapped, inputs, 12), expected)
+    assert wrapped.compiled.stats().recompiles == 0
+
+
+def test_holes_in_the_mask_are_not_stored(models, seed):
+    plain, wrapped = models
+    inputs = mixed_prompts([9, 14], 128, seed)
+    inputs["attention_mask"][0, -5:-3] = 0
+    inputs["attention_mask"][1, 4] = 0
+    torch.testing.assert_close(greedy(wrapped, inputs, 30), greedy(plain, inputs, 30))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_page_size_does_not_change_tokens(page_size, seed):
+    plain, wrapped = tiny_qwen3(seed=2), compiled_llm.wrap(tiny_qwen3(seed=2), mode="eager", page_size=page_size)
+    for lengths in ([16], [15, 1, 33], [2, 3, 48, 16]):
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(wrapped, inputs, 70), greedy(plain, inputs, 70))
+        assert_account_is_empty(wrapped)
+
+
+@pytest.mark.core
+def test_sliding_and_full_layers_in_one_model(seed):
+    config = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "eos_token_id": None}
+    plain, wrapped = tiny_qwen3(**config), compiled_llm.wrap(tiny_qwen3(**config), mode="eager", page_size=4)
+    assert {layer.window_left for layer in wrapped.compiled.layers} == {-1, 6}
+    inputs = mixed_prompts([3, 20, 11], 128, seed)
+    torch.testing.assert_close(greedy(wrapped, inputs, 50), greedy(plain, inputs, 50))
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_two_wrapped_models_of_one_class_do_not_share_graphs(seed):
+    first = compiled_llm.wrap(tiny_qwen3(seed=3, num_hidden_layers=1), page_size=4, progress=False)
+    second = compiled_llm.wrap(tiny_qwen3(seed=4, num_hidden_layers=1), page_size=4, progress=False)
+    inputs = mixed_prompts([3, 8], 128, seed)
+    outputs = [greedy(model, inputs, 12, eos_token_id=None) for model in (first, second, first, second)]
+    torch.testing.assert_close(
+        outputs[0], greedy(tiny_qwen3(seed=3, num_hidden_layers=1), inputs, 12, eos_token_id=None)
+    )
+    torch.testing.assert_close(
+        outputs[1], greedy(tiny_qwen3(seed=4, num_hidden_layers=1), inputs, 12, eos_token_id=None)
+    )
+    torch.testing.assert_close(outputs[2], outputs[0])
+    torch.testing.assert_close(outputs[3], outputs[1])
+    assert first.compiled.stats().recompiles == second.compiled.stats().recompiles == 0
+    del first, second
+    gc.collect()
+
+
+@pytest.fixture
+def all_cores() -> Iterator[None]:
+    """tox gives tests one thread; here products and loops are divided among several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, os.cpu_count() or 1))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("all_cores")
+def test_real_weights(demo_model_dir, seed):
+    from compiled_llm.commands.loading import load
+
+    model, tokenizer = load("demo", torch.float32, "cpu")
+    texts = ["The capital of France is", "Once upon a time, in a village by the sea, there lived", "2 + 2 ="]
+    inputs = dict(tokenizer(texts, return_tensors="pt", padding=True, padding_side="left"))
+    expected = greedy(model, inputs, 200)
+    compiled_llm.wrap(model, progress=False)
+    torch.testing.assert_close(greedy(model, inputs, 200), expected)
+    torch.testing.assert_close(greedy(model, inputs, 20), expected[:, : inputs["input_ids"].shape[1] + 20])
+    stats = model.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
+    assert_account_is_empty(model)

@@ -1,0 +1,80 @@
+"""Each feature takes the path that docs/paths.md says, twice, with HuggingFace's results and no page left in use."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.generate_features import BETWEEN, FEATURES, HEADS, PAGE, PATHS, Feature, line, pair, paths_of
+from support.parity import assert_account_is_empty
+
+CASES = {f"{title}: {feature.name}": feature for title, features in FEATURES.items() for feature in features}
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def comparable(result: Any) -> Any:
+    """A result without what is of another kind for a wrapped model, and without what masked tokens have."""
+    if isinstance(result, (Tensor, tuple)):
+        return result
+    return {name: value for name, value in result.items() if name not in ("past_key_values", "logits")}
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    torch.testing.assert_close(comparable(ours), comparable(theirs), **CLOSE)
+    if not isinstance(theirs, (Tensor, tuple)) and isinstance(theirs.get("logits"), Tensor):
+        seen = ours.logits.any(dim=-1)  # zeros where a token is masked
+        torch.testing.assert_close(ours.logits[seen], theirs.logits[seen], **CLOSE)
+        assert seen.float().mean() > 0.6
+
+
+def unwrapped(call: Any, plain: Any) -> Any:
+    try:
+        return call(plain)
+    except TypeError as error:  # assistant_early_exit before transformers 5.23
+        pytest.skip(f"transformers itself cannot do it: {error}")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", CASES)
+def test_a_feature_takes_the_path_on_the_page_with_huggingfaces_result(name: str) -> None:
+    feature = CASES[name]
+    plain, wrapped = pair(feature)
+    taken: list[set[str]] = []
+    for call in feature.calls:
+        theirs = None if feature.draws or feature.refused else unwrapped(call, plain)
+        for _ in range(2):
+            paths, ours = paths_of(feature, call, wrapped)
+            taken.append(paths)
+            if theirs is not None:
+                assert_same(ours, theirs)
+            del ours
+        gc.collect()
+        if wrapped.compiled.stats().pages is not None:
+            assert_account_is_empty(wrapped)
+    assert all(paths == taken[0] for paths in taken)
+    assert line(feature, taken[0]) in written(), "run `python tests/support/generate_features.py`"
+    stats = wrapped.compiled.stats()
+    slow = taken[0] & {"processed loop", "original"} and taken[0] != {"refused"}
+    assert bool(stats.slow_paths) >= bool(slow), "a slower path is counted with its reason"
+
+
+def written() -> list[str]:
+    between = BETWEEN.search(PAGE.read_text())
+    assert between is not None
+    return between[0].splitlines()
+
+
+def test_the_page_lists_no_other_features() -> None:
+    features = [line for line in written() if line.startswith("| ") and not line.startswith("| | ")]
+    assert [row.split(" | ")[0][2:] for row in features] == [feature.name for feature in CASES.values()]
+    assert len(HEADS) == len(PATHS)
+
+
+def test_features_have_names_of_their_own() -> None:
+    assert len(CASES) == sum(map(len, FEATURES.values()))
+    assert all(isinstance(feature, Feature) and feature.calls for feature in CASES.values())

@@ -1,0 +1,223 @@
+"""Text comes while it is made, from any thread, and stops where the user says, as with HuggingFace."""
+
+from __future__ import annotations
+
+import asyncio
+import string
+import threading
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    AsyncTextIteratorStreamer,
+    MaxTimeCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import compiled_llm
+from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.runner import Runner
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.tiny_models import tiny_qwen3
+
+PATIENCE = 60.0
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character."""
+    characters = ["<pad>", "<s>", "</s>", *(string.printable + "äöüßéèêàâçñøåæþðłžšč")[:125]]
+    model = Tokenizer(models.WordLevel({token: i for i, token in enumerate(characters)}, unk_token="<pad>"))
+    model.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    model.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", pad_token="<pad>")
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return tiny_qwen3(eos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def wrapped():
+    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4)
+
+
+def text_of(model, tokenizer, inputs, new_tokens):
+    ids = greedy(model, inputs, new_tokens)[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class Events(BaseStreamer):
+    """Notes what comes, and between that when decode is launched."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def put(self, value: Tensor) -> None:
+        self.seen.append("prompt" if value.dim() > 1 else "token")
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+def test_the_first_token_does_not_wait_for_decode_to_be_prepared(monkeypatch, seed):
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4, progress=False)
+    inputs, events = mixed_prompts([6], 128, seed), [Events(), Events()]
+    launch = PagedModel._launch_decode
+    monkeypatch.setattr(Runner, "asynchronous", True)
+    for each in events:
+        monkeypatch.setattr(
+            PagedModel, "_launch_decode", lambda *args, each=each: (each.seen.append("decode"), launch(*args))[1]
+        )
+        greedy(model, inputs, 3, streamer=each)
+    cold, warm = [each.seen for each in events]
+    assert cold == ["prompt", "token", "decode", "decode", "decode", "token", "token", "end"]
+    assert warm == ["prompt", "decode", "token", "decode", "token", "token", "end"]
+
+
+def test_a_text_streamer_prints_huggingfaces_text(plain, wrapped, tokenizer, capsys, seed):
+    inputs = mixed_prompts([6], 128, seed)
+    printed = []
+    for model in (plain, wrapped):
+        greedy(model, inputs, 30, streamer=TextStreamer(tokenizer, skip_prompt=True))
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert len(printed[1]) > 20
+
+
+def test_an_iterator_streamer_is_fed_from_a_thread_while_it_is_read(plain, wrapped, tokenizer, seed):
+    inputs = mixed_prompts([6], 128, seed)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=PATIENCE)
+    first_seen, finished = threading.Event(), threading.Event()
+
+    def hold_after_the_first(input_ids: torch.Tensor, scores: object) -> bool:
+        # The end is held back until the reader has seen the beginning: what comes at the end only would hang here.
+        if input_ids.shape[1] == 6 + 150:
+            assert first_seen.wait(PATIENCE)
+        return False
+
+    def run() -> None:
+        greedy(wrapped, inputs, 200, streamer=streamer, stopping_criteria=[hold_after_the_first])
+        finished.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    parts = []
+    for part in streamer:
+        parts.append(part)
+        if part:
+            first_seen.set()
+    thread.join(PATIENCE)
+    assert finished.is_set()
+    assert "".join(parts) == text_of(plain, tokenizer, inputs, 200)
+    assert_account_is_empty(wrapped)
+
+
+def test_an_async_streamer_is_read_from_an_event_loop(plain, wrapped, tokenizer, seed):
+    inputs = mixed_prompts([5], 128, seed)
+
+    async def read() -> str:
+        streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=PATIENCE)
+        thread = threading.Thread(target=lambda: greedy(wrapped, inputs, 40, streamer=streamer))
+        thread.start()
+        parts = [part async for part in streamer]
+        thread.join(PATIENCE)
+        return "".join(parts)
+
+    assert asyncio.run(read()) == text_of(plain, tokenizer, inputs, 40)
+
+
+@pytest.mark.parametrize("lengths", [[6], [4, 9, 2]])
+def test_stop_strings_end_where_huggingface_ends(reading, lengths, plain, wrapped, tokenizer, seed):
+    inputs = mixed_prompts(lengths, 128, seed)
+    free = greedy(plain, inputs, 60)[:, max(lengths) :]
+    stop = [tokenizer.decode(row[20 + 4 * number : 22 + 4 * number]) for number, row in enumerate(free)]
+    outputs = [
+        greedy(model, inputs, 60, stop_strings=stop, tokenizer=tokenizer, pad_token_id=0) for model in (plain, wrapped)
+    ]
+    torch.testing.assert_close(outputs[1], outputs[0])
+    assert outputs[1].shape[1] < max(lengths) + 60
+    assert_account_is_empty(wrapped)
+
+
+def test_max_time_ends_generation_early(wrapped, seed):
+    inputs = mixed_prompts([6], 128, seed)
+    assert greedy(wrapped, inputs, 1000, max_time=0.05).shape[1] < 6 + 1000
+    assert_account_is_empty(wrapped)
+
+
+def test_several_samples_of_each_prompt(wrapped, seed):
+    inputs = mixed_prompts([4, 7], 128, seed)
+    out = wrapped.generate(**inputs, max_new_tokens=12, do_sample=True, num_return_sequences=3)
+    assert out.shape == (6, 7 + 12)
+    torch.testing.assert_close(out[:3, :7], inputs["input_ids"][:1].expand(3, -1))
+    assert len({tuple(row) for row in out[:3].tolist()}) == 3, "each draws for itself"
+
+
+class Noting(BaseStreamer):
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append(f"streamer {value.dtype} {value.tolist()}")
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+    def criterion(self, ids: torch.Tensor, scores: object) -> torch.Tensor:
+        self.calls.append(f"criterion {ids.tolist()}")
+        return torch.full((len(ids),), ids.shape[1] == 9)
+
+
+def test_streamer_and_criteria_are_called_as_huggingface_calls_them(plain, wrapped, seed):
+    inputs, calls = mixed_prompts([5], 128, seed), ([], [])
+    for model, notes in zip((plain, wrapped), calls, strict=True):
+        streamer = Noting(notes)
+        greedy(model, inputs, 20, streamer=streamer, stopping_criteria=StoppingCriteriaList([streamer.criterion]))
+    assert calls[1] == calls[0]
+    assert len(calls[0]) == 1 + 2 * 4 + 1, "the prompt, four tokens, the end"
+
+
+class Own(TextStreamer):
+    """May do anything."""
+
+
+class Harmless(TextStreamer):
+    leaves_model_alone = True
+
+
+def long_enough(ids: torch.Tensor, scores: object) -> torch.Tensor:
+    return torch.zeros(len(ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("streamer", "criteria", "watched"),
+    [
+        (None, [], False),
+        (TextStreamer, [], False),
+        (TextIteratorStreamer, [], False),
+        (Own, [], True),
+        (Harmless, [], False),
+        (TextStreamer, [long_enough], True),
+        (None, [MaxTimeCriteria(float("inf"))], False),  # its clock starts when the tests are collected
+    ],
+)
+def test_the_model_is_looked_at_again_after_code_that_may_have_changed_it(
+    streamer, criteria, watched, tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call's prefill looks in any case."""
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4)
+    said, own = [], Runner.step
+    monkeypatch.setattr(
+        Runner, "step", lambda self, unchanged: (said.append(unchanged), own(self, unchanged=unchanged))[1]
+    )
+    options = {"streamer": None if streamer is None else streamer(tokenizer)}
+    greedy(model, mixed_prompts([5], 128, seed=0), 6, stopping_criteria=StoppingCriteriaList(criteria), **options)
+    assert said == [False, *[not watched] * 5]

@@ -1,0 +1,239 @@
+"""Around a wrapped model: pipelines, chat templates, threads in every mode, and models that change after wrap."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig, PreTrainedModel, pipeline
+
+import compiled_llm
+from support.generate_features import tokenizer as letters
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.tiny_models import tiny_qwen3
+
+OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 8}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}a {% endif %}"
+)
+
+
+def pair(**overrides: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    overrides = {"eos_token_id": None, **overrides}
+    return tiny_qwen3(**overrides), compiled_llm.wrap(tiny_qwen3(**overrides), progress=False, **OPTIONS)
+
+
+@pytest.fixture
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return pair()
+
+
+# ---- pipelines and chats
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch_size": 2}, {"num_beams": 2}, {"return_full_text": False}],
+    ids=["one by one", "batched", "beams", "new text only"],
+)
+def test_a_text_generation_pipeline_writes_the_same(options, models):
+    texts = []
+    for model in models:
+        writer = pipeline("text-generation", model=model, tokenizer=letters(), device="cpu")
+        texts.append(writer(["hello", "good morning", "so"], max_new_tokens=9, do_sample=False, **options))
+    assert texts[1] == texts[0]
+    paths = models[1].compiled.stats().generate_calls
+    assert set(paths) == ({"compiled forward"} if "num_beams" in options else {"fast loop"})
+    gc.collect()
+    assert_account_is_empty(models[1])
+
+
+def test_a_pipeline_of_chat_messages_writes_the_same(models):
+    words = letters()
+    words.chat_template = TEMPLATE
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "who are you"}]
+    answers = []
+    for model in models:
+        writer = pipeline("text-generation", model=model, tokenizer=words, device="cpu")
+        once = writer(messages, max_new_tokens=7, do_sample=False)[0]["generated_text"]
+        again = writer([*once, {"role": "user", "content": "and why"}], max_new_tokens=7, do_sample=False)
+        answers.append(again[0]["generated_text"])
+    assert answers[1] == answers[0]
+    assert [message["role"] for message in answers[1]] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_a_chat_template_goes_straight_into_generate(models):
+    words = letters()
+    words.chat_template, words.padding_side = TEMPLATE, "left"
+    inputs = words.apply_chat_template(
+        [[{"role": "user", "content": text}] for text in ("hi", "good morning")],
+        add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True,
+    )  # fmt: skip
+    torch.testing.assert_close(greedy(models[1], inputs, 9), greedy(models[0], inputs, 9))
+    assert models[1].compiled.stats().generate_calls == {"fast loop": 1}
+
+
+@pytest.mark.core
+def test_generate_batch_is_huggingfaces(models):
+    assert models[1].generate_batch.__func__ is models[0].generate_batch.__func__
+
+
+def test_generate_batch_writes_what_it_writes_unwrapped(models):
+    small = getattr(transformers, "ContinuousBatchingConfig", None)
+    if small is None:
+        pytest.skip("this transformers sizes its batches by the machine's memory")
+    config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts, texts = [[5, 6, 7], [9, 10, 11, 12]], []
+    for model in models:
+        sizes = small(num_blocks=32, max_batch_tokens=32)
+        out = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=sizes)
+        texts.append([out[key].generated_tokens for key in sorted(out)])
+    assert texts[1] == texts[0]
+    assert set(models[1].compiled.stats().forward_calls) == {"original"}
+    inputs = mixed_prompts([4, 9], 128, 0)
+    torch.testing.assert_close(greedy(models[1], inputs, 5), greedy(models[0], inputs, 5))
+    assert models[1].compiled.stats().generate_calls == {"fast loop": 1}
+
+
+# ---- threads
+
+
+def _chat(model: PreTrainedModel, seed: int) -> Any:
+    inputs = mixed_prompts([5], 128, seed)
+    out = greedy(model, inputs, 6, return_dict_in_generate=True)
+    ids = torch.cat([out.sequences, torch.tensor([[7, 8]])], dim=1)
+    return greedy(model, {"input_ids": ids}, 6, past_key_values=out.past_key_values)
+
+
+@torch.no_grad()
+def _score(model: PreTrainedModel, seed: int) -> Any:
+    inputs = mixed_prompts([5, 9], 128, seed)
+    return model(**inputs, use_cache=False).logits[inputs["attention_mask"] != 0]
+
+
+MODES: list[Callable[[PreTrainedModel, int], Any]] = [
+    lambda model, seed: greedy(model, mixed_prompts([5, 3], 128, seed), 12),
+    lambda model, seed: greedy(model, mixed_prompts([5], 128, seed), 9, num_beams=3),
+    lambda model, seed: greedy(model, mixed_prompts([20], 128, seed), 12, prompt_lookup_num_tokens=3),
+    lambda model, seed: greedy(model, mixed_prompts([5, 4], 128, seed), 8, no_repeat_ngram_size=2),
+    lambda model, seed: greedy(model, mixed_prompts([4], 128, seed), 8, num_beams=2, use_cache=False),
+    _chat,
+    _score,
+]
+
+
+@pytest.mark.core
+def test_all_modes_at_once_from_several_threads(models):
+    plain, wrapped = models
+    jobs = [(mode, seed) for seed in range(3) for mode in MODES]
+    expected = [mode(plain, seed) for mode, seed in jobs]
+    with ThreadPoolExecutor(6) as pool:
+        for actual, wanted in zip(pool.map(lambda job: job[0](wrapped, job[1]), jobs), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+    gc.collect()
+    assert_account_is_empty(wrapped)
+
+
+# ---- a model that changes after it was wrapped
+
+
+def convert(model: PreTrainedModel) -> None:
+    model.to(torch.float64)
+
+
+def convert_and_back(model: PreTrainedModel) -> None:
+    model.double()
+    greedy(model, mixed_prompts([4], 128, 0), 3)
+    model.float()
+
+
+def load(model: PreTrainedModel) -> None:
+    model.load_state_dict(tiny_qwen3(seed=9, eos_token_id=None).state_dict())
+
+
+def load_assigned(model: PreTrainedModel) -> None:
+    model.load_state_dict(tiny_qwen3(seed=9, eos_token_id=None).state_dict(), assign=True)
+
+
+def train_a_step(model: PreTrainedModel) -> None:
+    ids = mixed_prompts([9, 9], 128, 3)["input_ids"]
+    model.train()
+    model(ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.2).step()
+    model.zero_grad()
+    model.eval()
+
+
+def tie(model: PreTrainedModel) -> None:
+    model.lm_head.weight = model.get_input_embeddings().weight
+
+
+def new_head(model: PreTrainedModel) -> None:
+    torch.manual_seed(5)
+    model.lm_head = torch.nn.Linear(64, 128, bias=False)
+
+
+def more_tokens(model: PreTrainedModel) -> None:
+    torch.manual_seed(5)
+    model.resize_token_embeddings(160, mean_resizing=False)
+
+
+CHANGES = [convert, convert_and_back, load, load_assigned, train_a_step, tie, new_head, more_tokens]
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_tokens_and_logits_follow_a_change(change, mode, seed):
+    if mode == "compile" and change not in (convert, load, load_assigned, new_head, more_tokens):
+        pytest.skip("the same to the compiler as another one")
+    plain = tiny_qwen3(eos_token_id=None)
+    wrapped = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), progress=False, **{**OPTIONS, "mode": mode})
+    inputs = mixed_prompts([4, 9], 128, seed)
+    before = greedy(wrapped, inputs, 12)
+    for model in (plain, wrapped):
+        change(model)
+    expected = greedy(plain, inputs, 12)
+    torch.testing.assert_close(greedy(wrapped, inputs, 12), expected)
+    torch.testing.assert_close(greedy(wrapped, inputs, 12, num_beams=2), greedy(plain, inputs, 12, num_beams=2))
+    torch.testing.assert_close(_score(wrapped, seed), _score(plain, seed), rtol=1e-4, atol=1e-4)
+    assert change in (convert, convert_and_back) or not torch.equal(before, expected)
+    assert_account_is_empty(wrapped)
+
+
+def test_a_cache_from_before_a_conversion_is_refused(models, seed):
+    inputs = mixed_prompts([4, 9], 128, seed)
+    cache = greedy(models[1], inputs, 4, return_dict_in_generate=True).past_key_values
+    models[1].double()
+    with pytest.raises(ValueError, match="before it was moved, converted or hooked"):
+        greedy(models[1], inputs, 4, past_key_values=cache)
+    models[0].double()
+    torch.testing.assert_close(greedy(models[1], inputs, 4), greedy(models[0], inputs, 4))
+
+
+def test_a_copy_made_between_two_turns_of_a_beam_search_has_no_pages(models, seed):
+    inputs = mixed_prompts([4, 9], 128, seed)
+    expected = greedy(models[0], inputs, 9, num_beams=3)
+    greedy(models[1], inputs, 9, num_beams=3)
+    twin = copy.deepcopy(models[1])
+    torch.testing.assert_close(greedy(twin, inputs, 9, num_beams=3), expected)
+    assert twin.compiled.paged() is not models[1].compiled.paged()
+
+
+def test_unwrap_gives_back_a_forward_of_huggingfaces(models, seed):
+    inputs = mixed_prompts([4, 9], 128, seed)
+    plain, wrapped = models
+    with torch.no_grad():
+        wrapped(**inputs)
+        greedy(wrapped, inputs, 3, num_beams=2)
+        compiled_llm.unwrap(wrapped)
+        torch.testing.assert_close(wrapped(**inputs).logits, plain(**inputs).logits, rtol=0, atol=0)
+        assert type(wrapped(**inputs).past_key_values) is type(plain(**inputs).past_key_values)

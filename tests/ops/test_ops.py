@@ -1,0 +1,836 @@
+"""The ops on the CPU against HuggingFace's dense attention over contiguous keys and values, and what torch asks of ops.
+
+Shapes: B rows, T packed tokens, L tokens of one row, Q queries of one row, H query heads, K kv heads, D head dimension,
+P pages, S page size.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+import re
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+import compiled_llm_ops
+from compiled_llm_ops import (
+    AttentionPlan,
+    Geometry,
+    add_rms_norm,
+    append_paged_kv,
+    decode_attention,
+    decode_attention_lse,
+    find_plan,
+    normed_linear,
+    paged_attention,
+    paged_attention_lse,
+    register_plan,
+    sample_tokens,
+    skinny_linear,
+)
+from compiled_llm_ops.kernels.linear_tiling import Tiling, choose, choose_normed
+
+pytestmark = pytest.mark.core
+
+UNWRITTEN = 1e4
+"""What lies in slots that no token was written to: it shows if it is read."""
+
+TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+
+
+class Batch:
+    """Rows of random keys and values, contiguous for the oracle and in pages in random order for the ops."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        queries: Sequence[int],
+        *,
+        group: int = 2,
+        kv_heads: int = 2,
+        head_dim: int = 8,
+        padded: int | None = None,
+        page_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        self.lengths, self.queries, self.group, self.page_size = list(lengths), list(queries), group, page_size
+        self.keys = [random(length, kv_heads, head_dim) for length in lengths]
+        self.values = [random(length, kv_heads, head_dim) for length in lengths]
+        self.query = random(sum(queries), kv_heads * group, head_dim)
+        counts = [-(-length // page_size) for length in lengths]
+        order = torch.randperm(sum(counts) + 3, generator=generator)[: sum(counts)] + 1
+        self.pages = torch.full((sum(counts) + 5, 2, kv_heads, page_size, padded or head_dim), UNWRITTEN, dtype=dtype)
+        self.pages[..., head_dim:] = 0
+        self.qo_indptr, self.indptr = _starts(queries), _starts(counts)
+        self.indices = order.int()
+        self.last_page_len = torch.tensor([(length - 1) % page_size + 1 for length in lengths], dtype=torch.int32)
+        self.scale = head_dim**-0.5
+
+    @property
+    def table(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.indptr, self.indices, self.last_page_len
+
+    def slots(self, starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor]:
+        rows = [row for row, (start, end) in enumerate(zip(starts, ends, strict=True)) for _ in range(start, end)]
+        positions = [at for start, end in zip(starts, ends, strict=True) for at in range(start, end)]
+        return torch.tensor(rows, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
+
+    def append(self, starts: Sequence[int], ends: Sequence[int]) -> None:
+        key, value = (
+            torch.cat([states[row][start:end] for row, (start, end) in enumerate(zip(starts, ends, strict=True))])
+            for states in (self.keys, self.values)
+        )
+        append_paged_kv(key, value, self.pages, *self.slots(starts, ends), *self.table)
+
+    def filled(self) -> Batch:
+        self.append([0] * len(self.lengths), self.lengths)
+        return self
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.query, self.pages, self.qo_indptr, *self.table, self.scale
+
+    def decode_arguments(self) -> tuple[Any, ...]:
+        """One query a row, and the newest keys and values still to be written."""
+        pages, newest = self.pages.clone(), self.indices[self.indptr[1:] - 1]
+        pages[newest, :, :, self.last_page_len - 1, : self.query.shape[2]] = UNWRITTEN
+        key, value = (torch.stack([row[-1] for row in states]) for states in (self.keys, self.values))
+        return self.query, key, value, pages, *self.table, self.scale
+
+    def expected(self, scale: float, window_left: int = -1, soft_cap: float = 0.0) -> Tensor:
+        """`[T, H, D]` by HuggingFace's eager attention, in float32."""
+        module, rows, taken = SimpleNamespace(num_key_value_groups=self.group, training=False), [], 0
+        for row, (length, count) in enumerate(zip(self.lengths, self.queries, strict=True)):
+            query = self.query[taken : taken + count].float().transpose(0, 1)[None]
+            key, value = (states[row].float().transpose(0, 1)[None] for states in (self.keys, self.values))
+            if count:
+                mask = self.mask(length, count, window_left)
+                out, _ = eager_attention_forward(
+                    module, query, key, value, mask, scaling=scale, softcap=soft_cap or None
+                )
+                rows.append(out[0])
+            taken += count
+        return torch.cat(rows)
+
+    @staticmethod
+    def mask(length: int, count: int, window_left: int) -> Tensor:
+        hidden = [
+            [key > at or (0 <= window_left < at - key) for key in range(length)] for at in range(length - count, length)
+        ]
+        return torch.zeros(count, length).masked_fill(torch.tensor(hidden), -math.inf)[None, None]
+
+
+def _starts(counts: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def check(batch: Batch, scale: float | None = None, window_left: int = -1, soft_cap: float = 0.0) -> None:
+    """The ops against the oracle, and their outputs' form."""
+    scale = batch.scale if scale is None else scale
+    arguments = (*batch.arguments()[:-1], scale, window_left, soft_cap)
+    expected = batch.expected(scale, window_left, soft_cap)
+    with_lse, lse = paged_attention_lse(*arguments)
+    check_outputs(batch, expected, paged_attention(*arguments), with_lse, lse)
+    if set(batch.queries) == {1}:
+        with_lse, decode_lse = decode_attention_lse(*batch.decode_arguments()[:-1], scale, window_left, soft_cap)
+        arguments = (*batch.decode_arguments()[:-1], scale, window_left, soft_cap)
+        check_outputs(batch, expected, decode_attention(*arguments), with_lse, decode_lse)
+        torch.testing.assert_close(decode_lse, lse)
+        torch.testing.assert_close(arguments[3], batch.pages, rtol=0, atol=0)
+
+
+def check_outputs(batch: Batch, expected: Tensor, out: Tensor, with_lse: Tensor, lse: Tensor) -> None:
+    for actual in (out, with_lse):
+        torch.testing.assert_close(actual.float(), expected, **TOLERANCE[batch.query.dtype])
+        assert actual.dtype == batch.query.dtype
+        assert actual.is_contiguous()
+    assert (lse.dtype, lse.shape, lse.is_contiguous()) == (torch.float32, batch.query.shape[:2], True)
+
+
+MIXES = {
+    "decode": ([1, 4, 5, 17], [1, 1, 1, 1]),
+    "prefill": ([1, 4, 5, 17], [1, 4, 5, 17]),
+    "extend": ([9, 8, 12], [3, 4, 5]),
+    "mixed": ([20, 7, 1, 8, 13], [1, 7, 1, 3, 2]),
+    "page boundaries": ([3, 4, 5, 7, 8, 9], [1, 2, 3, 4, 5, 6]),
+    "a row without queries": ([5, 6, 7], [2, 0, 3]),
+    "one row": ([11], [11]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [1, 2, 4, 7])
+@pytest.mark.parametrize("mix", MIXES)
+def test_attention_equals_dense_attention(mix, group, dtype, seed):
+    check(Batch(*MIXES[mix], group=group, dtype=dtype, seed=seed).filled())
+
+
+@pytest.mark.parametrize(("head_dim", "padded"), [(8, 8), (16, 16), (5, 8), (80, 128), (64, 64)])
+def test_pages_may_be_wider_than_the_heads(head_dim, padded, seed):
+    check(Batch(*MIXES["mixed"], head_dim=head_dim, padded=padded, seed=seed).filled())
+
+
+@pytest.mark.parametrize("mix", ["decode", "extend", "mixed"])
+@pytest.mark.parametrize("options", [{"scale": 1.3}, {"window_left": 0}, {"window_left": 4}, {"window_left": 100}])
+def test_scale_and_window_are_honoured(mix, options, seed):
+    check(Batch(*MIXES[mix], seed=seed).filled(), **options)
+
+
+@pytest.mark.parametrize("mix", ["decode", "mixed"])
+@pytest.mark.parametrize(("soft_cap", "window_left"), [(1.5, -1), (0.4, 3)])
+def test_soft_cap_is_honoured(mix, soft_cap, window_left, seed):
+    check(Batch(*MIXES[mix], seed=seed).filled(), 2.0, window_left, soft_cap)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5),
+    page_size=st.integers(1, 9),
+    group=st.sampled_from([1, 2, 3]),
+    window_left=st.integers(-1, 12),
+    seed=st.integers(0, 1000),
+)
+def test_any_batch_equals_dense_attention(rows, page_size, group, window_left, seed):
+    lengths, queries = [length for length, _ in rows], [min(pair) for pair in rows]
+    check(Batch(lengths, queries, page_size=page_size, group=group, seed=seed).filled(), window_left=window_left)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 1.5])
+def test_lse_is_the_base_two_log_of_the_sum(soft_cap, seed):
+    batch = Batch([9, 6], [3, 1], group=2, seed=seed).filled()
+    _, lse = paged_attention_lse(*batch.arguments(), -1, soft_cap)
+    taken = 0
+    for row, count in enumerate(batch.queries):
+        for query in range(count):
+            seen = batch.lengths[row] - count + query + 1
+            for head in range(4):
+                logits = batch.keys[row][:seen, head // 2] @ batch.query[taken, head] * batch.scale
+                if soft_cap:
+                    logits = soft_cap * torch.tanh(logits / soft_cap)
+                assert lse[taken, head].item() == pytest.approx(math.log2(logits.exp().sum().item()), abs=1e-4)
+            taken += 1
+
+
+def test_two_halves_combined_by_their_lse_are_the_whole(seed):
+    """Cascade attention: the first two pages of each row in one call, the rest in another."""
+    batch = Batch([13, 10], [1, 1], seed=seed).filled()
+    whole, whole_lse = paged_attention_lse(*batch.arguments())
+    first, rest = ([batch.indices[start:end] for start, end in spans] for spans in (((0, 2), (4, 6)), ((2, 4), (6, 7))))
+    parts = [
+        paged_attention_lse(
+            batch.query, batch.pages, batch.qo_indptr, _starts([len(own) for own in half]), torch.cat(half), last,
+            batch.scale,
+        )
+        for half, last in ((first, torch.tensor([4, 4]).int()), (rest, batch.last_page_len))
+    ]  # fmt: skip
+    lses = torch.stack([lse for _, lse in parts])
+    weights = torch.exp2(lses - torch.logsumexp(lses * math.log(2), 0) / math.log(2))
+    torch.testing.assert_close(sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True)), whole)
+    torch.testing.assert_close(torch.logsumexp(lses * math.log(2), 0) / math.log(2), whole_lse)
+
+
+# ---- writing
+
+
+@pytest.mark.parametrize("padded", [8, 16])
+def test_append_writes_its_slots_and_nothing_else(padded, seed):
+    batch = Batch([10, 3, 8], [1, 1, 1], padded=padded, seed=seed)
+    before = batch.pages.clone()
+    batch.append([4, 0, 7], [10, 2, 8])
+    expected = before.clone()
+    for row, (start, end) in enumerate([(4, 10), (0, 2), (7, 8)]):
+        for at in range(start, end):
+            page = batch.indices[batch.indptr[row] + at // 4]
+            expected[page, 0, :, at % 4, :8] = batch.keys[row][at]
+            expected[page, 1, :, at % 4, :8] = batch.values[row][at]
+    torch.testing.assert_close(batch.pages, expected, rtol=0, atol=0)
+
+
+def test_append_in_pieces_equals_append_at_once(seed):
+    whole, pieces = (Batch([9, 6], [1, 1], seed=seed) for _ in range(2))
+    whole.filled()
+    for starts, ends in (([0, 0], [5, 1]), ([5, 1], [6, 1]), ([6, 1], [9, 6])):
+        pieces.append(starts, ends)
+    torch.testing.assert_close(pieces.pages, whole.pages, rtol=0, atol=0)
+
+
+def test_append_stores_in_the_type_of_the_pages(seed):
+    batch = Batch([6], [1], seed=seed)
+    batch.pages = batch.pages.bfloat16()
+    batch.filled()
+    stored = batch.pages[batch.indices.long(), 0].transpose(1, 2).flatten(0, 1)[:6]
+    torch.testing.assert_close(stored, batch.keys[0].bfloat16(), rtol=0, atol=0)
+
+
+def test_inputs_may_have_any_strides(seed):
+    batch = Batch(*MIXES["mixed"], seed=seed).filled()
+    expected = paged_attention(*batch.arguments())
+    query = batch.query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not query.is_contiguous()
+    out, lse = paged_attention_lse(query, *batch.arguments()[1:])
+    for actual in (out, paged_attention(query, *batch.arguments()[1:])):
+        torch.testing.assert_close(actual, expected)
+        assert actual.is_contiguous()
+    assert lse.is_contiguous()
+    strided = Batch(*MIXES["mixed"], seed=seed)
+    strided.keys, strided.values = (
+        [states.transpose(0, 2).contiguous().transpose(0, 2) for states in rows]
+        for rows in (strided.keys, strided.values)
+    )
+    key, value = (
+        torch.cat(rows).transpose(0, 1).contiguous().transpose(0, 1) for rows in (strided.keys, strided.values)
+    )
+    assert not key.is_contiguous()
+    slots = strided.slots([0] * 5, strided.lengths)
+    append_paged_kv(key, value, strided.pages, *slots, *strided.table)
+    torch.testing.assert_close(strided.pages, batch.pages, rtol=0, atol=0)
+
+
+# ---- every op of the namespace
+
+
+def attention_cases() -> list[tuple[Any, ...]]:
+    cases: list[tuple[Any, ...]] = []
+    for mix, options in (("mixed", ()), ("decode", (3,)), ("extend", (-1, 1.5))):
+        batch = Batch(*MIXES[mix], padded=16).filled()
+        cases.append((*batch.arguments(), *options))
+    batch = Batch(*MIXES["mixed"], dtype=torch.bfloat16).filled()
+    cases.append((batch.query.transpose(0, 1).contiguous().transpose(0, 1), *batch.arguments()[1:]))
+    return cases
+
+
+def decode_cases() -> list[tuple[Any, ...]]:
+    batches = [Batch(*MIXES["decode"], padded=16).filled() for _ in range(3)]
+    cases = [(*batch.decode_arguments(), *own) for batch, own in zip(batches, ((), (3,), (-1, 1.5)), strict=True)]
+    query, key, value, *others = Batch(*MIXES["decode"], dtype=torch.bfloat16).filled().decode_arguments()
+    strided = (states.transpose(0, 1).contiguous().transpose(0, 1) for states in (query, key, value))
+    batch = Batch(*MIXES["decode"], padded=16).filled()
+    return [*cases, (*strided, *others), (*batch.decode_arguments(), -1, 0.0, *preparation(batch.query), True)]
+
+
+def preparation(query: Tensor) -> tuple[Any, ...]:
+    """What queries and keys are normed and turned with."""
+    rows, _, size = query.shape
+    norms, angles = torch.rand(2, size) + 0.5, (torch.rand(rows, size // 2) * 6).repeat(1, 2)
+    return (*norms.to(query.dtype), 0.01, angles.cos().to(query.dtype), angles.sin().to(query.dtype))
+
+
+def append_cases() -> list[tuple[Any, ...]]:
+    cases = []
+    for padded in (8, 16):
+        batch = Batch([6, 9], [1, 1], padded=padded)
+        key, value = torch.cat(batch.keys), torch.cat(batch.values)
+        cases.append((key, value, batch.pages, *batch.slots([0, 0], [6, 9]), *batch.table))
+    return cases
+
+
+def sample_cases() -> list[tuple[Any, ...]]:
+    def tables() -> tuple[Tensor, ...]:
+        top_k, seen = torch.tensor([0, 3, 0], dtype=torch.int32), torch.zeros(3, 11, dtype=torch.bool)
+        numbers = ([0.0, 0.8, 1.3], [0.7, 1.0, 0.9], [0.1, 0.0, 0.0], [1.0, 1.2, 1.0])
+        temperature, top_p, min_p, penalty = (torch.tensor(column) for column in numbers)
+        return temperature, top_k, top_p, min_p, penalty, seen
+
+    uniform, slots = torch.rand(2, dtype=torch.float64), torch.tensor([2, 1])
+    logits = (torch.randn(2, 11), torch.randn(11, 2).T, torch.randn(2, 11).bfloat16())
+    return [(own, uniform, slots, *tables()) for own in logits]
+
+
+def linear_cases() -> list[tuple[Any, ...]]:
+    weight = torch.randn(7, 5)
+    return [(torch.randn(count, 5), weight) for count in (1, 4, 5)] + [(torch.randn(5, 3).T, weight)]
+
+
+def norm_cases() -> list[tuple[Any, ...]]:
+    return [(*torch.randn(2, *shape), torch.randn(shape[-1]), 1e-6) for shape in ((3, 16), (2, 1, 8))]
+
+
+def normed_linear_cases() -> list[tuple[Any, ...]]:
+    cases = []
+    for shape, outputs, gated in (((1, 1, 16), 6, False), ((1, 1, 16), 6, True), ((3, 16), 5, False)):
+        states, norm, weight = torch.randn(2, *shape), torch.randn(16), torch.randn(outputs, 16)
+        cases.append((*states, norm, 1e-6, weight, gated))
+    return cases
+
+
+def uniform_cases() -> list[tuple[Any, ...]]:
+    return [(torch.randint(2**62, (count,)), torch.randint(4096, (count,))) for count in (1, 5)]
+
+
+CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
+    "add_rms_norm": norm_cases,
+    "append_paged_kv": append_cases,
+    "decode_attention": decode_cases,
+    "decode_attention_lse": decode_cases,
+    "normed_linear": normed_linear_cases,
+    "paged_attention": attention_cases,
+    "paged_attention_lse": attention_cases,
+    "sample_tokens": sample_cases,
+    "skinny_linear": linear_cases,
+    "uniform_numbers": uniform_cases,
+}
+
+
+MARKS = {"layer_begins", "layer_ends"}
+"""Not to be called: they stand in graphs until ``compiled_llm.compilation.outline`` takes them out."""
+
+
+def ops_of_the_namespace() -> list[str]:
+    return sorted(
+        {
+            schema.name.removeprefix("compiled_llm::")
+            for schema in torch._C._jit_get_all_schemas()
+            if schema.name.startswith("compiled_llm::")
+        }
+        - MARKS
+    )
+
+
+def test_the_namespace_is_what_is_walked():
+    assert set(ops_of_the_namespace()) >= {"append_paged_kv", "decode_attention", "paged_attention_lse"}
+
+
+@pytest.mark.parametrize("name", ops_of_the_namespace())
+def test_every_op_has_a_fake_kernels_a_docstring_and_an_opcheck_case(name):
+    packet = getattr(torch.ops.compiled_llm, name)
+    for overload in packet.overloads():
+        qualified = f"compiled_llm::{name}"
+        assert torch._library.simple_registry.singleton.find(qualified).fake_impl.kernel is not None, "no fake"
+        for key in ("CPU", "CUDA"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(
+                f"{qualified}.{overload}".removesuffix(".default"), key
+            )
+    assert CASES[name]()
+    public = getattr(compiled_llm_ops, name)
+    documented = inspect.getdoc(public)
+    assert documented is not None
+    returns = len(getattr(packet, packet.overloads()[0])._schema.returns) > 0
+    sections = ["Args:", *(["Returns:"] if returns else []), "Raises:", "Source:"]
+    found = [documented.find(f"\n{section}\n") for section in sections]
+    assert -1 not in found
+    assert found == sorted(found)
+    arguments = documented[found[0] : found[1]]
+    for argument in packet.default._schema.arguments:
+        (line,) = [line for line in arguments.splitlines() if line.strip().startswith(f"{argument.name}: ")]
+        if str(argument.type) == "Tensor":
+            assert "[" in line or "like ``key``" in line, f"the shape of {argument.name}"
+    assert re.search(r"int32|int64|dtype", arguments)
+    assert "https://" in documented[found[-1] :] or name == "skinny_linear", "the measurement is our own"
+    assert [argument.name for argument in packet.default._schema.arguments] == list(
+        inspect.signature(public).parameters
+    )
+
+
+@pytest.mark.parametrize("name", ops_of_the_namespace())
+def test_opcheck(name):
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    for case in CASES[name]():
+        results = torch.library.opcheck(getattr(torch.ops.compiled_llm, name).default, case, test_utils=tests)
+        assert set(results) == set(tests)
+        assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("append_paged_kv", "uniform_numbers")])
+def test_fakes_have_the_strides_and_types_of_the_real_outputs(name):
+    op = getattr(torch.ops.compiled_llm, name).default
+    for case in CASES[name]():
+        real = op(*case)
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake = op(*(mode.from_tensor(value) if isinstance(value, Tensor) else value for value in case))
+        for ours, theirs in zip(*((out if isinstance(out, tuple) else (out,)) for out in (real, fake)), strict=True):
+            assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+
+
+def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
+    def layer(batch: tuple[Tensor, ...], pages: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        query, key, value, rows, positions, qo_indptr, indptr, indices, last = batch
+        append_paged_kv(key * 2, value, pages, rows, positions, indptr, indices, last)
+        out = paged_attention(query + 1, pages, qo_indptr, indptr, indices, last, scale)
+        other, lse = paged_attention_lse(query + 1, pages, qo_indptr, indptr, indices, last, scale, 3)
+        return out + other, lse * 2
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for number, (lengths, queries) in enumerate(
+        [
+            ([9, 6, 4, 3, 2], [3, 6, 2, 2, 1]),  # no two sizes are equal by chance: Dynamo would guard on it
+            ([5, 11], [2, 4]),
+            ([30, 2, 2, 7], [1, 2, 1, 5]),
+        ]
+    ):
+        batches = [Batch(lengths, queries, head_dim=16, seed=seed + number) for _ in range(2)]
+        results = []
+        for function, batch in zip((compiled, layer), batches, strict=True):
+            arguments = (
+                batch.query, torch.cat(batch.keys), torch.cat(batch.values),
+                *batch.slots([0] * len(lengths), lengths), batch.qo_indptr, *batch.table,
+            )  # fmt: skip
+            stance = "fail_on_recompile" if number and function is compiled else "default"
+            with torch.compiler.set_stance(stance):
+                results.append(function(arguments, batch.pages, batch.scale))
+        torch.testing.assert_close(results[0], results[1])
+        torch.testing.assert_close(batches[0].pages, batches[1].pages)
+
+
+# ---- errors come before anything is written
+
+
+def replaced(op: Callable[..., Any], case: tuple[Any, ...], **changes: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    names = inspect.signature(op).parameters
+    return tuple(changes[name](value) if name in changes else value for name, value in zip(names, case, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key": lambda key: key[:, :1]}, r"key and value.*one shape.*\(15, 1, 8\)"),
+        ({"key": lambda key: key[0], "value": lambda value: value[0]}, r"\[T, K, D\]"),
+        ({"key": lambda key: key[:, :1], "value": lambda value: value[:, :1]}, r"pages must be"),
+        ({"pages": lambda pages: pages[..., :4]}, r"pages must be.*D >= 8"),
+        ({"pages": lambda pages: pages[:, :1]}, r"pages must be"),
+        ({"pages": lambda pages: pages[0]}, r"pages must be"),
+        ({"token_rows": lambda rows: rows[:-1]}, r"token_rows.*\[15\]"),
+        ({"token_positions": lambda positions: positions[:3]}, r"token_positions.*\[15\]"),
+        ({"token_rows": lambda rows: rows.float()}, r"token_rows.*int32"),
+        ({"token_positions": lambda positions: positions.long()}, r"token_positions.*int32"),
+        ({"indptr": lambda indptr: indptr.float()}, r"indptr.*int32"),
+        ({"indices": lambda indices: indices.bool()}, r"indices.*int32"),
+        ({"value": lambda value: value.double()}, r"value.*dtype|dtype.*value"),
+    ],
+)
+def test_append_refuses_what_does_not_fit_and_writes_nothing(changes, message):
+    case = append_cases()[0]
+    before = case[2].clone()
+    with pytest.raises(ValueError, match=message):
+        append_paged_kv(*replaced(append_paged_kv, case, **changes))
+    assert torch.equal(case[2], before)
+    append_paged_kv(*case)
+
+
+@pytest.mark.parametrize("attend", [paged_attention, paged_attention_lse])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": lambda query: query[0]}, r"query must be \[T, H, D\]"),
+        ({"pages": lambda pages: pages[0]}, r"pages \[P, 2, K, S, D\]"),
+        ({"pages": lambda pages: pages[:, :1]}, r"pages"),
+        ({"query": lambda query: query[:, :3]}, r"3 query heads.*2 kv heads"),
+        ({"query": lambda query: torch.cat([query] * 3, -1)}, r"heads of size 24.*size 16"),
+        ({"qo_indptr": lambda indptr: indptr[:-1]}, r"qo_indptr.*\[6\].*\[5\]"),
+        ({"indptr": lambda indptr: indptr[:-1]}, r"indptr.*\[6\].*\[5\]"),
+        ({"last_page_len": lambda last: last[:-1]}, r"indptr.*\[5\]"),
+        ({"indptr": lambda indptr: indptr.long()}, r"indptr.*int32"),
+        ({"indices": lambda indices: indices.float()}, r"indices.*int32"),
+    ],
+)
+def test_attention_refuses_what_does_not_fit(attend, changes, message):
+    case = attention_cases()[0]
+    with pytest.raises(ValueError, match=message):
+        attend(*replaced(paged_attention, case, **changes))
+    attend(*case)
+
+
+@pytest.mark.parametrize("attend", [decode_attention, decode_attention_lse])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": lambda query: query[0]}, r"query must be \[B, H, D\]"),
+        ({"pages": lambda pages: pages[0]}, r"pages \[P, 2, K, S, D\]"),
+        ({"query": lambda query: query[:, :3]}, r"3 query heads.*2 kv heads"),
+        ({"query": lambda query: torch.cat([query] * 3, -1)}, r"heads of size 24.*size 16"),
+        ({"query": lambda query: query[:-1]}, r"for 3 rows"),
+        ({"key": lambda key: key[:-1]}, r"key and value must be \(4, 2, 8\).*\(3, 2, 8\)"),
+        ({"value": lambda value: value[:, :1]}, r"key and value must be.*\(4, 1, 8\)"),
+        ({"value": lambda value: value.double()}, r"of one dtype.*float64"),
+        ({"indptr": lambda indptr: indptr[:-1]}, r"indptr must be \[5\].*\(4,\)"),
+        ({"last_page_len": lambda last: last[:-1]}, r"last_page_len \[4\].*\(3,\)"),
+        ({"indptr": lambda indptr: indptr.long()}, r"indptr.*int32"),
+        ({"indices": lambda indices: indices.float()}, r"indices.*int32"),
+    ],
+)
+def test_decode_refuses_what_does_not_fit_and_writes_nothing(attend, changes, message):
+    case = decode_cases()[0]
+    before = case[3].clone()
+    with pytest.raises(ValueError, match=message):
+        attend(*replaced(decode_attention, case, **changes))
+    assert torch.equal(case[3], before)
+    attend(*case)
+
+
+@pytest.mark.parametrize("attend", [decode_attention, decode_attention_lse])
+@pytest.mark.parametrize("given", ["norms", "query norm", "key norm", "positions", "all"])
+def test_decode_norms_and_turns_queries_and_keys_as_huggingface_does(attend, given, seed):
+    batch = Batch(*MIXES["decode"], padded=16).filled()
+    query, key, value, pages, *others = batch.decode_arguments()
+    query_norm, key_norm, epsilon, cos, sin = preparation(query)
+    query_norm = query_norm if given in ("norms", "query norm", "all") else None
+    key_norm = key_norm if given in ("norms", "key norm", "all") else None
+    turned = given in ("positions", "all")
+    states = {}
+    for name, heads, weight in (("query", query, query_norm), ("key", key, key_norm)):
+        if weight is not None:
+            norm = Qwen3RMSNorm(heads.shape[-1], epsilon)
+            norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+            heads = norm(heads)
+        states[name] = heads[:, :, None]
+    if turned:
+        states["query"], states["key"] = apply_rotary_pos_emb(
+            states["query"], states["key"], cos[:, None], sin[:, None]
+        )
+    expected_pages = pages.clone()
+    expected = attend(states["query"][:, :, 0], states["key"][:, :, 0], value, expected_pages, *others)
+    own = (query_norm, key_norm, epsilon, *((cos, sin) if turned else ()))
+    out = attend(query, key, value, pages, *others, -1, 0.0, *own)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    torch.testing.assert_close(pages, expected_pages, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("attend", [decode_attention, decode_attention_lse])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_norm": lambda norm: norm[1:]}, r"query_norm must be \(8,\) torch.float32; got \(7,\)"),
+        ({"key_norm": lambda norm: norm.double()}, r"key_norm must be \(8,\) torch.float32.*float64"),
+        ({"cos": lambda cos: cos[:2]}, r"cos must be \(4, 8\).*\(2, 8\)"),
+        ({"sin": lambda sin: sin[:, :4]}, r"sin must be \(4, 8\).*\(4, 4\)"),
+        ({"cos": lambda cos: None}, r"cos and sin must be given together"),
+    ],
+)
+def test_decode_refuses_what_queries_and_keys_cannot_be_prepared_with(attend, changes, message):
+    case = decode_cases()[-1]
+    before = case[3].clone()
+    with pytest.raises(ValueError, match=message):
+        attend(*replaced(decode_attention, case, **changes))
+    assert torch.equal(case[3], before)
+    attend(*case)
+
+
+def test_heads_of_odd_size_cannot_be_turned():
+    batch = Batch(*MIXES["decode"], head_dim=5, padded=8).filled()
+    angles = torch.zeros(4, 5)
+    with pytest.raises(ValueError, match=r"heads of size 5 cannot be turned"):
+        decode_attention(*batch.decode_arguments(), cos=angles, sin=angles)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_are_normed_as_huggingface_does_it(dtype, seed):
+    states, update = torch.randn(2, 3, 1, 16).to(dtype)
+    norm = Qwen3RMSNorm(16, 0.01).to(dtype)
+    norm.weight = torch.nn.Parameter(torch.randn(16).to(dtype), requires_grad=False)
+    total, normed = add_rms_norm(states, update, norm.weight, 0.01)
+    assert torch.equal(total, states + update)
+    assert torch.equal(normed, norm(states + update))
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (0, torch.zeros(3, 15), r"states and update must be \[..., I\] and weight \[I\]; got \(3, 15\)"),
+        (2, torch.zeros(15), r"\(3, 16\) and \(15,\)"),
+        (1, torch.zeros(3, 16).double(), r"of one dtype; got torch.float32, torch.float64"),
+    ],
+)
+def test_add_rms_norm_refuses_what_does_not_fit(place, wrong, message):
+    case = list(norm_cases()[0])
+    case[place] = wrong
+    with pytest.raises(ValueError, match=message):
+        add_rms_norm(*case)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_normed_rows_are_multiplied_as_huggingface_does_it(gated, seed):
+    states, update = torch.randn(2, 1, 1, 16)
+    norm, weight = Qwen3RMSNorm(16, 0.01), torch.randn(12, 16)
+    norm.weight = torch.nn.Parameter(torch.randn(16), requires_grad=False)
+    total, product = normed_linear(states, update, norm.weight, 0.01, weight, gated)
+    expected = norm(states + update) @ weight.T
+    if gated:
+        expected = torch.nn.functional.silu(expected[..., :6]) * expected[..., 6:]
+    assert torch.equal(total, states + update)
+    torch.testing.assert_close(product, expected)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (1, torch.zeros(1, 1, 15), r"states and update must be \[..., I\]"),
+        (2, torch.zeros(15), r"\(1, 1, 16\) and \(15,\)"),
+        (4, torch.zeros(6, 15), r"states must be \[..., I\] and weight \[O, I\].*got \(1, 1, 16\).*\(6, 15\)"),
+        (4, torch.zeros(6, 16).double(), r"of one dtype; got .*torch.float32 and \(6, 16\) torch.float64"),
+        (4, torch.zeros(5, 16), r"5 outputs have no two halves"),
+    ],
+)
+def test_normed_linear_refuses_what_does_not_fit(place, wrong, message):
+    case = list(normed_linear_cases()[1])
+    case[place] = wrong
+    with pytest.raises(ValueError, match=message):
+        normed_linear(*case)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (0, torch.zeros(11), r"logits must be \[B, V\]"),
+        (0, torch.zeros(2, 11, dtype=torch.int64), r"logits must be.*int64"),
+        (1, torch.zeros(2), r"uniform must be \[2\] torch.float64.*float32"),
+        (2, torch.zeros(3, dtype=torch.int64), r"slots must be \[2\]"),
+        (4, torch.zeros(3, dtype=torch.int64), r"top_k must be \[3\] torch.int32"),
+        (8, torch.zeros(3, 12, dtype=torch.bool), r"seen must be \[3, 11\] torch.bool"),
+    ],
+)
+def test_sample_tokens_refuses_what_does_not_fit(place, wrong, message):
+    case = list(sample_cases()[0])
+    case[place] = wrong
+    with pytest.raises(ValueError, match=message):
+        sample_tokens(*case)
+    assert not case[8].any()
+
+
+# ---- plans
+
+GEOMETRY = Geometry(4, 2, 64, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
+
+
+class Plan:
+    def run(
+        self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor | None, scale: float, table: Any = None
+    ) -> None:
+        """Nothing: only finding it matters here."""
+
+
+def test_a_plan_is_found_by_table_rows_and_geometry_only():
+    indptr, plan = torch.zeros(5, dtype=torch.int32), Plan()
+    register_plan(indptr, 4, GEOMETRY, plan)
+    assert find_plan(indptr, 4, GEOMETRY) is plan
+    assert find_plan(indptr[:3], 4, GEOMETRY) is plan, "the address counts, not the view"
+    for other in (
+        (indptr.clone(), 4, GEOMETRY),
+        (indptr[1:], 4, GEOMETRY),
+        (indptr, 3, GEOMETRY),
+        (indptr, 4, GEOMETRY._replace(window_left=7)),
+        (indptr, 4, GEOMETRY._replace(page_size=8)),
+    ):
+        with pytest.raises(RuntimeError, match=r"no plan for a page table at 0x[0-9a-f]+ with \d rows.*plan\(\)"):
+            find_plan(*other)
+
+
+def test_a_later_plan_replaces_an_earlier_one():
+    indptr, plans = torch.zeros(5, dtype=torch.int32), [Plan(), Plan()]
+    for plan in plans:
+        register_plan(indptr, 4, GEOMETRY, plan)
+    assert find_plan(indptr, 4, GEOMETRY) is plans[1]
+
+
+def test_a_plan_is_forgotten_when_its_owner_dies():
+    indptr, plan = torch.zeros(5, dtype=torch.int32), Plan()
+    accepted: AttentionPlan = plan
+    register_plan(indptr, 4, GEOMETRY, accepted)
+    del plan, accepted
+    gc.collect()
+    with pytest.raises(RuntimeError, match="no plan"):
+        find_plan(indptr, 4, GEOMETRY)
+
+
+def test_rows_without_queries_are_not_taken_for_decode(seed):
+    """As many queries as rows, but not one each."""
+    torch.manual_seed(seed)
+    pages, query = torch.randn(4, 2, 1, 4, 8), torch.randn(2, 2, 8)
+    table = [torch.tensor(column, dtype=torch.int32) for column in ([0, 2, 2], [0, 1, 2], [1, 2], [3, 3])]
+    alone = [torch.tensor(column, dtype=torch.int32) for column in ([0, 2], [0, 1], [1], [3])]
+    torch.testing.assert_close(
+        paged_attention(query, pages, *table, scale=0.3), paged_attention(query, pages, *alone, scale=0.3)
+    )
+
+
+# ---- skinny_linear
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 33])
+@pytest.mark.parametrize("outputs", [1, 48, 8200])
+def test_skinny_linear_equals_a_product_in_double_precision(rows, outputs, seed):
+    x, weight = torch.randn(rows, 96), torch.randn(outputs, 96)
+    expected = (x.double() @ weight.double().T).float()
+    for rows_given in (x, x.T.contiguous().T):
+        torch.testing.assert_close(skinny_linear(rows_given, weight), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [torch.zeros(3, 4), torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5)],
+    ids=["inputs", "dtype", "1-D"],
+)
+def test_skinny_linear_names_shapes_that_do_not_fit(weight):
+    with pytest.raises(ValueError, match=r"skinny_linear: rows must be \[M, I\].*got \(2, 5\)"):
+        skinny_linear(torch.zeros(2, 5), weight)
+
+
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_tilings_fit_the_product_and_the_device(processors):
+    for m in range(1, 66):
+        for n in (16, 48, 128, 1000, 1024, 2560, 3072, 4096, 5120, 6144, 12288, 24576, 151936):
+            for k in (64, 128, 896, 1024, 2048, 2560, 4000, 4096, 12288, 29568):
+                tiling = choose(m, n, k, processors)
+                if tiling is None:
+                    continue
+                assert m <= min(tiling.rows, 64)
+                if tiling.rows <= 2:
+                    assert m == tiling.rows
+                    assert k % 16 == 0
+                    assert tiling.early * tiling.inputs < k + tiling.inputs
+                    assert tiling.early * tiling.inputs * tiling.outputs <= 128 * 128, "registers"
+                    continue
+                assert n % 16 == k % 128 == 0
+                assert tiling.rows == 64 or tiling.outputs == 64, "what tensor cores take as their first operand"
+                assert tiling.tiles * tiling.outputs * tiling.rows <= 128 * 96, "registers"
+                shared = tiling.stages * (tiling.tiles * tiling.outputs + tiling.rows) * tiling.inputs * 2
+                assert tiling.stages >= 3
+                assert shared < 227 * 1024
+
+
+def test_tilings_of_measured_products():
+    assert choose(8, 4096, 4096) == Tiling(16, 64, 1, 256, 5, 0)
+    assert choose(8, 1024, 3072) == Tiling(16, 64, 1, 256, 5, 0)
+    assert choose(32, 24576, 4096) == Tiling(32, 64, 3, 128, 4, 0)
+    assert choose(32, 6144, 4096) == Tiling(32, 64, 1, 256, 4, 0)
+    assert choose(64, 24576, 4096) == Tiling(64, 64, 3, 128, 3, 0)
+    assert choose(64, 4096, 12288) == Tiling(64, 64, 1, 128, 7, 0)
+    assert choose(33, 2048, 2048) == Tiling(64, 32, 1, 256, 4, 0)
+    assert choose(64, 1024, 2048) == Tiling(64, 16, 1, 256, 5, 0)
+    assert choose(2, 4096, 12288) == Tiling(16, 64, 1, 256, 5, 0)
+    assert choose(2, 2048, 2048) == Tiling(2, 2, 1, 1024, 1, 2)
+    assert choose(1, 1024, 3072) == Tiling(1, 2, 1, 1024, 1, 3)
+    assert choose(1, 151936, 1024) == Tiling(1, 4, 1, 1024, 1, 1)
+    assert choose(8, 512, 4096) is choose(65, 4096, 4096) is None
+
+
+def test_few_programs_norm_the_row_each_for_itself():
+    assert choose_normed(4096, 1024) == choose(1, 4096, 1024)
+    assert choose_normed(6144, 4096) == choose(1, 6144, 4096)
+    assert choose_normed(6144, 1024) == Tiling(1, 8, 1, 1024, 1, 1)  # half as many
+    assert choose_normed(24576, 4096) is choose_normed(151936, 1024) is None  # too many
+    assert choose_normed(1024, 12288) is None  # the row does not fit beside the weights
+
+
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_programs_that_norm_hold_the_whole_row(processors):
+    for n in (16, 1000, 1024, 2560, 4096, 6144, 12288, 24576, 151936):
+        for k in (64, 896, 1024, 2048, 4096, 12288):
+            tiling = choose_normed(n, k, processors)
+            if tiling is not None:
+                assert tiling.early * tiling.inputs >= k
+                assert tiling.early * tiling.inputs * tiling.outputs <= 128 * 128, "registers"
+                assert n <= 16 * processors * tiling.outputs

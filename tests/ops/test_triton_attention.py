@@ -1,0 +1,575 @@
+"""The decode kernel on CUDA: here under Triton's interpreter on the CPU; on a GPU see `test_ops_gpu.py`.
+
+Triton decides at import whether it interprets, so the tests run in a process of their own.
+
+Shapes: B rows, L tokens of one row, H query heads, K kv heads, D head dimension, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compiled_llm_ops import paged_attention_lse
+from compiled_llm_ops.attention.decode import Arguments, _prepared
+from compiled_llm_ops.kernels import attention_tiling
+from compiled_llm_ops.kernels.attention_tiling import MOST_ROWS, MOST_SHARES, Tiling, choose
+from support.interpreting import INTERPRETED, check_interpreted, interpreted, needs_triton, not_interpreted
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
+
+KV_HEADS = 2
+SCALE = 0.3
+H200 = {"processors": 132, "shared_memory": 228 * 1024}
+
+
+@pytest.mark.slow
+@not_interpreted
+def test_kernel_under_the_interpreter(seed: int) -> None:
+    check_interpreted(__file__, seed)
+
+
+@pytest.fixture(autouse=True)
+def programs_run_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one row after the other, so that none can use what another one has left."""
+    if not INTERPRETED:
+        return
+    builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    set_dim, set_idx, orders = builder.set_grid_dim, builder.set_grid_idx, {}
+
+    def set_grid_dim(*grid: int) -> None:
+        orders[grid] = random.sample(places := list(itertools.product(*map(range, grid))), len(places))
+        set_dim(*grid)
+
+    def set_grid_idx(x: int, y: int, z: int) -> None:
+        _, height, depth = builder.grid_dim
+        set_idx(*orders[builder.grid_dim][(x * height + y) * depth + z])
+
+    monkeypatch.setattr(builder, "set_grid_dim", set_grid_dim)
+    monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
+
+
+# ---- rows in pages
+
+
+class Batch(NamedTuple):
+    """Rows that decode: what the op takes, in float16, which the interpreter multiplies as it should."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+    def appended(self) -> Tensor:
+        """The pages with the newest keys and values."""
+        pages, newest = self.pages.clone(), self.indices[self.indptr[1:] - 1]
+        states = torch.stack([self.key, self.value], 1)
+        pages[newest, :, :, self.last_page_len - 1, : self.key.shape[2]] = states
+        return pages
+
+
+def int32(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def batch_of(lengths: Sequence[int], group: int, page_size: int, head_dim: int, stored: int = 0) -> Batch:
+    """Rows in pages of random order; free pages and free slots hold NaN, and so do those of the newest tokens."""
+    counts = [-(-length // page_size) for length in lengths]
+    total = sum(counts)
+    numbers = torch.randperm(total) + 1
+    pages = torch.full((total + 2, 2, KV_HEADS, page_size, stored or head_dim), torch.nan, dtype=torch.float16)
+    pages[..., head_dim:] = 0
+    starts = [0]
+    for length, count in zip(lengths, counts, strict=True):
+        own = numbers[starts[-1] : starts[-1] + count]
+        states = torch.randn(2, KV_HEADS, count * page_size, head_dim).half()
+        states[:, :, length - 1 :] = torch.nan
+        pages[own, :, :, :, :head_dim] = states.unflatten(2, (count, page_size)).permute(2, 0, 1, 3, 4)
+        starts.append(starts[-1] + count)
+    last = [length - (count - 1) * page_size for length, count in zip(lengths, counts, strict=True)]
+    indices = int32([*numbers.tolist(), *[total + 1] * 40])
+    query = torch.randn(len(lengths), KV_HEADS * group, head_dim).half()
+    key, value = torch.randn(2, len(lengths), KV_HEADS, head_dim).half()
+    return Batch(query, key, value, pages, int32(starts), indices, int32(last))
+
+
+def launch(
+    batch: Batch, tiling: int | Tiling, window_left: int = -1, soft_cap: float = 0.0, **preparation: Any
+) -> tuple[Tensor, Tensor]:
+    """Attend with this tiling, or with so many programs besides one for each row."""
+    from compiled_llm_ops.kernels.attention import decode
+
+    tiling = tiling_of(batch, tiling) if isinstance(tiling, int) else tiling
+    lse = torch.empty(batch.query.shape[:2])
+    given = Arguments(*batch, SCALE, window_left, soft_cap, **preparation)
+    return decode(given, lse, tiling=tiling, pdl=False), lse
+
+
+def tiling_of(batch: Batch, spare: int, alone: int = 2, least: int = 1, together: int = 0) -> Tiling:
+    """Blocks small enough for short rows to have several."""
+    together = together or (len(batch.query) if spare else 1)
+    return Tiling(together, together + spare, alone, least, block=8192 // batch.pages.shape[4], stages=3, warps=4)
+
+
+def check(batch: Batch, tiling: int | Tiling, window_left: int = -1, soft_cap: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Compare what this tiling gives, which is returned, with a dense computation."""
+    pages = batch.appended()
+    out, lse = launch(batch, tiling, window_left, soft_cap)
+    torch.testing.assert_close(batch.pages, pages, rtol=0, atol=0, equal_nan=True)
+    one_each = torch.arange(len(batch.query) + 1).int()
+    expected, expected_lse = paged_attention_lse(
+        batch.query.float(), pages, one_each, *batch[4:], SCALE, window_left, soft_cap
+    )
+    assert expected.isfinite().all()
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    return out, lse
+
+
+SPARE = pytest.mark.parametrize("spare", [0, 8], ids="spare={}".format)
+LENGTHS = [1, 15, 16, 17, 64, 65, 300, 513]
+
+
+@interpreted
+@SPARE
+@pytest.mark.parametrize("head_dim", [64, 128], ids="D={}".format)
+@pytest.mark.parametrize("group", [1, 5, 8], ids="group={}".format)
+def test_rows_of_any_length(group: int, head_dim: int, spare: int, seed: int) -> None:
+    check(batch_of(LENGTHS, group, 16, head_dim), spare)
+
+
+@interpreted
+@SPARE
+@pytest.mark.parametrize("page_size", [1, 5, 64, 1024], ids="S={}".format)
+def test_pages_of_any_size(page_size: int, spare: int, seed: int) -> None:
+    check(batch_of([1, page_size, page_size + 1, 700], 2, page_size, 64), spare)
+
+
+@interpreted
+@pytest.mark.parametrize("spare", [0, 3, 49], ids="spare={}".format)
+def test_long_rows_are_shared_by_many_programs(spare: int, seed: int) -> None:
+    check(batch_of([5000, 3, 2049], 2, 16, 128), spare)
+
+
+@interpreted
+def test_of_many_rows_only_long_ones_are_shared(seed: int) -> None:
+    batch = batch_of([256, 512, 513, 1100], 2, 16, 128)  # blocks: 4, 8, 9, 18
+    expected, _ = launch(batch, 0)
+    for spare, alone, least, shared in (
+        (35, 3, 1, [True, True, True, True]),
+        (35, 8, 1, [False, False, True, True]),
+        (35, 3, 8, [False, False, True, True]),
+        (3, 3, 1, [False, False, False, True]),
+        (35, 3, 18, [False, False, False, False]),
+    ):
+        out, _ = launch(batch, tiling_of(batch, spare, alone, least))
+        torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+        found = [not torch.equal(*row) for row in zip(out, expected, strict=True)]
+        assert found == shared, (spare, alone, least)
+
+
+@interpreted
+def test_one_long_row_of_many(seed: int) -> None:
+    """In batches of more rows than share programs, too, and wherever it is."""
+    for rows, long in ((8, 7), (33, 16)):
+        lengths = torch.randint(1, 160, (rows,)).tolist()
+        lengths[long] = 3000
+        batch, tiling = batch_of(lengths, 2, 16, 128), choose(rows, 8, 2, 128, 40_960, **H200)
+        tiling = tiling._replace(programs=tiling.together + 5)  # the interpreter takes its time
+        out, _ = check(batch, tiling)
+        alone, _ = launch(batch, tiling._replace(alone=1000))
+        assert not torch.equal(out[long], alone[long])
+
+
+@interpreted
+@pytest.mark.parametrize("together", [1, 3, 7], ids="together={}".format)
+def test_groups_of_rows_that_share_programs(together: int, seed: int) -> None:
+    batch = batch_of([300, 1000, 1, 40, 700, 1500, 65], 4, 16, 128)
+    check(batch, tiling_of(batch, 12, together=together))
+
+
+@interpreted
+@pytest.mark.parametrize(("window_left", "soft_cap"), [(-1, 0.0), (150, 5.0), (10_000, 0.0)])
+def test_batches_of_mixed_rows(window_left: int, soft_cap: float, seed: int) -> None:
+    for rows in (3, 16):
+        lengths = (2 ** (torch.rand(rows) * 11)).int().tolist()
+        batch = batch_of(lengths, 2, 16, 128)
+        most_keys = 4096 if window_left < 0 else window_left + 1
+        check(batch, choose(rows, KV_HEADS, 2, 128, most_keys, **H200), window_left, soft_cap)
+
+
+@interpreted
+@SPARE
+@pytest.mark.parametrize("window_left", [0, 1, 20, 300], ids="window={}".format)
+def test_nothing_outside_of_the_window_is_read(window_left: int, spare: int, seed: int) -> None:
+    batch = batch_of(LENGTHS, 2, 16, 128)
+    expected = check(batch, spare, window_left)
+    for row, length in enumerate(LENGTHS):
+        own = batch.indices[batch.indptr[row] : batch.indptr[row + 1]]
+        for position in range(length - 1 - window_left):
+            batch.pages[own[position // 16], :, :, position % 16] = torch.nan
+    for actual, other in zip(launch(batch, spare, window_left), expected, strict=True):
+        assert torch.equal(actual, other)
+
+
+@interpreted
+@SPARE
+@pytest.mark.parametrize("window_left", [-1, 100], ids="window={}".format)
+def test_capped_logits(window_left: int, spare: int, seed: int) -> None:
+    batch = batch_of(LENGTHS, 4, 16, 64)
+    check(batch, spare, window_left, soft_cap=2.0)
+    check(batch._replace(query=batch.query * 1000), spare, window_left, soft_cap=30.0)
+
+
+@interpreted
+@SPARE
+@pytest.mark.parametrize(("head_dim", "stored"), [(16, 64), (80, 128), (96, 128)])
+def test_stored_heads_may_be_wider(head_dim: int, stored: int, spare: int, seed: int) -> None:
+    check(batch_of(LENGTHS, 4, 16, head_dim, stored), spare)
+
+
+@interpreted
+def test_log_sum_exp_may_be_left_out(seed: int) -> None:
+    from compiled_llm_ops.kernels.attention import decode
+
+    batch = batch_of([40, 700], 17, 16, 64)
+    out, _ = launch(batch, 3)
+    assert torch.equal(out, decode(Arguments(*batch, SCALE), None, tiling=tiling_of(batch, 3), pdl=False))
+
+
+@interpreted
+def test_queries_keys_and_values_may_have_any_strides(seed: int) -> None:
+    batch = batch_of([40, 700], 2, 16, 64)
+    fused = torch.randn(2, 8, 65).half()
+    check(batch._replace(query=fused[:, :4, 1:], key=fused[:, 4:6, 1:], value=fused[:, 6:, :64]), 3)
+    query, key, value = torch.randn(64, 8, 2).half().permute(2, 1, 0).split([4, 2, 2], dim=1)
+    check(batch._replace(query=query, key=key, value=value), 3)
+
+
+@interpreted
+@SPARE
+def test_rows_of_padding_are_harmless(spare: int, seed: int) -> None:
+    """They write to the null page and read it, and may all be the same row of it. They count among the rows."""
+    batch = batch_of([30, 1, 600], 2, 16, 64)
+    alone = launch(batch, spare)
+    used = int(batch.indptr[-1])
+    padding = torch.ones(5, KV_HEADS, 64).half()
+    padded = Batch(
+        torch.cat([batch.query, torch.zeros(5, *batch.query.shape[1:]).half()]),
+        torch.cat([batch.key, padding]),
+        torch.cat([batch.value, padding]),
+        batch.pages,
+        torch.cat([batch.indptr, int32(range(used + 1, used + 6))]),
+        torch.cat([batch.indices[:used], torch.zeros(5, dtype=torch.int32)]),
+        torch.cat([batch.last_page_len, torch.ones(5, dtype=torch.int32)]),
+    )
+    together = launch(padded, spare)
+    for actual, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(actual[:3], expected, rtol=2e-3, atol=2e-3)
+    assert bool((together[0][3:] == 1).all())
+
+
+@interpreted
+@SPARE
+@pytest.mark.parametrize(("head_dim", "stored"), [(64, 64), (96, 128)])
+@pytest.mark.parametrize("given", ["norms", "one norm", "positions", "both"])
+def test_queries_and_keys_are_normed_and_turned_first(
+    given: str, head_dim: int, stored: int, spare: int, seed: int
+) -> None:
+    batch = batch_of(LENGTHS, 3, 16, head_dim, stored)
+    angles = (torch.rand(len(LENGTHS), head_dim // 2) * 6).repeat(1, 2)
+    preparation: dict[str, Any] = {"epsilon": 0.1}
+    if given != "positions":
+        preparation["query_norm"] = torch.randn(head_dim).half()
+    if given in ("norms", "both"):
+        preparation["key_norm"] = torch.randn(head_dim).half()
+    if given in ("positions", "both"):
+        preparation |= {"cos": angles.cos().half(), "sin": angles.sin().half()}
+    arguments = Arguments(*batch, SCALE, **preparation)
+    query, key = (
+        _prepared(states.float(), None if norm is None else norm.float(), arguments)
+        for states, norm in ((batch.query, arguments.query_norm), (batch.key, arguments.key_norm))
+    )
+    pages = batch._replace(key=key.half()).appended()
+    out, lse = launch(batch, spare, **preparation)
+    torch.testing.assert_close(batch.pages, pages, rtol=2e-3, atol=2e-3, equal_nan=True)
+    one_each = torch.arange(len(query) + 1).int()
+    expected, expected_lse = paged_attention_lse(query, pages, one_each, *batch[4:], SCALE)
+    torch.testing.assert_close(out.float(), expected, rtol=3e-3, atol=3e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-2)
+
+
+@interpreted
+def test_counters_are_zero_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ones serve launch after launch, over rows that grow and shrink."""
+    from compiled_llm_ops.kernels import attention as triton_attention
+
+    counters = torch.zeros(4 * KV_HEADS, dtype=torch.int32)
+    monkeypatch.setattr(triton_attention.zeros, "take", lambda count, device: counters[:count])
+    for lengths in ([1, 2, 3, 4], [900, 1, 300, 257], [2000, 2000, 16, 16], [5, 1000]):
+        check(batch_of(lengths, 2, 16, 128), 6)
+        assert not counters.any()
+
+
+@interpreted
+def test_batches_of_any_size_are_two_kernels(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or more would be compiled when batches grow, and for types that no test has compiled."""
+    from compiled_llm_ops.kernels import attention as triton_attention
+
+    variants: list[tuple[list[Any], dict[str, Any]]] = []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, **constants: variants.append(
+                ([getattr(value, "dtype", type(value)) for value in given], constants)
+            )
+
+    monkeypatch.setattr(triton_attention, "_decode_paged_attention", Noted())
+    for lengths, spare in (([700], 7), ([40, 700], 0), ([40, 700], 7), ([40] * 32, 40)):
+        launch(batch_of(lengths, 2, 16, 64), spare)
+    (alone, unshared, shared, many) = variants
+    assert alone == unshared
+    assert shared == many
+    assert (alone[0], {**alone[1], "ROWS": 32}) == shared
+    assert shared[0][13:16] == [torch.float32, torch.float32, torch.int32]
+
+
+@interpreted
+@pytest.mark.parametrize("change", ["dtype", "pages"])
+def test_what_the_kernel_cannot_read_raises(change: str, seed: int) -> None:
+    batch = batch_of([40], 2, 16, 64)
+    if change == "dtype":
+        batch = batch._replace(query=batch.query.float())
+    else:
+        batch = batch._replace(pages=batch.pages.transpose(1, 2))
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 or torch\.float16|must be contiguous"):
+        launch(batch, 0)
+
+
+# ---- who reads what
+
+
+class Share(NamedTuple):
+    """What one program reads of which row."""
+
+    row: int
+    first: int
+    count: int
+    begin: int
+    end: int
+
+
+def dealt(blocks: Sequence[int], tiling: Tiling, more: int = 0) -> list[Share]:
+    """What each program of a kv head finds, and so many programs past them."""
+    from support.share_kernel import share_kernel
+
+    found = torch.full((tiling.programs + more, 5), -1, dtype=torch.int32)
+    padded = 1 if tiling.together == 1 else MOST_ROWS
+    share_kernel[(len(found),)](
+        int32(blocks),
+        found,
+        len(blocks),
+        tiling.programs,
+        tiling.alone,
+        tiling.least,
+        padded,
+        MOST_SHARES,
+        tiling.alike,
+    )
+    return [Share(*numbers) for numbers in found.tolist()]
+
+
+def counts_of(shares: Sequence[Share], rows: int) -> list[int]:
+    return [sum(share.row == row and share.count > 0 for share in shares) for row in range(rows)]
+
+
+@interpreted
+@settings(derandomize=True, deadline=None, max_examples=10)
+@given(
+    st.lists(st.one_of(st.integers(1, 5), st.integers(1, 60), st.integers(1, 2**20)), min_size=1, max_size=32),
+    st.integers(0, 69),
+    st.integers(0, 5),
+    st.integers(1, 5),
+)
+@example([3] * 32, 0, 2, 1)
+@example([2**20] + [1] * 31, 0, 0, 1)
+@example([1, 2, 2, 3], 2, 0, 1)
+@example([1] * 20 + [64], 63, 0, 1)
+@example([2**20, 3], 69, 0, 1)
+def test_each_block_is_read_once(blocks: list[int], spare: int, alone: int, least: int) -> None:
+    """By as many programs as there are, whatever the rows; those that read nothing come last."""
+    tiling = Tiling(len(blocks), len(blocks) + spare, alone, least, block=64, stages=3, warps=4)
+    shares = dealt(blocks, tiling, more=3)
+    counts = counts_of(shares, len(blocks))
+    used = sum(counts)
+    assert used <= tiling.programs
+    assert all(share.count == 0 for share in shares[used:])
+    assert all(
+        count == 1 if most <= alone else count <= MOST_SHARES for count, most in zip(counts, blocks, strict=True)
+    )
+    size = max(-(-sum(blocks) // (spare + 1)), least)
+    ends = [0] * len(blocks)
+    for program, (row, first, count, begin, end) in enumerate(shares[:used]):
+        assert count == counts[row]
+        assert first + count > program >= first
+        assert begin == ends[row] < end
+        assert end - begin in (blocks[row] // count, -(-blocks[row] // count))
+        assert end - begin <= size or blocks[row] <= alone or count == MOST_SHARES
+        ends[row] = end
+    assert ends == blocks
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([384], [1]),
+        ([1024], [8]),
+        ([4096], [16]),
+        ([32_768], [16]),
+        ([4096] * 2, [8] * 2),
+        ([4096] * 4, [4] * 4),
+        ([4096] * 8, [4] * 8),
+        ([1024] * 8, [1] * 8),
+        ([1000] * 32, [1] * 32),
+        ([4096] * 32, [4] * 32),
+        ([*[160] * 7, 32_768], [*[1] * 7, 24]),
+        ([32_768, *[160] * 31], [32, *[1] * 31]),
+        ([3072, 1024, *[2048] * 14], [3, 1, *[2] * 14]),
+    ],
+    ids=lambda value: f"{len(value)} rows" if len(value) > 1 else str(value[0]),
+)
+def test_rows_are_shared_by_need(lengths: list[int], expected: list[int]) -> None:
+    """While that occupies multiprocessors that would be idle, and else where they are long."""
+    tiling = choose(len(lengths), 8, 2, 128, 40_960, **H200)
+    shares = dealt([-(-length // tiling.block) for length in lengths], tiling)
+    assert counts_of(shares, len(lengths)) == expected
+    assert [share.count > 1 for share in shares] == sorted((share.count > 1 for share in shares), reverse=True)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([4096] * 32, [1] * 32),
+        ([*range(1000, 1320, 10)], [1] * 32),
+        ([*[1024] * 31, 4096], [*[1] * 31, 4]),
+        ([*[4096] * 16, *[1024] * 16], [*[4] * 16, *[1] * 16]),
+        ([30] * 32, [1] * 32),
+    ],
+    ids=str,
+)
+def test_of_rows_that_fill_the_device_only_uneven_ones_are_shared(lengths: list[int], expected: list[int]) -> None:
+    tiling = choose(2 * len(lengths), 8, 2, 128, 40_960, **H200)
+    assert tiling.together == len(lengths)
+    assert counts_of(dealt([-(-length // tiling.block) for length in lengths], tiling), len(lengths)) == expected
+
+
+@interpreted
+def test_no_program_is_waited_for(seed: int) -> None:
+    """Where rows of mixed lengths fill the device, the longest share sets the time."""
+    lengths = torch.randint(16, 4001, (64,))
+    tiling = choose(64, 8, 2, 128, 40_960, **H200)
+    for group in lengths.split(tiling.together):
+        blocks = [-(-length // tiling.block) for length in group.tolist()]
+        assert max(share.end - share.begin for share in dealt(blocks, tiling)) * tiling.block <= 1024
+
+
+# ---- compiled, without a GPU
+
+
+def resources_of(cubin: bytes, path: Path) -> str:
+    from triton import knobs
+
+    path.write_bytes(cubin)
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+COMPILED = [
+    ("bf16", 2, 128, 1, {}),
+    ("bf16", 2, 128, 8, {}),
+    ("bf16", 4, 128, 33, {}),
+    ("bf16", 16, 128, 1, {}),
+    ("fp16", 8, 64, 32, {"CAPPED": True}),
+    ("bf16", 71, 64, 1, {}),
+    ("bf16", 4, 256, 64, {"HEAD": 160, "PAGE": 1}),
+    ("bf16", 8, 512, 1, {}),
+]
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.parametrize(("dtype", "group", "head_dim", "rows", "changes"), COMPILED)
+@pytest.mark.parametrize("with_lse", [False, True], ids=["out", "out and lse"])
+@pytest.mark.parametrize("prepares", [False, True], ids=["as they are", "normed and turned"])
+def test_nothing_but_the_page_table_is_touched_before_waiting(
+    dtype: str,
+    group: int,
+    head_dim: int,
+    rows: int,
+    changes: dict[str, Any],
+    with_lse: bool,
+    prepares: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels in front may still write before `gdc_wait`; whoever is let go relies on that this one has waited."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from compiled_llm_ops.kernels import attention as module
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    padded, kernel = 1 << (group - 1).bit_length(), module._decode_paged_attention
+    tiling = choose(rows, 8, group, head_dim, 40_960, **H200)
+    constants = {
+        "ROWS": 1 if rows == 1 else MOST_ROWS, "MOST": MOST_SHARES,
+        "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
+        "BLOCK": tiling.block, "CHUNK": max(1, module.MERGED_NUMBERS // (padded * head_dim)),
+        "STAGES": tiling.stages, "CAPPED": False, "ALIKE": tiling.alike, "PDL": True, **changes,
+        **({} if with_lse else {"lse": None}),
+        **({} if prepares else dict.fromkeys(("query_norm", "key_norm", "cos", "sin"))),
+    }  # fmt: skip
+    types = {
+        **dict.fromkeys(("query", "key", "value", "pages", "out"), f"*{dtype}"),
+        **dict.fromkeys(("query_norm", "key_norm", "cos", "sin"), f"*{dtype}"),
+        **dict.fromkeys(("lse", "partials", "partial_lses"), "*fp32"),
+        **dict.fromkeys(("indptr", "indices", "last_page_len", "arrivals"), "*i32"),
+        **dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i32"),
+        **dict.fromkeys(("rows", "together", "window_left", "alone", "least"), "i32"),
+        **dict.fromkeys(("scale", "cap", "epsilon"), "fp32"),
+    }
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("query", "pages", "row_stride")}
+    source = ASTSource(kernel, signature, places, aligned)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tiling.warps, "launch_pdl": True})
+    if group <= 16:
+        (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
+        assert int(stack) <= (16 if prepares else 0), "registers spill"
+    large = tiling.block * head_dim == 2**14
+    assert made.metadata.shared <= (attention_tiling.LARGE_PROGRAM if large else 99 * 1024), "8.9 has no more"
+    before, after = made.asm["ptx"].split("griddepcontrol.wait")
+    touched = re.findall(r"cp\.async\.\w+\.shared|(?:ld|st|atom)\.global", before)
+    assert touched == ["ld.global"] * len(touched)
+    assert len(touched) <= 4, "where the row's pages begin and end, its last length, the page of its newest token"
+    assert "griddepcontrol.launch_dependents" not in before
+    assert "griddepcontrol.launch_dependents" in after

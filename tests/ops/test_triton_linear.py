@@ -1,0 +1,172 @@
+"""The kernels of `skinny_linear` on CUDA: here under Triton's interpreter on the CPU; on a GPU see `test_ops_gpu.py`.
+
+Triton decides at import whether it interprets, so the test runs in a process of its own.
+
+Shapes: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_llm_ops.kernels.linear_tiling import Tiling
+from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
+
+TILINGS = [
+    Tiling(rows=1, outputs=4, tiles=1, inputs=256, stages=1, early=3),
+    Tiling(rows=1, outputs=2, tiles=1, inputs=512, stages=1, early=1),
+    Tiling(rows=2, outputs=4, tiles=1, inputs=512, stages=1, early=2),
+    Tiling(rows=2, outputs=16, tiles=1, inputs=256, stages=1, early=0),
+    Tiling(rows=16, outputs=64, tiles=1, inputs=256, stages=5, early=0),
+    Tiling(rows=16, outputs=64, tiles=3, inputs=128, stages=4, early=0),
+    Tiling(rows=32, outputs=64, tiles=2, inputs=128, stages=5, early=0),
+    Tiling(rows=64, outputs=16, tiles=1, inputs=256, stages=5, early=0),
+    Tiling(rows=64, outputs=64, tiles=3, inputs=128, stages=3, early=0),
+    Tiling(rows=64, outputs=64, tiles=1, inputs=512, stages=1, early=0),
+]
+
+
+@pytest.mark.slow
+@not_interpreted
+def test_kernels_under_the_interpreter(seed: int) -> None:
+    check_interpreted(__file__, seed)
+
+
+@interpreted
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("n", [48, 208], ids="N={}".format)
+def test_every_tiling_multiplies(tiling: Tiling, n: int, seed: int) -> None:
+    from compiled_llm_ops.kernels.linear import multiply
+
+    for m in {1, 2, 5, tiling.rows - 1, tiling.rows} & set(range(1, tiling.rows + 1)):
+        rows, weight = torch.randn(m, 768).half(), torch.randn(n, 768).half()  # bfloat16 it multiplies as integers
+        out = multiply(rows, weight, tiling, pdl=False)
+        torch.testing.assert_close(out.double(), rows.double() @ weight.double().T, rtol=1e-3, atol=1e-3)
+
+
+ONE_ROW = [
+    Tiling(rows=1, outputs=4, tiles=1, inputs=256, stages=1, early=3),
+    Tiling(rows=1, outputs=2, tiles=1, inputs=512, stages=1, early=2),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("normed", [False, True], ids=["as it is", "normed"])
+@pytest.mark.parametrize("gated", [False, True], ids=["outputs", "gated"])
+@pytest.mark.parametrize("tiling", [*ONE_ROW, ONE_ROW[0]._replace(early=1)], ids=str)
+@pytest.mark.parametrize("n", [46, 208], ids="N={}".format)
+def test_one_row_is_normed_and_gated(tiling: Tiling, n: int, gated: bool, normed: bool, seed: int) -> None:
+    from compiled_llm_ops.kernels.linear import Normed, multiply_few
+    from compiled_llm_ops.linear.normed_linear import _composed
+
+    k = 700
+    if normed and tiling.early * tiling.inputs < k:
+        pytest.skip("not all inputs are there early")
+    states, update = torch.randn(2, 1, k).half()
+    norm, weight = torch.randn(k).half(), torch.randn(n, k).half() / 20
+    total = torch.full_like(states, torch.nan)
+    expected_total, expected = _composed(states, update, norm, 0.01, weight, gated, False)
+    row = states if normed else torch.nn.functional.rms_norm(expected_total, (k,), norm, 0.01)
+    given = Normed(update, norm, 0.01, total) if normed else None
+    out = multiply_few(row, weight, tiling, normed=given, gated=gated, pdl=False)
+    torch.testing.assert_close(out.float(), expected.float(), rtol=4e-3, atol=4e-3)
+    assert not normed or torch.equal(total, expected_total)
+
+
+# ---- compiled, without a GPU
+
+
+def compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> str:
+    """What the kernel is in PTX; what is neither of a type nor constant is None."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    constants = {**{name: None for name in kernel.arg_names if name not in types}, **constants}
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    code: str = made.asm["ptx"]
+    return code
+
+
+def in_order(code: str) -> list[str]:
+    """Where the kernel waits, lets go, and touches memory."""
+    return re.findall(r"griddepcontrol\.\w+|cp\.async\.\w+|(?:ld|st|atom)\.global", code)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def constants_of(tiling: Tiling) -> dict[str, Any]:
+    return {"ROWS": tiling.rows, "BN": tiling.outputs, "BK": tiling.inputs, "PDL": True}
+
+
+POINTERS = dict.fromkeys("xwy", "*bf16")
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("tiling", [tiling for tiling in TILINGS if tiling.rows > 2], ids=str)
+def test_with_tensor_cores_weights_alone_are_asked_for_before_waiting(tiling: Tiling) -> None:
+    """Kernels in front may still write before `gdc_wait`; whoever is let go relies on that this one has waited."""
+    from compiled_llm_ops.kernels.linear import _skinny_linear_tensor_cores as kernel
+
+    types = {**POINTERS, **dict.fromkeys("MNK", "i32")}
+    types |= {name: f"tensordesc<bf16[{n},{tiling.inputs}]>" for name, n in zip("xw", tiling[:2], strict=True)}
+    constants = {**constants_of(tiling), "TILES": tiling.tiles, "STAGES": tiling.stages}
+    code = compiled(kernel, constants, types)
+    found = in_order(code)
+    before = found.index("griddepcontrol.wait")
+    assert set(found[:before]) == {"cp.async.bulk"}
+    assert found.index("griddepcontrol.launch_dependents") > before
+    assert "ld.global" not in found
+    moved = re.search(r"mov\.b64\s+(%\w+), \w+_param_0;", code)  # where rows are described
+    described = moved and re.search(rf"cvta\.param\.u64\s+(%\w+), {moved[1]};", code)
+    assert described
+    first_read = code.index(f", [{described[1]}, ")
+    assert code.index("griddepcontrol.wait") < first_read
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("tiling", "changes"),
+    [
+        *[(tiling, {}) for tiling in TILINGS if tiling.rows <= 2],
+        (TILINGS[0], {"AHEAD": True}),
+        (TILINGS[0], {"normed": True}),
+        (TILINGS[0], {"GATED": True}),
+        (TILINGS[0], {"GATED": True, "normed": True}),
+    ],
+    ids=str,
+)
+def test_of_few_rows_weights_alone_are_read_before_waiting(tiling: Tiling, changes: dict[str, bool]) -> None:
+    """As above; a kernel that lets the next one go ahead has written nothing by then, and waits all the same."""
+    from compiled_llm_ops.kernels.linear import _skinny_linear_one_or_two_rows as kernel
+
+    changes = {"GATED": False, "AHEAD": False, "normed": False, **changes}
+    normed = changes.pop("normed")
+    types = {**POINTERS, **dict.fromkeys("NK", "i32"), "epsilon": "fp32"}
+    if normed:
+        types |= dict.fromkeys(("update", "norm", "total"), "*bf16")
+    masked = tiling.inputs == 512
+    found = in_order(
+        compiled(kernel, {**constants_of(tiling), "EARLY": tiling.early, "MASKED": masked, **changes}, types)
+    )
+    before, let_go = map(found.index, ("griddepcontrol.wait", "griddepcontrol.launch_dependents"))
+    assert let_go == before + (-1 if changes["AHEAD"] else 1)
+    read = found[: min(before, let_go)]
+    assert set(read) == ({"ld.global"} if tiling.early else set())
+    outputs = tiling.outputs * (2 if changes["GATED"] else 1) + normed
+    assert len(read) == tiling.early * outputs * tiling.inputs // 128, "a thread's weights, one by one, and no more"

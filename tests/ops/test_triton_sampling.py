@@ -1,0 +1,134 @@
+"""The kernels that choose tokens on CUDA: here under Triton's interpreter on the CPU; on a GPU see `test_ops_gpu.py`.
+
+Triton decides at import whether it interprets, so the tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm_ops import sample_tokens
+from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
+from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
+
+
+@pytest.mark.slow
+@not_interpreted
+def test_kernels_under_the_interpreter(seed: int) -> None:
+    check_interpreted(__file__, seed)
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.parametrize(("dtype", "groups"), [("bf16", 4096), ("fp16", 1), ("fp32", 8192)])
+def test_kernels_compile_without_a_gpu(
+    dtype: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter takes what Triton's compiler does not."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from compiled_llm_ops.kernels import sampling as kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    int32 = dict.fromkeys(("top_k", "found", "candidates"), "*i32")
+    int64 = dict.fromkeys(("slots", "chosen"), "*i64")
+    numbers = dict.fromkeys(("stride", "vocabulary", "groups", "not_a_token"), "i32")
+    types = {"logits": f"*{dtype}", "seen": "*i1", "uniform": "*fp64", **int32, **int64, **numbers}
+    for kernel, constants in (
+        (kernels._summarise_for_sampling, {}),
+        (kernels._sample_rows, {"padded_groups": groups}),
+    ):
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
+        places = {(names.index(name),): value for name, value in constants.items()}
+        compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
+
+
+def launch(*given: Any) -> Tensor:
+    from compiled_llm_ops.kernels import sampling as triton_sampling
+
+    return triton_sampling.sample_tokens(*given, NOT_A_TOKEN)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("spread", "dtype"),
+    [(0.3, torch.float32), (1.0, torch.float32), (5.0, torch.float32), (1.0, torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize("vocabulary", [5, 777, 4097, 9001])
+def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, dtype: torch.dtype, seed: int) -> None:
+    logits = (torch.randn(len(BRANCHES), vocabulary) * spread).to(dtype)
+    uniform = torch.rand(len(BRANCHES), dtype=torch.float64)
+    given, same = (arguments(logits, uniform, BRANCHES) for _ in range(2))
+    chosen = launch(*given)
+    assert_at(chosen, uniform, logits, BRANCHES, 1e-5)
+    differ = int((chosen != sample_tokens(*same)).sum())
+    assert differ <= 1, "other tokens than the CPU's, and not for rounding"
+    if not differ:
+        assert torch.equal(given[-1], same[-1])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "setting", [setting for setting in BRANCHES if setting.temperature and setting.top_p != 0.999], ids=str
+)
+def test_sets_are_exact(setting: Sampling, seed: int) -> None:
+    """One more token, or one less, would move all others."""
+    logits = torch.randn(1, 901) * 2
+    setting = replace(setting, top_k=setting.top_k and min(setting.top_k, 300))
+    tokens, uniform = middles(distribution(logits[0], setting))
+    picked = torch.randperm(len(tokens))[:12]
+    chosen = launch(*arguments(logits.expand(len(picked), -1), uniform[picked], [setting] * len(picked)))
+    assert torch.equal(chosen, tokens[picked])
+
+
+@interpreted
+@pytest.mark.parametrize("vocabulary", [64, 20_000])
+def test_equal_logits_are_all_kept(vocabulary: int) -> None:
+    settings = [Sampling(top_k=3), Sampling(top_p=0.5), Sampling(top_k=3, top_p=0.1, min_p=0.9), Sampling(min_p=1.0)]
+    uniform = torch.tensor([0.1, 0.4, 0.6, 0.999], dtype=torch.float64)
+    chosen = launch(*arguments(torch.full((4, vocabulary), -2.5), uniform, settings))
+    assert chosen.tolist() == [int(u * vocabulary) for u in uniform.tolist()]
+
+
+@interpreted
+def test_ties_with_the_kth_are_kept(seed: int) -> None:
+    logits = torch.randn(8, 5000).clamp(max=0)  # half of all are the largest
+    logits[:, 70:75] = 1.0
+    settings = [Sampling(top_k=k, top_p=p) for k in (5, 6, 50, 400) for p in (1.0, 0.9)]
+    uniform = torch.linspace(0.05, 0.99, 8).double()
+    assert_at(launch(*arguments(logits, uniform, settings)), uniform, logits, settings, 1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("setting", [BRANCHES[0], BRANCHES[1], BRANCHES[4], BRANCHES[11], BRANCHES[15]], ids=str)
+def test_rows_without_a_usable_logit_are_told_apart(setting: Sampling, seed: int) -> None:
+    logits = torch.randn(5, 3000)
+    logits[0, 2999], logits[1, 70], logits[2] = math.nan, math.inf, -math.inf
+    logits[3, :2990] = -math.inf
+    given = arguments(logits, torch.rand(5, dtype=torch.float64), [setting] * 5)
+    chosen = launch(*given)
+    assert chosen[:3].tolist() == [NOT_A_TOKEN] * 3
+    assert 2990 <= chosen[3] < 3000
+    assert given[-1].sum(dim=1).tolist() == [1, 1, 0, 0, 0, 0], "entries are in reverse, the last is padding's"
+
+
+@interpreted
+def test_strides_and_the_ends_of_the_distribution(seed: int) -> None:
+    logits = torch.randn(3, 2 * 1500)[:, :1500]
+    for given in (logits, torch.randn(1500, 3).T):
+        uniform = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+        settings = [Sampling(), Sampling(), Sampling()]
+        assert_at(launch(*arguments(given, uniform, settings)), uniform, given, settings, 1e-5)

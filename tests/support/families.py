@@ -1,0 +1,67 @@
+"""A tiny random model of each family beside Qwen3 and Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Arcee": {},
+    "Cohere": {},
+    "Cohere2": {"sliding_window": 8},
+    "Exaone4": {},
+    "GPT2LMHead": GPT,
+    "GPTBigCode": GPT,
+    "GPTNeoX": {},
+    "Gemma": {"head_dim": 16},
+    "Gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "Gemma3": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "Glm": {"head_dim": 16},
+    "Glm4": {"head_dim": 16},
+    "GptOss": {"head_dim": 16, "sliding_window": 8, **EXPERTS},
+    "Granite": {},
+    "Helium": {"head_dim": 16},
+    "Ministral": {"head_dim": 16, "sliding_window": 8},
+    "Mistral": {"head_dim": 16, "sliding_window": 7},
+    "Mixtral": EXPERTS,
+    "OPT": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "Olmo": {},
+    "Olmo2": {},
+    "Olmo3": {},
+    "Persimmon": {},
+    "Phi": {},
+    "Phi3": {},
+    "Qwen2": {},
+    "Qwen3Moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "SeedOss": {"head_dim": 16},
+    "SmolLM3": {},
+    "Starcoder2": {},
+}
+CONFIGS = {"GPT2LMHead": "GPT2Config", "Gemma3": "Gemma3TextConfig"}
+CLASSES = {"GPT2LMHead": "GPT2LMHeadModel"}
+
+
+def make(family: str, options: dict[str, Any], seed: int) -> PreTrainedModel:
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))
+    model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))
+    torch.manual_seed(seed)
+    return model(config(**{**TINY, **options})).eval()

@@ -1,0 +1,561 @@
+"""Each feature of ``generate`` and ``forward``, as a call: what docs/paths.md lists, and what test_paths.py runs.
+
+``python tests/support/generate_features.py`` writes the tables of the page anew, from what the calls do.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    WatermarkingConfig,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import compiled_llm
+from support.parity import mixed_prompts
+from support.tiny_models import tiny_qwen3
+
+OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 16}
+PAGE = Path(__file__).parents[2] / "docs" / "paths.md"
+PATHS = ("fast loop", "processed loop", "compiled forward", "original", "refused")
+HEADS = ("fast loop", "processed loop", "compiled forward", "HuggingFace's", "refused")
+
+Call = Callable[[PreTrainedModel], Any]
+
+
+class Feature(NamedTuple):
+    """One line of a table.
+
+    Attributes:
+        name: as the page has it.
+        calls: what to run on a wrapped model and on its unwrapped twin; all of them take the same path.
+        draws: the tokens are drawn by us, and so differ from HuggingFace's.
+        refused: a wrapped model raises.
+        model: what the models are made with.
+    """
+
+    name: str
+    calls: list[Call]
+    draws: bool = False
+    refused: bool = False
+    model: Mapping[str, Any] = {}
+
+
+def inputs(lengths: tuple[int, ...] = (4, 9, 6)) -> dict[str, Tensor]:
+    return mixed_prompts(list(lengths), 128, 0)
+
+
+def generate(lengths: tuple[int, ...] = (4, 9, 6), **options: Any) -> Call:
+    options = {"max_new_tokens": 12, "do_sample": False, **options}
+
+    def call(model: PreTrainedModel) -> Any:
+        torch.manual_seed(0)
+        given = {name: value() if getattr(value, "fresh", False) else value for name, value in options.items()}
+        return model.generate(**{**inputs(lengths), **given})
+
+    return call
+
+
+def fresh(make: Callable[[], Any]) -> Callable[[], Any]:
+    """An option that has to be made for each call."""
+    make.fresh = True  # type: ignore[attr-defined]
+    return make
+
+
+def each(**options: Any) -> list[Call]:
+    return [generate(**{name: value}) for name, value in options.items()]
+
+
+def drawn(**options: Any) -> list[Call]:
+    return [generate(do_sample=True, **{name: value}) for name, value in options.items()]
+
+
+def forward(**options: Any) -> Call:
+    def call(model: PreTrainedModel) -> Any:
+        with torch.no_grad():
+            return model(**{**inputs(), "use_cache": False, **options})
+
+    return call
+
+
+class Halve(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, ::2] -= 3
+        return scores
+
+
+class Until(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids[:, -1] > 60
+
+
+class Silent(BaseStreamer):
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def assistant() -> PreTrainedModel:
+    return tiny_qwen3(seed=1, eos_token_id=None)
+
+
+def two_thirds(batch: int, ids: Tensor) -> list[int]:
+    return [token for token in range(3, 128) if (token + int(ids[-1])) % 3]
+
+
+def own_greedy(model: Any, input_ids: Tensor, generation_config: Any = None, **kwargs: Any) -> Tensor:
+    """A decoding method as somebody would write it for ``custom_generate``."""
+    kwargs = {name: kwargs[name] for name in ("attention_mask", "past_key_values") if kwargs.get(name) is not None}
+    new = input_ids
+    for _ in range(9):
+        out = model(input_ids=new, use_cache=True, **kwargs)
+        new = out.logits[:, -1:].argmax(-1)
+        input_ids = torch.cat([input_ids, new], dim=1)
+        if "attention_mask" in kwargs:
+            kwargs["attention_mask"] = torch.cat([kwargs["attention_mask"], torch.ones_like(new)], dim=1)
+        kwargs["past_key_values"] = out.past_key_values
+    return input_ids
+
+
+def from_a_folder(model: PreTrainedModel) -> Any:
+    """The form in which the hub has contrastive search and the like."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = Path(folder) / "custom_generate"
+        code.mkdir()
+        (code / "generate.py").write_text(
+            "def generate(model, num_words=3, **kwargs):\n"
+            "    kwargs.update(max_new_tokens=num_words, do_sample=False)\n"
+            "    return model.generate(**kwargs)\n"
+        )
+        (Path(folder) / "config.json").write_text("{}")
+        return model.generate(**inputs(), custom_generate=folder, trust_remote_code=True, num_words=5)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Letters, and some pairs of them that a prompt's last letter can be healed to."""
+    vocabulary = ["<pad>", "<s>", "</s>", "<unk>", *map(chr, range(97, 123)), " "]
+    vocabulary += [f"{first}{second}" for first in "abcde" for second in "abcdefgh"]
+    words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def healed(model: PreTrainedModel) -> Any:
+    words = tokenizer()
+    ids = words(["xyabc", "zzabe"], return_tensors="pt").input_ids
+    return model.generate(ids, token_healing=True, tokenizer=words, max_new_tokens=8, do_sample=False)
+
+
+def of_embeddings(**options: Any) -> Call:
+    def call(model: PreTrainedModel) -> Any:
+        given = inputs()
+        embeddings = model.get_input_embeddings()(given["input_ids"]).detach()
+        return model.generate(
+            inputs_embeds=embeddings,
+            attention_mask=given["attention_mask"],
+            max_new_tokens=9,
+            do_sample=False,
+            **options,
+        )
+
+    return call
+
+
+def embedded_forward(model: PreTrainedModel) -> Any:
+    given = inputs()
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings()(given["input_ids"])
+        return model(inputs_embeds=embeddings, attention_mask=given["attention_mask"], use_cache=False)
+
+
+def going_on(model: PreTrainedModel) -> Any:
+    """The last of three turns; each hands on the cache of the one before."""
+    given: dict[str, Any] = dict(inputs())
+    for _ in range(3):
+        out = model.generate(**given, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+        ids = torch.cat([out.sequences, torch.tensor([[7, 8]] * 3)], dim=1)
+        more = torch.ones(3, 7, dtype=torch.long)
+        mask = torch.cat([given["attention_mask"], more], dim=1)
+        mask[1, -1] = mask[2, -2] = 1
+        given = {"input_ids": ids, "attention_mask": mask, "past_key_values": out.past_key_values}
+    return out.sequences
+
+
+def dynamic_cache() -> Any:
+    return DynamicCache(config=tiny_qwen3().config)
+
+
+def static_cache() -> Any:
+    return StaticCache(config=tiny_qwen3().config, max_cache_len=40)
+
+
+def right_padded() -> dict[str, Any]:
+    return {name: value.flip(1) for name, value in inputs().items()}
+
+
+def with_holes() -> Tensor:
+    mask = inputs()["attention_mask"]
+    mask[1, 3] = mask[2, 5] = 0
+    return mask
+
+
+def inside(context: Callable[[], Any], call: Call) -> Call:
+    def run(model: PreTrainedModel) -> Any:
+        with context():
+            return call(model)
+
+    return run
+
+
+def in_a_thread(model: PreTrainedModel) -> Any:
+    results: list[Any] = []
+    thread = Thread(target=lambda: results.append(generate()(model)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def with_hook(where: Callable[[PreTrainedModel], Any], call: Call) -> Call:
+    def run(model: PreTrainedModel) -> Any:
+        handle = where(model).register_forward_hook(lambda *_: None)
+        try:
+            return call(model)
+        finally:
+            handle.remove()
+
+    return run
+
+
+def under_gradients(model: PreTrainedModel) -> Any:
+    given = inputs()
+    loss = model(**given, labels=given["input_ids"]).loss
+    model.zero_grad()
+    loss.backward()
+    return {"loss": loss.detach(), "gradient": model.lm_head.weight.grad.clone()}
+
+
+def in_training_mode(call: Call) -> Call:
+    def run(model: PreTrainedModel) -> Any:
+        model.train()
+        try:
+            return call(model)
+        finally:
+            model.eval()
+
+    return run
+
+
+def over_a_paged_cache(**options: Any) -> Call:
+    def run(model: PreTrainedModel) -> Any:
+        paged = hasattr(model, "compiled")
+        cache = model.compiled.new_cache() if paged else DynamicCache(config=model.config)
+        return generate(past_key_values=cache, **options)(model)
+
+    return run
+
+
+def a_step_over_a_cache(model: PreTrainedModel) -> Any:
+    with torch.no_grad():
+        cache = model(**inputs()).past_key_values
+        mask = torch.cat([inputs()["attention_mask"], torch.ones(3, 2, dtype=torch.long)], dim=1)
+        return model(torch.tensor([[5, 6]] * 3), mask, past_key_values=cache, logits_to_keep=1).logits
+
+
+def score_of(given: dict[str, Any]) -> Call:
+    labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+    return forward(**given, labels=labels)
+
+
+LABELS_FIRST_UNMASKED = inputs()["input_ids"].masked_fill(inputs()["attention_mask"] == 0, -100)
+EARLY = {"eos_token_id": list(range(64))}
+SEVERAL = {"return_dict_in_generate": True}
+
+FEATURES: dict[str, list[Feature]] = {
+    "Choosing tokens": [
+        Feature("greedy", [generate(), generate(lengths=(7,))]),
+        Feature(
+            "`do_sample` with `temperature`, `top_k`, `top_p`, `min_p`",
+            [*drawn(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02)],
+            draws=True,
+        ),
+        Feature("`repetition_penalty`", each(repetition_penalty=1.3)),
+        Feature("`num_return_sequences` with `do_sample`", drawn(num_return_sequences=3), draws=True),
+        Feature(
+            "`typical_p`, `top_h`, `epsilon_cutoff`, `eta_cutoff`",
+            drawn(typical_p=0.8, top_h=0.6, epsilon_cutoff=0.01, eta_cutoff=0.01),
+            draws=True,
+        ),
+        Feature(
+            "`no_repeat_ngram_size`, `encoder_repetition_penalty`, `bad_words_ids`, `sequence_bias`, "
+            "`suppress_tokens`, `begin_suppress_tokens`, `forced_eos_token_id`, `exponential_decay_length_penalty`",
+            [
+                *each(
+                    no_repeat_ngram_size=2,
+                    encoder_repetition_penalty=1.4,
+                    bad_words_ids=[[5], [6, 7]],
+                    sequence_bias=[[[9], 4.0], [[4, 5], -3.0]],
+                    suppress_tokens=[10, 11, 12],
+                    begin_suppress_tokens=[13, 14],
+                    forced_eos_token_id=2,
+                ),
+                generate(exponential_decay_length_penalty=(3, 1.5), eos_token_id=2),
+            ],
+        ),
+        Feature(
+            "`min_new_tokens`, `min_length` with an EOS token",
+            [generate(min_new_tokens=6, **EARLY), generate(min_length=15, **EARLY)],
+        ),
+        Feature(
+            "`renormalize_logits`, `remove_invalid_values`", each(renormalize_logits=True, remove_invalid_values=True)
+        ),
+        Feature("`guidance_scale`", each(guidance_scale=1.5)),
+        Feature(
+            "`watermarking_config`", each(watermarking_config=WatermarkingConfig(bias=2.5, seeding_scheme="lefthash"))
+        ),
+        Feature(
+            "a `LogitsProcessor` of your own, `prefix_allowed_tokens_fn`",
+            each(logits_processor=LogitsProcessorList([Halve()]), prefix_allowed_tokens_fn=two_thirds),
+        ),
+        Feature(
+            "one kind of processor twice, or another order than HuggingFace's",
+            each(logits_processor=LogitsProcessorList([Halve(), Halve()])),
+        ),
+        Feature("`token_healing`", [healed]),
+        Feature(
+            "beam search: `num_beams`, `length_penalty`, `early_stopping`, `num_return_sequences`",
+            [
+                generate(num_beams=4),
+                generate(num_beams=3, num_return_sequences=2, length_penalty=1.7, eos_token_id=[2, 5, 9]),
+                generate(num_beams=2, early_stopping=True, eos_token_id=list(range(20))),
+                generate(num_beams=3, output_scores=True, output_logits=True, **SEVERAL),
+            ],
+        ),
+        Feature("beam search with `do_sample`", [generate(num_beams=3, do_sample=True, temperature=0.8)]),
+        Feature(
+            "beam search with processors, `prefix_allowed_tokens_fn`",
+            [generate(num_beams=3, prefix_allowed_tokens_fn=two_thirds, no_repeat_ngram_size=2)],
+        ),
+        Feature(
+            "`assistant_model`, also with `do_sample`",
+            [
+                generate(lengths=(6,), assistant_model=fresh(assistant), max_new_tokens=20),
+                generate(lengths=(6,), assistant_model=fresh(assistant), do_sample=True, max_new_tokens=20),
+                generate(lengths=(6,), assistant_model=fresh(assistant), output_scores=True, **SEVERAL),
+            ],
+        ),
+        Feature("`prompt_lookup_num_tokens`", [generate(lengths=(30,), prompt_lookup_num_tokens=3, max_new_tokens=30)]),
+        Feature(
+            "`assistant_early_exit`: drafts in HuggingFace's forward, checks them in ours",
+            [generate(lengths=(6,), assistant_early_exit=1, max_new_tokens=20)],
+        ),
+        Feature("`custom_generate` as a function", [generate(custom_generate=own_greedy)]),
+        Feature("`custom_generate` as a folder or repository: what it calls", [from_a_folder]),
+    ],
+    "Stopping and results": [
+        Feature("streamers of any kind", [generate(lengths=(6,), streamer=fresh(Silent))]),
+        Feature(
+            "`max_new_tokens`, `max_length`, `max_time`, `eos_token_id`, `generation_config`",
+            [
+                generate(max_new_tokens=1),
+                generate(max_new_tokens=None, max_length=17),
+                generate(max_time=0.0),
+                generate(**EARLY),
+                generate(generation_config=GenerationConfig(max_new_tokens=7, eos_token_id=3, pad_token_id=0)),
+            ],
+        ),
+        Feature("`stop_strings`", [generate(stop_strings=["a", "bc"], tokenizer=fresh(tokenizer))]),
+        Feature(
+            "a `StoppingCriteria` of your own",
+            [
+                generate(stopping_criteria=StoppingCriteriaList([Until()])),
+                generate(stopping_criteria=[Until()], **EARLY),
+            ],
+        ),
+        Feature("`return_dict_in_generate`", [generate(**SEVERAL)]),
+        Feature(
+            "`output_scores`, `output_logits` (with `return_dict_in_generate`)",
+            [generate(output_scores=True, output_logits=True, **SEVERAL)],
+        ),
+        Feature(
+            "`output_attentions`, `output_hidden_states`",
+            [generate(output_attentions=True, **SEVERAL), generate(output_hidden_states=True, **SEVERAL)],
+            model={"attn_implementation": "eager"},
+        ),
+    ],
+    "Inputs and caches": [
+        Feature("prompts padded on the left", [generate()]),
+        Feature("holes in the mask", [generate(attention_mask=with_holes())]),
+        Feature("prompts padded on the right", [generate(**right_padded())]),
+        Feature(
+            "`position_ids` that count each row's unmasked tokens",
+            [generate(position_ids=(inputs()["attention_mask"].cumsum(1) - 1).clamp(min=0))],
+        ),
+        Feature("`position_ids` of your own", [generate(position_ids=torch.arange(2, 20, 2)[None].expand(3, -1))]),
+        Feature("`inputs_embeds`", [of_embeddings(), of_embeddings(num_beams=2)]),
+        Feature("a new or closed `PagedCache`", [over_a_paged_cache()]),
+        Feature("a `PagedCache` that holds tokens: chats in several turns", [going_on]),
+        Feature(
+            "a `PagedCache` with what HuggingFace's forward is needed for",
+            [over_a_paged_cache(**right_padded())],
+            refused=True,
+        ),
+        Feature(
+            "`DynamicCache`, `StaticCache`, `cache_implementation` other than the model's own",
+            [
+                generate(past_key_values=fresh(dynamic_cache)),
+                generate(past_key_values=fresh(static_cache)),
+                generate(cache_implementation="static"),
+            ],
+        ),
+        Feature('`cache_implementation="dynamic"`', each(cache_implementation="dynamic")),
+        Feature("`use_cache=False`", each(use_cache=False)),
+    ],
+    "Surroundings": [
+        Feature(
+            "`no_grad`, `inference_mode`, any thread",
+            [inside(torch.no_grad, generate()), inside(torch.inference_mode, generate()), in_a_thread],
+        ),
+        Feature("hooks on inner modules (a change compiles anew)", [with_hook(lambda model: model.model, generate())]),
+        Feature(
+            "forward hooks on the model itself: they fire once a step", [with_hook(lambda model: model, generate())]
+        ),
+        Feature("`torch.autocast`", [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), generate())]),
+        Feature("training mode", [in_training_mode(generate())], refused=True),
+        Feature(
+            "token ids that are none, masks that hide a whole row",
+            [
+                generate(input_ids=torch.tensor([[3, 500]] * 3), attention_mask=torch.ones(3, 2)),
+                generate(attention_mask=torch.tensor([[0] * 9, [1] * 9, [1] * 9])),
+            ],
+            refused=True,
+        ),
+        Feature(
+            "more rows than `max_batch_size`, more tokens than pages or positions",
+            [
+                generate(lengths=(4,) * 17),
+                generate(max_new_tokens=1020),
+                generate(lengths=(300,) * 16, max_new_tokens=2),
+            ],
+            refused=True,
+        ),
+    ],
+    "model(...)": [
+        Feature(
+            "left padding, right padding, holes, none",
+            [
+                forward(),
+                forward(**right_padded()),
+                forward(attention_mask=with_holes()),
+                forward(attention_mask=None),
+            ],
+        ),
+        Feature(
+            "`position_ids`, `logits_to_keep`, `return_dict`",
+            [
+                forward(position_ids=torch.arange(9)[None] * 2),
+                forward(logits_to_keep=2),
+                forward(logits_to_keep=torch.tensor([8, 3])),
+                forward(return_dict=False),
+            ],
+        ),
+        Feature("`inputs_embeds`", [embedded_forward]),
+        Feature("`labels`", [score_of(right_padded())]),
+        Feature("`labels` that follow masked tokens", [forward(labels=LABELS_FIRST_UNMASKED)]),
+        Feature(
+            "`use_cache`: the result holds a `PagedCache`, which goes on",
+            [forward(use_cache=True), a_step_over_a_cache],
+        ),
+        Feature("another cache", [lambda model: forward(past_key_values=dynamic_cache(), use_cache=True)(model)]),
+        Feature(
+            "`output_hidden_states`, `output_attentions`",
+            [
+                forward(output_hidden_states=True),
+                forward(output_attentions=True),
+            ],
+            model={"attn_implementation": "eager"},
+        ),
+        Feature("under gradients: training, adapters", [under_gradients]),
+        Feature("training mode", [in_training_mode(forward())]),
+        Feature("`torch.autocast`", [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), forward())]),
+        Feature("hooks on inner modules", [with_hook(lambda model: model.model, forward())]),
+        Feature(
+            "masks with four dimensions", [forward(attention_mask=torch.ones(3, 1, 9, 9, dtype=torch.bool).tril())]
+        ),
+        Feature(
+            "more tokens than the model has positions",
+            [forward(input_ids=torch.ones(1, 1030, dtype=torch.long), attention_mask=None)],
+        ),
+    ],
+}
+
+
+def pair(feature: Feature) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The unwrapped and the wrapped model that a feature is run on."""
+    overrides: dict[str, Any] = {"eos_token_id": None, **feature.model}
+    return tiny_qwen3(**overrides), compiled_llm.wrap(tiny_qwen3(**overrides), progress=False, **OPTIONS)
+
+
+def paths_of(feature: Feature, call: Call, model: PreTrainedModel) -> tuple[set[str], Any]:
+    """Run a call on a wrapped model; return the paths it took, as ``stats()`` has them, and its result."""
+    before = model.compiled.stats()
+    try:
+        result = call(model)
+    except ValueError:
+        if not feature.refused:
+            raise
+        return {"refused"}, None
+    after = model.compiled.stats()
+    paths = {name for name, count in after.generate_calls.items() if count > before.generate_calls.get(name, 0)}
+    if not paths:
+        forwards = {name for name, count in after.forward_calls.items() if count > before.forward_calls.get(name, 0)}
+        paths = {{"compiled": "compiled forward"}.get(name, name) for name in forwards}
+    return paths, result
+
+
+def line(feature: Feature, paths: set[str]) -> str:
+    """The feature's line in its table."""
+    return f"| {feature.name} | " + " | ".join("✓" if name in paths else " " for name in PATHS) + " |"
+
+
+def tables() -> str:
+    """All tables, from what the calls do."""
+    parts = []
+    for title, features in FEATURES.items():
+        parts += [f"## {'`' + title + '`' if '(' in title else title}", ""]
+        parts += ["| | " + " | ".join(HEADS) + " |", "|---|" + ":-:|" * len(HEADS)]
+        for feature in features:
+            model = pair(feature)[1]
+            paths = [paths_of(feature, call, model)[0] for call in feature.calls]
+            assert all(taken == paths[0] for taken in paths), (feature.name, paths)
+            parts.append(line(feature, paths[0]))
+        parts.append("")
+    return "\n".join(parts)
+
+
+BETWEEN = re.compile(r"(?<=<!-- written by tests/support/generate_features.py -->\n\n).*(?=\n<!-- end -->)", re.DOTALL)
+
+if __name__ == "__main__":
+    PAGE.write_text(BETWEEN.sub(tables().replace("\\", r"\\"), PAGE.read_text()))

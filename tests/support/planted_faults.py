@@ -1,0 +1,189 @@
+"""Layers of a tiny Qwen3 with one fault each, and what following the advice makes of them.
+
+In a file of their own, so that line numbers are real; the line at fault ends in ``# planted``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from support.tiny_models import tiny_qwen3
+
+SETTINGS = Path(tempfile.gettempdir()) / "compiled_llm_planted_settings"
+
+
+def plant(*things: Any) -> Any:
+    """A tiny model with one layer for each thing: an MLP, or a hook on one."""
+    model = tiny_qwen3(eos_token_id=None, num_hidden_layers=len(things))
+    for layer, thing in zip(model.model.layers, things, strict=True):
+        if isinstance(thing, type):
+            new = thing(model.config).eval()
+            new.load_state_dict(layer.mlp.state_dict(), strict=False)
+            layer.mlp = new
+        else:
+            layer.mlp.register_forward_hook(thing)
+    return model
+
+
+class Print(Qwen3MLP):
+    def forward(self, x):
+        print("mlp", x.shape)  # planted
+        return super().forward(x)
+
+
+class PrintDeleted(Qwen3MLP):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Item(Qwen3MLP):
+    def forward(self, x):
+        scale = 1.0 + 0.01 * x.abs().max().item()  # planted
+        return super().forward(x) * scale
+
+
+class ItemLeftATensor(Qwen3MLP):
+    def forward(self, x):
+        scale = 1.0 + 0.01 * x.abs().amax(dim=-1, keepdim=True)
+        return super().forward(x) * scale
+
+
+class Branch(Qwen3MLP):
+    def forward(self, x):
+        if x.abs().max() > 3:  # planted
+            x = x.clamp(-3, 3)
+        return super().forward(x)
+
+
+class BothSides(Qwen3MLP):
+    def forward(self, x):
+        x = torch.where(x.abs().max() > 3, x.clamp(-3, 3), x)
+        return super().forward(x)
+
+
+class FileAccess(Qwen3MLP):
+    def forward(self, x):
+        with open(SETTINGS) as settings:  # planted
+            scale = float(settings.read())
+        return super().forward(x) * scale
+
+
+class FileReadOnce(Qwen3MLP):
+    def __init__(self, config):
+        super().__init__(config)
+        with open(SETTINGS) as settings:
+            self.scale = float(settings.read())
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class Environment(Qwen3MLP):
+    def forward(self, x):
+        scale = float(os.environ.get("PLANTED_SCALE", "1.0"))  # planted
+        return super().forward(x) * scale
+
+
+class EnvironmentReadOnce(Qwen3MLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = float(os.environ.get("PLANTED_SCALE", "1.0"))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class NonZero(Qwen3MLP):
+    def forward(self, x):
+        large = x.flatten()[torch.nonzero(x.flatten() > 3)]  # planted
+        return super().forward(x) + 0.0 * large.sum()
+
+
+class WholeWithMask(Qwen3MLP):
+    def forward(self, x):
+        large = torch.where(x > 3, x, 0)
+        return super().forward(x) + 0.0 * large.sum()
+
+
+class PythonCache(Qwen3MLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.calls = {}
+
+    def forward(self, x):
+        self.calls[len(self.calls)] = 1.0  # planted
+        return super().forward(x)
+
+
+class PythonCacheOnlyRead(Qwen3MLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.calls = {0: 1.0}
+
+    def forward(self, x):
+        return super().forward(x) * self.calls[0]
+
+
+COUNT = torch.zeros(1)
+
+
+class Mutated(Qwen3MLP):
+    def forward(self, x):
+        COUNT.add_(1.0)  # planted
+        return super().forward(x) + 0.0 * COUNT
+
+
+class MutatedBuffer(Qwen3MLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        self.count.add_(1.0)
+        return super().forward(x) + 0.0 * self.count
+
+
+class Growing(Qwen3MLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.history = torch.zeros(1)
+
+    def forward(self, x):
+        self.history = torch.cat([self.history, x.abs().amax().reshape(1)])  # planted
+        return super().forward(x) + 0.0 * self.history.sum()
+
+
+class OneShape(Qwen3MLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("history", torch.zeros(64))
+        self.register_buffer("length", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        self.history.index_copy_(0, self.length % 64, x.abs().amax().reshape(1))
+        self.length.add_(1)
+        return super().forward(x) + 0.0 * self.history.sum()
+
+
+LOCK = threading.Lock()
+
+
+def hook_with_lock(module, args, output):
+    with LOCK:  # planted
+        return output * 1.0
+
+
+def hook_without_lock(module, args, output):
+    return output * 1.0
+
+
+class Swapped(Qwen3MLP):  # planted
+    def forward(self, x):
+        return super().forward(x) * 0.5

@@ -1,0 +1,34 @@
+"""How the decode kernel deals out blocks, launched by itself: what each program finds, as numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from compiled_llm_ops.kernels.attention import _alone, _of, _share
+
+
+@triton.jit
+def share_kernel(
+    blocks: Any,
+    found: Any,
+    rows: Any,
+    programs: Any,
+    alone: Any,
+    least: Any,
+    padded: tl.constexpr,
+    most: tl.constexpr,
+    alike: tl.constexpr,
+) -> None:
+    """Write row, first program, number of programs, begin and end of each program's share."""
+    program, numbers = tl.program_id(0), tl.arange(0, padded)
+    given = tl.load(blocks + numbers, mask=numbers < rows, other=0)
+    alone = _alone(given, rows, alone, alike)
+    own, first, count, begin, end = _share(given, program, programs, rows, alone, least, most)
+    tl.store(found + 5 * program, _of(own, numbers))
+    tl.store(found + 5 * program + 1, first)
+    tl.store(found + 5 * program + 2, count)
+    tl.store(found + 5 * program + 3, begin)
+    tl.store(found + 5 * program + 4, end)

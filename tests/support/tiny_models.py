@@ -1,0 +1,47 @@
+"""Tiny random models, in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import LlamaForCausalLM as Llama
+from transformers import Qwen3ForCausalLM as Qwen3
+
+TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3:
+    """A random Qwen3 in float32; `eos_token_id=None` lets it go on for ever."""
+    return _randomised(Qwen3, Qwen3Config(**{**TINY, **overrides}), seed)
+
+
+def tiny_llama(seed: int = 0, **overrides: Any) -> Llama:
+    """A random Llama in float32; `eos_token_id=None` lets it go on for ever."""
+    return _randomised(Llama, LlamaConfig(**{**TINY, **overrides}), seed)
+
+
+def _randomised(family: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> Any:
+    """Large weights and uneven norms: greedy text does not loop, attention is neither flat nor a single spike."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = family(config).eval()
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                torch.nn.init.uniform_(parameter, 1, 2)
+    return model

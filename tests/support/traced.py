@@ -1,0 +1,44 @@
+"""Functions over pages, traced as Dynamo traces a model's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    pages: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+def inputs_of(rows: int = 3) -> Inputs:
+    columns = [torch.arange(size, dtype=torch.int32) for size in (rows + 1, rows)]
+    return Inputs(
+        torch.randn(rows, 4, 16), torch.randn(rows + 5, 2, 2, 4, 16), *columns, torch.ones(rows, dtype=torch.int32)
+    )
+
+
+def traced(function: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphModule, list[Any]]:
+    """The graph, and what it is called with."""
+    graphs: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append((module, []))
+
+        def run(*args: Any) -> Any:
+            graphs[-1][1].extend(args)
+            return module.forward(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, fullgraph=True, dynamic=False, backend=backend)(*inputs)
+    (found,) = graphs
+    return found
