@@ -42,6 +42,7 @@ from support.twins import (
     Twins,
     assert_parity,
     hf_logits,
+    in_float32,
     parity,
     prompts_on_device,
     random_model,
@@ -382,9 +383,14 @@ CHANGES = [new_parameter, moved_data, swapped_module, in_place, other_attribute]
 def test_a_replay_never_reads_what_the_model_no_longer_has(
     change: Callable[[PreTrainedModel], None], during: bool, seed: int
 ) -> None:
-    """Logits of prefill and decode are those of a twin that was wrapped after the change."""
+    """Logits of prefill and decode are as exact as HuggingFace's of a model that was made after the change.
+
+    Tokens would be compared with those of another wrapped model, which Inductor may have compiled with other tilings
+    (it chooses them by timing them): sums in another order, and near ties of bfloat16 that fall the other way.
+    """
     model = compiled_llm.wrap(small_qwen3(seed, tie_word_embeddings=False), **OPTIONS)
-    inputs = prompts_on_device([5, 18, 40], seed)
+    lengths = [5, 18, 40]
+    inputs = prompts_on_device(lengths, seed)
     before = greedy(model, inputs, 12)
     if during:
         greedy(model, prompts_on_device([7], seed), 30, streamer=Changing(lambda: change(model)))
@@ -392,10 +398,8 @@ def test_a_replay_never_reads_what_the_model_no_longer_has(
         change(model)
     changed = small_qwen3(seed, tie_word_embeddings=False)
     change(changed)
-    fresh = compiled_llm.wrap(changed, **OPTIONS)
-    tokens = greedy(model, inputs, 12)
-    assert not torch.equal(tokens, before)
-    torch.testing.assert_close(tokens, greedy(fresh, inputs, 12))
+    assert_parity(parity(Twins(changed, in_float32(changed), model), lengths, 60, seed))
+    assert not torch.equal(greedy(model, inputs, 12), before)
     recorded_anew, _ = model.compiled.rerecordings()
     assert (recorded_anew > 0) == (change is not in_place)
     compiled_llm.unwrap(model)
