@@ -403,7 +403,6 @@ def test_a_replay_never_reads_what_the_model_no_longer_has(
     recorded_anew, _ = model.compiled.rerecordings()
     assert (recorded_anew > 0) == (change is not in_place)
     compiled_llm.unwrap(model)
-    compiled_llm.unwrap(fresh)
 
 
 # ---- no wait on the device
