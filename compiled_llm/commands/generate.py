@@ -160,7 +160,7 @@ def run(request: Request) -> None:
 
         import compiled_llm
         from compiled_llm.commands.loading import load
-        from compiled_llm.model.checks import check_fits
+        from compiled_llm.execution.limits import check_fits
 
     with _no_progress() if request.quiet else contextlib.nullcontext():
         loaded, tokenizer = load(request.model, request.dtype, request.device)

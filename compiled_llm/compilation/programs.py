@@ -10,7 +10,7 @@ vocabulary, N entries of the page table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from compiled_llm.compat import forget_when_gone, graph_count, own_copy
 from compiled_llm.compilation.backend import Inductor, Pass
 from compiled_llm.compilation.graphs.validity import Guards
+from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.compilation.outline import KnownState, Outline
 from compiled_llm.compilation.passes.normed_products import NormedProducts
 from compiled_llm.compilation.passes.products import (
@@ -30,7 +31,6 @@ from compiled_llm.compilation.passes.products import (
 )
 from compiled_llm.compilation.sampling import SamplingTables, choose
 from compiled_llm.config import WrapConfig
-from compiled_llm.kvcache.memory import DecodeInputs
 from compiled_llm.model.attention import BATCH_ARGUMENT, PackedTokens, PagedBatch
 from compiled_llm.model.fused_weights import FusedWeights
 
@@ -38,36 +38,6 @@ Forward = Callable[..., Any]
 
 PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
-
-
-class PrefillInputs(NamedTuple):
-    """What a prefill reads beside the pages.
-
-    Attributes:
-        ids: ``[1, T]`` int64; ``[1, T, hidden]`` in the model's dtype where it starts from embeddings.
-        positions: ``[1, T]`` int64, rotary positions.
-        keep: ``[L]`` int64, the tokens whose logits are wanted.
-        ends: ``[C]`` int64, the entries of ``keep`` after which a token is chosen.
-        slots: ``[C]`` int64, the entries of the sampling tables that say how.
-        token_rows: ``[T]`` int32, each token's row.
-        token_positions: ``[T]`` int32, its place in the row.
-        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
-        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers.
-        last_page_len: ``[B]`` int32, tokens in the row's last page.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    keep: Tensor
-    ends: Tensor
-    slots: Tensor
-    token_rows: Tensor
-    token_positions: Tensor
-    qo_indptr: Tensor
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
 
 
 def _prefill(

@@ -23,14 +23,14 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.recordings import Key, Recordings, Step, StepInputs
 from compiled_llm.compilation.graphs.validity import Guards
-from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Forward, PrefillInputs, Programs
+from compiled_llm.compilation.inputs import PrefillInputs, Shape
+from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Forward, Programs
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.decode_buffers import DecodeBuffers, bucket_for, buckets_up_to
 from compiled_llm.execution.events import Journal, Upload
 from compiled_llm.execution.packing import (
     Extension,
     Packed,
-    RecordedShapes,
-    Shape,
     as_bytes,
     chunks,
     null_extension,
@@ -40,20 +40,18 @@ from compiled_llm.execution.packing import (
 )
 from compiled_llm.execution.prefill_plans import Planner, attention_groups
 from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm.execution.sampling_slots import Sampler
 from compiled_llm.execution.staging import Readbacks, Staging
 from compiled_llm.execution.threads.executor import Executor
-from compiled_llm.kvcache.memory import (
-    DecodeBuffers,
-    allocate_pages,
-    bucket_for,
-    buckets_up_to,
-    pages_to_allocate,
-)
-from compiled_llm.kvcache.pool import HostTable, PageCopy, PagePool, Row, build_table
+from compiled_llm.kvcache.memory import allocate_pages, pages_to_allocate
+from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.row import PageCopy, Row
+from compiled_llm.kvcache.table import HostTable, build_table
 from compiled_llm.model.attention import AttentionSwitch
 from compiled_llm.model.fused_weights import FusedWeights, Group
 from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.sizes import logits_width, max_positions_of, weights_of_a_layer
 from compiled_llm_ops import PageTable
 
 if TYPE_CHECKING:
@@ -120,7 +118,7 @@ class PagedModel:
         self._typical_tokens = _typical_tokens(layers, self.device)
         self.staging = Staging(self.device)
         self.readbacks = Readbacks(self.device)
-        self._shapes = RecordedShapes(config.max_batch_size, _weights_of_a_layer(model, len(layers)))
+        self._shapes = RecordedShapes(config.max_batch_size, weights_of_a_layer(model, len(layers)))
         self.planner = Planner(
             attention_groups(layers, config.page_size, model.dtype, self.device),
             config,
@@ -584,13 +582,6 @@ def _symbols(rows: int, length: int, kept: int) -> tuple[int, ...]:
     return rows, rows + 1, length * rows, kept, kept - 1
 
 
-def _weights_of_a_layer(model: PreTrainedModel, layers: int) -> int:
-    """Return how many numbers the matrices of a layer have; experts, of which few are used, are none."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    others = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
-    return sum(own.numel() for own in model.parameters() if own.dim() == 2 and id(own) not in others) // layers
-
-
 def _typical_tokens(layers: Sequence[Layer], device: torch.device) -> int:
     """Return how many tokens prefill is best compiled with; 0 where that makes no difference."""
     if device.type != "cuda":
@@ -601,14 +592,3 @@ def _typical_tokens(layers: Sequence[Layer], device: torch.device) -> int:
 
 def _columns(inputs: PrefillInputs) -> PageTable:
     return PageTable(inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
-
-
-def logits_width(model: PreTrainedModel) -> int:
-    """Return V, how many logits a token has."""
-    head = model.get_output_embeddings()
-    return int(head.weight.shape[0]) if head is not None else model.config.get_text_config(decoder=True).vocab_size
-
-
-def max_positions_of(model: PreTrainedModel) -> int:
-    """Return how many positions the model was made for."""
-    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**17))

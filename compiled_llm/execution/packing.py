@@ -5,23 +5,14 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them aft
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm.kvcache.pool import HostTable, Span, Stored, build_table
-
-# From 64 tokens on the room left for padding stays under a quarter, and from 128 on all are multiples of 64: products
-# are computed in tiles of so many tokens.
-_RECORDED_TOKENS = (
-    *(16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
-    *(2560, 3072, 3584, 4096),
-)
-# On an H200 a layer of so many weights, times tokens, takes twice as long as it takes a host to launch its kernels.
-_DEVICE_BOUND = 2**38
+from compiled_llm.compilation.inputs import Shape
+from compiled_llm.kvcache.table import HostTable, Span, Stored, build_table
 
 
 class Extension(NamedTuple):
@@ -38,22 +29,8 @@ class Extension(NamedTuple):
     positions: NDArray[np.int64]
 
 
-class Shape(NamedTuple):
-    """What a recorded prefill is fixed to.
-
-    Attributes:
-        tokens: T.
-        rows: rows that choose a token; B is one more, whose tokens, if any are missing, fill up T.
-        split: whether several blocks share the keys of a row.
-    """
-
-    tokens: int
-    rows: int
-    split: bool = False
-
-
 class Packed(NamedTuple):
-    """A prefill on the host, in the order of ``compile.PrefillInputs``, page numbers left out.
+    """A prefill on the host, in the order of ``PrefillInputs``, page numbers left out.
 
     Attributes:
         ids: ``[T]`` int64.
@@ -78,38 +55,6 @@ class Packed(NamedTuple):
     qo_indptr: NDArray[np.int32]
     indptr: NDArray[np.int32]
     last_page_len: NDArray[np.int32]
-
-
-class RecordedShapes:
-    """The shapes that prefills are padded to and recorded in.
-
-    The device takes longer over many tokens than the host takes to launch them: those are not worth recording.
-    """
-
-    def __init__(self, max_rows: int, weights: int) -> None:
-        """Choose them.
-
-        Args:
-            max_rows: most rows there can be.
-            weights: numbers in the matrices of a layer.
-        """
-        most = max(2, max_rows)  # a symbolic size is at least 2
-        tokens = [tokens for tokens in _RECORDED_TOKENS if tokens * weights <= _DEVICE_BOUND]
-        self._by_rows = {
-            rows: [Shape(count, rows) for count in tokens if count >= rows] for rows in sorted({2, min(8, most), most})
-        }
-
-    def of(self, rows: int) -> list[Shape]:
-        """Return the shapes of prefills of so many rows, smallest first."""
-        return next(shapes for most, shapes in self._by_rows.items() if most >= rows)
-
-    def all(self) -> list[Shape]:
-        """Return the shapes of prefills of any number of rows."""
-        return [*itertools.chain.from_iterable(self._by_rows.values())]
-
-    def smallest(self, tokens: int, rows: int) -> Shape | None:
-        """Return the smallest shape that holds a prefill of so many tokens, or None for one too large for all."""
-        return next((shape for shape in self.of(rows) if shape.tokens >= tokens), None)
 
 
 def padded(batch: Sequence[Extension], shape: Shape, page_size: int) -> list[Extension]:

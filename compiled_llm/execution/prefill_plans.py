@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm.compilation.inputs import Shape
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.packing import Extension, Shape
+from compiled_llm.execution.packing import Extension
 from compiled_llm.kvcache.memory import stored_head_dim
-from compiled_llm.kvcache.pool import HostTable
+from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm_ops import Geometry, PageTable
 

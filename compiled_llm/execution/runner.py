@@ -25,7 +25,8 @@ from compiled_llm.execution.events import Upload
 from compiled_llm.execution.packing import Extension
 from compiled_llm.execution.staging import Readback
 from compiled_llm.execution.threads.interrupts import held
-from compiled_llm.kvcache.pool import Promise, Row
+from compiled_llm.kvcache.pool import Promise
+from compiled_llm.kvcache.row import Row
 
 
 class Runner:

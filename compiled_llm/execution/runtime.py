@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compilation.programs import Forward
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import PagedModel
 from compiled_llm.execution.events import Journal
 from compiled_llm.execution.runner import Runner
@@ -20,7 +21,6 @@ from compiled_llm.execution.threads.turn import Turn
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.settings_cache import KnownSettings
 from compiled_llm.huggingface.special_tokens import SpecialTokens
-from compiled_llm.kvcache.memory import buckets_up_to
 from compiled_llm.model.attention import AttentionSwitch
 from compiled_llm.model.checks import check_placement
 from compiled_llm.model.fused_weights import Group

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling import Sampling, SamplingTables, upload_settings
 from compiled_llm.kvcache.memory import mark_static
-from compiled_llm.kvcache.pool import Row
+from compiled_llm.kvcache.row import Row
 
 # Rows of calls that interleave (a callback calling the model again) are in the tables together.
 _ROOM = 2

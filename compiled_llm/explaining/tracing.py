@@ -31,7 +31,8 @@ from compiled_llm.compat import (
     no_bytecode_hooks,
     traced_by_inductor,
 )
-from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Forward, PrefillInputs, Programs
+from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
+from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Forward, Programs
 from compiled_llm.compilation.sampling import SamplingTables
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.execution.device_model import PagedModel
@@ -41,7 +42,6 @@ from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.explaining.places import Place
 from compiled_llm.explaining.timings import Prompts, Timing, measure, tokens_to_hold
 from compiled_llm.huggingface.wrapped_model import WrappedModel
-from compiled_llm.kvcache.memory import DecodeInputs
 from compiled_llm.model.attention import AttentionSwitch
 from compiled_llm.model.fused_weights import FusedWeights, Group
 from compiled_llm.model.layer_probe import Layer

@@ -36,12 +36,12 @@ from transformers.generation.streamers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, draw, new_seeds
+from compiled_llm.execution.limits import pages_needed
 from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.cache_columns import Addition
 from compiled_llm.huggingface.host_copies import HostCopies
 from compiled_llm.huggingface.paged_cache import PagedCache
-from compiled_llm.kvcache.pool import Row
-from compiled_llm.model.checks import pages_needed
+from compiled_llm.kvcache.row import Row
 
 if TYPE_CHECKING:
     from compiled_llm.execution.device_model import PagedModel

@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from compiled_llm.execution.runner import Runner
 from compiled_llm.execution.threads.interrupts import held
 from compiled_llm.huggingface.cache_columns import Addition, additions, with_additions, without_changes
-from compiled_llm.kvcache.pool import Row
+from compiled_llm.kvcache.row import Row
 from compiled_llm.model.checks import check_range
 
 

@@ -36,6 +36,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from compiled_llm.compilation.sampling import read_processors
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.limits import check_fits
 from compiled_llm.execution.runtime import CompiledModel
 from compiled_llm.execution.stats import Path
 from compiled_llm.execution.threads.interrupts import allowed, held
@@ -46,7 +47,7 @@ from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.signatures import MethodSignature
 from compiled_llm.kvcache.pool import OutOfPagesError
 from compiled_llm.model.attention import set_implementations
-from compiled_llm.model.checks import check_fits, check_prompt, check_ready
+from compiled_llm.model.checks import check_prompt, check_ready
 from compiled_llm.model.fused_weights import Group
 from compiled_llm.model.layer_probe import Layer
 

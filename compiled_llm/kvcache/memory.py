@@ -1,6 +1,6 @@
-"""Device memory that lives at fixed addresses: the pages, and the buffers a replayed decode step reads and advances.
+"""The memory behind the page pool: how many pages fit, and their tensors, at addresses that graphs may rely on.
 
-Shapes: B rows, T packed tokens, K kv heads, D head dimension, P pages, S page size, N entries of the page table.
+Shapes: K kv heads, D head dimension, P pages, S page size.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -111,77 +110,3 @@ def mark_static(tensor: Tensor) -> Tensor:
     """Tell Dynamo that the tensor stays where it is, so that a graph reads it in place instead of copying it in."""
     torch._dynamo.mark_static_address(tensor, guard=False)
     return tensor
-
-
-class DecodeInputs(NamedTuple):
-    """What the compiled decode step reads and advances, cut to one bucket.
-
-    Attributes:
-        tokens: ``[B]`` int64, the token each row feeds in; the next one afterwards.
-        positions: ``[B]`` int64, its rotary position; one more afterwards.
-        last_page_len: ``[B]`` int32, tokens in the row's last page with this one; with the next one afterwards.
-        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers.
-        slots: ``[B]`` int64, each row's entry in the sampling tables.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    last_page_len: Tensor
-    indptr: Tensor
-    indices: Tensor
-    slots: Tensor
-
-
-class DecodeBuffers:
-    """The decode step's buffers for the largest batch, and their views for each bucket."""
-
-    def __init__(self, max_rows: int, entries: int, device: torch.device) -> None:
-        """Allocate for ``max_rows`` rows and a page table of ``entries``."""
-        self._whole = DecodeInputs(
-            tokens=torch.zeros(max_rows, dtype=torch.int64, device=device),
-            positions=torch.zeros(max_rows, dtype=torch.int64, device=device),
-            last_page_len=torch.zeros(max_rows, dtype=torch.int32, device=device),
-            indptr=torch.zeros(max_rows + 1, dtype=torch.int32, device=device),
-            indices=torch.zeros(entries, dtype=torch.int32, device=device),
-            slots=torch.zeros(max_rows, dtype=torch.int64, device=device),
-        )
-        self._buckets: dict[int, DecodeInputs] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all buffers, in bytes."""
-        return sum(tensor.nbytes for tensor in self._whole)
-
-    def bucket(self, rows: int) -> DecodeInputs:
-        """Return the views for a bucket of ``rows``, always the same tensor objects.
-
-        Batch 1 is compiled with its size built in; in all larger ones it is symbolic.
-        """
-        if rows not in self._buckets:
-            whole = self._whole
-            cut = DecodeInputs(
-                whole.tokens[:rows],
-                whole.positions[:rows],
-                whole.last_page_len[:rows],
-                whole.indptr[: rows + 1],
-                whole.indices,
-                whole.slots[:rows],
-            )
-            for tensor in cut:
-                mark_static(tensor)
-                if rows > 1 and tensor is not whole.indices:
-                    torch._dynamo.mark_dynamic(tensor, 0)
-            self._buckets[rows] = cut
-        return self._buckets[rows]
-
-
-def buckets_up_to(max_rows: int) -> list[int]:
-    """Return the batch sizes that decode is recorded for: 1, 2, 4, 8, then every 8, and ``max_rows`` itself."""
-    sizes = [size for size in (1, 2, 4, *range(8, max_rows, 8)) if size < max_rows]
-    return [*sizes, max_rows]
-
-
-def bucket_for(rows: int, max_rows: int) -> int:
-    """Return the smallest bucket that holds ``rows``."""
-    return next(size for size in buckets_up_to(max_rows) if size >= rows)

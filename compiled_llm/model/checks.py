@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -12,7 +11,6 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.device_model import PagedModel, max_positions_of
 from compiled_llm.model.layer_probe import UnsupportedModelError, accepts_logits_to_keep
 
 
@@ -160,61 +158,6 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, continues: bool) -> N
 
 def _shape(value: object) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def pages_needed(paged: PagedModel, prompts: Sequence[int], most_new: int, shared: Sequence[int] = ()) -> int:
-    """Return how many pages prompts of these lengths may need with all that they may grow by.
-
-    The last token of a row is chosen but never stored.
-
-    Args:
-        paged: the model's device side.
-        prompts: the length of each row.
-        most_new: how many tokens a row may grow by.
-        shared: how many tokens each row has in common with an earlier one, where there are such; full pages of them
-            are counted once.
-    """
-    pool = paged.pool
-    return sum(pool.pages_for(prompt + most_new - 1) for prompt in prompts) - sum(
-        common // pool.page_size for common in shared
-    )
-
-
-def check_fits(
-    model: PreTrainedModel, paged: PagedModel, prompts: Sequence[int], most_new: int, needed: int | None = None
-) -> None:
-    """Check that the prompts and all they may grow by fit the model, the batch size and the pages.
-
-    Args:
-        model: the model.
-        paged: its device side.
-        prompts: the length of each row, with what a cache holds of it already.
-        most_new: how many tokens a row may grow by.
-        needed: how many pages that takes beyond those held; all of them where None.
-
-    Raises:
-        ValueError: they do not; the message has the numbers.
-    """
-    longest, positions = max(prompts) + most_new, max_positions_of(model)
-    if longest > positions:
-        raise ValueError(
-            f"max_new_tokens={most_new}: with a prompt of {max(prompts)} tokens that makes {longest}, and the model "
-            f"has {positions} positions; shorten the prompt or generate at most {max(0, positions - max(prompts))}"
-        )
-    if len(prompts) > paged.config.max_batch_size:
-        raise ValueError(
-            f"input_ids: {len(prompts)} rows are more than max_batch_size={paged.config.max_batch_size}; "
-            f"split the batch, or wrap(model, max_batch_size={len(prompts)})"
-        )
-    pool = paged.pool
-    needed = pages_needed(paged, prompts, most_new) if needed is None else needed
-    if needed > pool.available:
-        raise ValueError(
-            f"input_ids and max_new_tokens={most_new}: {len(prompts)} rows of up to {longest} tokens need {needed} "
-            f"pages of {pool.page_size} tokens, and {pool.available} of {pool.total} are free "
-            f"({pool.available * pool.page_size} tokens); shorten or split the batch, drop caches you keep, or wrap "
-            "with a larger kv_memory"
-        )
 
 
 def check_rope(model: PreTrainedModel) -> None:

@@ -30,7 +30,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.execution.device_model import PagedModel
-from compiled_llm.kvcache.pool import PagePool, Row
+from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.row import Row
 from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from support.parity import assert_account_is_empty, greedy
 from support.twins import (

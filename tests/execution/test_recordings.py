@@ -20,9 +20,10 @@ from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.recorder import Recording
 from compiled_llm.compilation.graphs.recordings import Recordings
 from compiled_llm.compilation.graphs.validity import Guards, Weights
-from compiled_llm.execution.device_model import PagedModel, _typical_tokens, _weights_of_a_layer
-from compiled_llm.execution.packing import RecordedShapes
+from compiled_llm.execution.device_model import PagedModel, _typical_tokens
 from compiled_llm.execution.prefill_plans import Planner
+from compiled_llm.execution.recorded_shapes import RecordedShapes
+from compiled_llm.model.sizes import weights_of_a_layer
 from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -221,7 +222,7 @@ def test_the_weights_of_a_layer_are_its_matrices():
     model = tiny_qwen3(num_hidden_layers=2)
     layer = model.model.layers[0]
     expected = sum(child.weight.numel() for child in layer.modules() if isinstance(child, torch.nn.Linear))
-    assert _weights_of_a_layer(model, 2) == expected
+    assert weights_of_a_layer(model, 2) == expected
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 64])

@@ -16,7 +16,7 @@ import compiled_llm
 from compiled_llm import OutOfPagesError
 from compiled_llm.execution.device_model import PagedModel
 from compiled_llm.execution.runner import Runner
-from compiled_llm.kvcache.pool import Row
+from compiled_llm.kvcache.row import Row
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_llama, tiny_qwen3
 

@@ -14,7 +14,8 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 import compiled_llm
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose, draw, uniform
 from compiled_llm.execution.sampling_slots import Sampler
-from compiled_llm.kvcache.pool import PagePool, Row
+from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.row import Row
 from compiled_llm_ops import sample_tokens, uniform_numbers, uniform_of
 from compiled_llm_ops.sampling import philox, smallest_kept
 from support.parity import assert_account_is_empty, greedy, mixed_prompts

@@ -15,7 +15,8 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 
 import compiled_llm
 from compiled_llm.execution.device_model import PagedModel
-from compiled_llm.kvcache.pool import PageCopy, PagePool
+from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.row import PageCopy
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

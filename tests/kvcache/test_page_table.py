@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from compiled_llm.kvcache.memory import allocate_pages, bucket_for, buckets_up_to
-from compiled_llm.kvcache.pool import NULL_PAGE, OutOfPagesError, PagePool, Promise, Row, Span, build_table
+from compiled_llm.execution.decode_buffers import bucket_for, buckets_up_to
+from compiled_llm.kvcache.memory import allocate_pages
+from compiled_llm.kvcache.pool import NULL_PAGE, OutOfPagesError, PagePool, Promise
+from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.table import Span, build_table
 from compiled_llm.model.layer_probe import Layer
 
 pytestmark = pytest.mark.core

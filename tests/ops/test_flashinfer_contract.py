@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.packing import RecordedShapes
 from compiled_llm.execution.prefill_plans import Planner
+from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm_ops import Geometry, PageTable, find_plan
 from compiled_llm_ops.flashinfer import plan as backend
 

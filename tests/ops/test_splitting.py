@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from compiled_llm import WrapConfig
-from compiled_llm.execution.packing import Extension, Shape
+from compiled_llm.compilation.inputs import Shape
+from compiled_llm.execution.packing import Extension
 from compiled_llm.execution.prefill_plans import Planner
-from compiled_llm.kvcache.pool import Span
+from compiled_llm.kvcache.table import Span
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.flashinfer.plan import worth_splitting
 

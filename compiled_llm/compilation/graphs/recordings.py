@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
 from compiled_llm.compilation.graphs.recorder import Recorder, Recording
 from compiled_llm.compilation.graphs.validity import Guards, Weights
-from compiled_llm.compilation.programs import PrefillInputs
+from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, Shape
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.packing import Shape
-from compiled_llm.kvcache.memory import DecodeInputs, reserved_bytes
+from compiled_llm.kvcache.memory import reserved_bytes
 
 logger = logging.getLogger("compiled_llm.graphs")
 

@@ -1,0 +1,75 @@
+"""What the compiled programs read beside the pages, and the shapes that recorded prefills are fixed to.
+
+Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen, N entries
+of the page table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Shape(NamedTuple):
+    """What a recorded prefill is fixed to.
+
+    Attributes:
+        tokens: T.
+        rows: rows that choose a token; B is one more, whose tokens, if any are missing, fill up T.
+        split: whether several blocks share the keys of a row.
+    """
+
+    tokens: int
+    rows: int
+    split: bool = False
+
+
+class PrefillInputs(NamedTuple):
+    """What a prefill reads beside the pages.
+
+    Attributes:
+        ids: ``[1, T]`` int64; ``[1, T, hidden]`` in the model's dtype where it starts from embeddings.
+        positions: ``[1, T]`` int64, rotary positions.
+        keep: ``[L]`` int64, the tokens whose logits are wanted.
+        ends: ``[C]`` int64, the entries of ``keep`` after which a token is chosen.
+        slots: ``[C]`` int64, the entries of the sampling tables that say how.
+        token_rows: ``[T]`` int32, each token's row.
+        token_positions: ``[T]`` int32, its place in the row.
+        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        last_page_len: ``[B]`` int32, tokens in the row's last page.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    keep: Tensor
+    ends: Tensor
+    slots: Tensor
+    token_rows: Tensor
+    token_positions: Tensor
+    qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+class DecodeInputs(NamedTuple):
+    """What the compiled decode step reads and advances, cut to one bucket.
+
+    Attributes:
+        tokens: ``[B]`` int64, the token each row feeds in; the next one afterwards.
+        positions: ``[B]`` int64, its rotary position; one more afterwards.
+        last_page_len: ``[B]`` int32, tokens in the row's last page with this one; with the next one afterwards.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        slots: ``[B]`` int64, each row's entry in the sampling tables.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    last_page_len: Tensor
+    indptr: Tensor
+    indices: Tensor
+    slots: Tensor

@@ -1,0 +1,48 @@
+"""The shapes that prefills are padded to and recorded in."""
+
+from __future__ import annotations
+
+import itertools
+
+from compiled_llm.compilation.inputs import Shape
+
+# From 64 tokens on the room left for padding stays under a quarter, and from 128 on all are multiples of 64: products
+# are computed in tiles of so many tokens.
+_RECORDED_TOKENS = (
+    *(16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
+    *(2560, 3072, 3584, 4096),
+)
+# On an H200 a layer of so many weights, times tokens, takes twice as long as it takes a host to launch its kernels.
+_DEVICE_BOUND = 2**38
+
+
+class RecordedShapes:
+    """The shapes that prefills are padded to and recorded in.
+
+    The device takes longer over many tokens than the host takes to launch them: those are not worth recording.
+    """
+
+    def __init__(self, max_rows: int, weights: int) -> None:
+        """Choose them.
+
+        Args:
+            max_rows: most rows there can be.
+            weights: numbers in the matrices of a layer.
+        """
+        most = max(2, max_rows)  # a symbolic size is at least 2
+        tokens = [tokens for tokens in _RECORDED_TOKENS if tokens * weights <= _DEVICE_BOUND]
+        self._by_rows = {
+            rows: [Shape(count, rows) for count in tokens if count >= rows] for rows in sorted({2, min(8, most), most})
+        }
+
+    def of(self, rows: int) -> list[Shape]:
+        """Return the shapes of prefills of so many rows, smallest first."""
+        return next(shapes for most, shapes in self._by_rows.items() if most >= rows)
+
+    def all(self) -> list[Shape]:
+        """Return the shapes of prefills of any number of rows."""
+        return [*itertools.chain.from_iterable(self._by_rows.values())]
+
+    def smallest(self, tokens: int, rows: int) -> Shape | None:
+        """Return the smallest shape that holds a prefill of so many tokens, or None for one too large for all."""
+        return next((shape for shape in self.of(rows) if shape.tokens >= tokens), None)

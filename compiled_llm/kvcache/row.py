@@ -1,0 +1,200 @@
+"""One sequence in the pool: its pages, its length, and its entry in the sampling tables."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from compiled_llm.kvcache.pool import PagePool
+
+
+class PageCopy(NamedTuple):
+    """A page that a row stopped sharing: what ``source`` holds has to be in ``target`` before the row writes there."""
+
+    source: int
+    target: int
+
+
+class Row:
+    """One sequence: its pages, how many tokens they hold, and the position of the next token.
+
+    Rows may share pages. Full pages are only read; the last one is copied before a row writes into it.
+
+    Attributes:
+        pages: page numbers, in order.
+        length: tokens stored.
+        position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
+        slot: its entry in the sampling tables; None where the row is greedy.
+    """
+
+    def __init__(self, pool: PagePool, tokens: int) -> None:
+        """Promise pages for ``tokens``.
+
+        Raises:
+            ValueError: ``tokens`` is negative.
+            OutOfPagesError: the pool cannot promise that many; nothing changed.
+        """
+        if tokens < 0:
+            raise ValueError(f"a row cannot have room for {tokens} tokens")
+        self._pool = pool
+        self._reserved = pool.pages_for(tokens)
+        pool.reserve(self._reserved)
+        self.pages: list[int] = []
+        self.length = 0
+        self.position = 0
+        self.slot: int | None = None
+        self._free_slots: list[int] = []
+
+    @property
+    def limit(self) -> int:
+        """Tokens that the row's pages, taken and promised, can hold."""
+        return (len(self.pages) + self._reserved) * self._pool.page_size
+
+    @property
+    def room(self) -> int:
+        """Tokens that the row can grow by before it enters another page."""
+        return len(self.pages) * self._pool.page_size - self.length
+
+    def reserve(self, tokens: int) -> None:
+        """Have room for ``tokens`` in all.
+
+        Raises:
+            OutOfPagesError: the pool cannot promise the pages that are missing; nothing changed.
+        """
+        missing = self._pool.pages_for(tokens) - len(self.pages) - self._reserved
+        if missing > 0:
+            self._pool.reserve(missing)
+            self._reserved += missing
+
+    def missing(self, tokens: int, kept: int | None = None) -> int:
+        """Return how many pages it takes to hold ``tokens`` in all, beyond those taken and promised.
+
+        Args:
+            tokens: all that the row shall hold.
+            kept: how many of its present tokens stay; all where None.
+        """
+        pool, kept = self._pool, self.length if kept is None else kept
+        held = pool.pages_for(kept)
+        back = sum(not pool.is_shared(page) for page in self.pages[held:])
+        copied = tokens > kept and self._writes_into_shared(kept)
+        return max(0, pool.pages_for(tokens) - held - self._reserved - back) + copied
+
+    def _writes_into_shared(self, length: int) -> bool:
+        full, begun = divmod(length, self._pool.page_size)
+        return begun > 0 and self._pool.is_shared(self.pages[full])
+
+    def grow(self, tokens: int) -> PageCopy | None:
+        """Count ``tokens`` more as stored, taking promised pages as they are entered.
+
+        Returns:
+            What has to be copied before the new tokens are written, where the last page was shared.
+
+        Raises:
+            OutOfPagesError: pages that were not promised are needed and not free; nothing changed.
+        """
+        copies = tokens > 0 and self._writes_into_shared(self.length)  # asked once: other threads may fork and free
+        if tokens <= self.room and not copies:  # as most rows do in most steps
+            self.length += tokens
+            return None
+        missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._reserved) + copies
+        if missing:
+            self._pool.reserve(missing)
+            self._reserved += missing
+        copy = self._unshare() if copies else None
+        self.length += tokens
+        self.pages += self._take(max(0, self._pool.pages_for(self.length) - len(self.pages)))
+        return copy
+
+    def begin_as(self, other: Row, tokens: int) -> int:
+        """Have the first tokens of a row that is about to store them, in the same pages; this one is empty so far.
+
+        Args:
+            other: an empty row with room for them, which grows by them before this row is computed, or with it.
+            tokens: how many both begin with; shared are as many as fill pages, and at least one is not.
+
+        Returns:
+            How many are shared.
+        """
+        full = (tokens - 1) // self._pool.page_size
+        other.pages += other._take(max(0, full - len(other.pages)))
+        self._pool.share(other.pages[:full])
+        self.pages = other.pages[:full]
+        self.length = self.position = full * self._pool.page_size
+        return self.length
+
+    def _unshare(self) -> PageCopy:
+        """Give the last page a copy of its own."""
+        (own,) = self._take(1)
+        copy = PageCopy(self.pages[-1], own)
+        self.pages[-1] = copy.target
+        self._pool.give_back([copy.source])
+        return copy
+
+    def _take(self, count: int) -> list[int]:
+        self._reserved -= count
+        return self._pool.take_reserved(count)
+
+    def fork(self) -> Row:
+        """Return another row with the same tokens in the same pages, and with no more pages promised."""
+        row = Row(self._pool, 0)
+        self._pool.share(self.pages)
+        row.pages, row.length, row.position = list(self.pages), self.length, self.position
+        return row
+
+    def mark(self) -> tuple[int, int]:
+        """Return what ``restore`` needs to undo growth."""
+        return self.length, self._reserved + len(self.pages)
+
+    def restore(self, mark: tuple[int, int]) -> None:
+        """Undo all growth since ``mark``, and the promises made for it; a page that was copied stays the row's own."""
+        length, pages = mark
+        self.shrink(self.length - length)
+        extra = max(0, self._reserved + len(self.pages) - pages)  # fewer where others hold some of the pages
+        self._pool.give_back((), reserved=extra)
+        self._reserved -= extra
+
+    def shrink(self, tokens: int) -> None:
+        """Forget the last ``tokens``; pages left empty and not shared become promised ones again.
+
+        Raises:
+            ValueError: the row does not hold that many.
+        """
+        if not 0 <= tokens <= self.length:
+            raise ValueError(f"a row of {self.length} tokens cannot forget {tokens}")
+        self.length -= tokens
+        keep = self._pool.pages_for(self.length)
+        self._reserved += self._pool.untake(self.pages[keep:])
+        del self.pages[keep:]
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens after the first ``length``.
+
+        Raises:
+            ValueError: the row is shorter than that.
+        """
+        extra = self.length - length
+        self.shrink(extra)
+        self.position -= extra
+
+    def settle(self) -> None:
+        """Give back the pages that were promised and not taken, and the entry of the sampling tables."""
+        self.leave_slot()
+        self._pool.give_back((), self._reserved)
+        self._reserved = 0
+
+    def take_slot(self, free: list[int]) -> None:
+        """Take an entry of the sampling tables; ``free`` gets it back with the pages, or from ``leave_slot``."""
+        self._free_slots = free
+        self.slot = free.pop()
+
+    def leave_slot(self) -> None:
+        """Give the entry of the sampling tables back, if there is one."""
+        if self.slot is not None:
+            self._free_slots.append(self.slot)
+            self.slot = None
+
+    def free(self) -> None:
+        """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
+        self.leave_slot()
+        pages, reserved = self.pages, self._reserved
+        self.pages, self._reserved, self.length, self.position = [], 0, 0, 0
+        self._pool.give_back(pages, reserved)

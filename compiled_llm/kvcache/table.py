@@ -1,0 +1,74 @@
+"""Page tables on the host: which pages a batch of rows reads and writes.
+
+Shapes: B rows, N entries of the page table, S page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_llm.kvcache.pool import NULL_PAGE
+
+
+class Stored(Protocol):
+    """What a page table needs to know of a row."""
+
+    pages: list[int]
+    length: int
+
+
+@dataclass
+class Span:
+    """The first ``length`` tokens of a row."""
+
+    pages: list[int]
+    length: int
+
+    @classmethod
+    def null(cls, length: int, page_size: int) -> Span:
+        """Return a row of padding, whose tokens all go to the null page."""
+        return cls([NULL_PAGE] * -(-length // page_size), length)
+
+
+class HostTable(NamedTuple):
+    """A page table on the host, int32; the columns are those of ``compiled_llm_ops.PageTable``."""
+
+    qo_indptr: NDArray[np.int32]
+    indptr: NDArray[np.int32]
+    indices: NDArray[np.int32]
+    last_page_len: NDArray[np.int32]
+
+
+def build_table(rows: Sequence[Stored], queries: Sequence[int], page_size: int, padded: int) -> HostTable:
+    """Lay out ``rows`` whose last ``queries[b]`` tokens are being computed, padded with null rows.
+
+    A null row has one query and one token, in the null page.
+
+    Args:
+        rows: already grown by their new tokens.
+        queries: new tokens of each row.
+        page_size: S.
+        padded: B, at least ``len(rows)``.
+    """
+    null = padded - len(rows)
+    pages = [row.pages for row in rows] + [[NULL_PAGE]] * null
+    indptr = _starts([len(own) for own in pages])
+    lengths = np.array([row.length for row in rows] + [1] * null, dtype=np.int32)
+    return HostTable(
+        qo_indptr=_starts([*queries, *[1] * null]),
+        indptr=indptr,
+        indices=np.fromiter(chain.from_iterable(pages), dtype=np.int32, count=indptr[-1]),
+        last_page_len=lengths - (np.diff(indptr) - 1) * np.int32(page_size),
+    )
+
+
+def _starts(counts: Sequence[int]) -> NDArray[np.int32]:
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts

@@ -1,0 +1,23 @@
+"""Sizes of a HuggingFace model that pages, tables and programs follow."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+
+def weights_of_a_layer(model: PreTrainedModel, layers: int) -> int:
+    """Return how many numbers the matrices of a layer have; experts, of which few are used, are none."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    others = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+    return sum(own.numel() for own in model.parameters() if own.dim() == 2 and id(own) not in others) // layers
+
+
+def logits_width(model: PreTrainedModel) -> int:
+    """Return V, how many logits a token has."""
+    head = model.get_output_embeddings()
+    return int(head.weight.shape[0]) if head is not None else model.config.get_text_config(decoder=True).vocab_size
+
+
+def max_positions_of(model: PreTrainedModel) -> int:
+    """Return how many positions the model was made for."""
+    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**17))
