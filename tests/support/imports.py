@@ -1,0 +1,107 @@
+"""Every import of the two packages, read from their source: lazy ones, ones for types, `import_module("literal")`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+PACKAGES = (CHECKOUT / "compiled_llm", CHECKOUT / "ops" / "compiled_llm_ops")
+
+
+@dataclass(frozen=True, order=True)
+class Import:
+    """One module imports another; ``lazily`` if importing the first does not run it: in a function, or for types."""
+
+    importer: str
+    imported: str
+    lazily: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.importer} -> {self.imported}"
+
+
+def sources() -> dict[str, Path]:
+    """The file of each module of the packages."""
+    return {name_of(path, package.parent): path for package in PACKAGES for path in sorted(package.rglob("*.py"))}
+
+
+def name_of(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def imports() -> set[Import]:
+    """Every import of one module of the packages by another."""
+    files = sources()
+    return {
+        found
+        for name, path in files.items()
+        for found in imports_of(path.read_text(), name, path.name == "__init__.py", set(files))
+        if found.imported != name
+    }
+
+
+def imports_of(source: str, name: str, is_package: bool, modules: set[str]) -> Iterator[Import]:
+    """The imports that ``source``, the module ``name``, makes of ``modules``."""
+    lazy = lazy_nodes(tree := ast.parse(source))
+    for node in ast.walk(tree):
+        for target in targets(node, name if is_package else name.rpartition(".")[0], modules):
+            if target in modules:
+                yield Import(name, target, node in lazy)
+
+
+def lazy_nodes(tree: ast.Module) -> set[ast.AST]:
+    return {inner for node in ast.walk(tree) for later in run_later(node) for inner in ast.walk(later)}
+
+
+def run_later(node: ast.AST) -> Sequence[ast.AST]:
+    """What a statement contains that does not run with it."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+            return [node]
+        case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), body=body):
+            return body
+    return []
+
+
+def targets(node: ast.AST, package: str, modules: set[str]) -> list[str]:
+    """The modules that a node imports, by their full names."""
+    match node:
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module=module, names=names, level=level):
+            above = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+            source = ".".join([*above, *([module] if module else [])])
+            # `from package import module` imports the module, `from module import name` the module before the name.
+            return [inner if (inner := f"{source}.{alias.name}") in modules else source for alias in names]
+        case ast.Call(
+            func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
+            args=[ast.Constant(value=str(module)), *_],
+        ):
+            return [module]
+    return []
+
+
+def circles(arrows: set[Import]) -> list[set[str]]:
+    """The sets of modules that import one another in a circle, directly or by way of others."""
+    reached = {name: reachable(name, arrows) for name in {arrow.importer for arrow in arrows}}
+    together = {name: {other for other in seen if name in reached.get(other, set())} for name, seen in reached.items()}
+    return [set(circle) for circle in sorted({tuple(sorted(circle)) for circle in together.values() if circle})]
+
+
+def reachable(name: str, arrows: set[Import]) -> set[str]:
+    following: dict[str, set[str]] = {}
+    for arrow in arrows:
+        following.setdefault(arrow.importer, set()).add(arrow.imported)
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        new = following.get(waiting.pop(), set()) - seen
+        seen |= new
+        waiting.extend(new)
+    return seen

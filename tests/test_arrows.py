@@ -1,0 +1,259 @@
+"""The house keeps its shape: arrows between rooms run one way, no files import in a circle, files stay short.
+
+Rooms are the folders and lone files of the two packages, and an arrow is an import, wherever it stands: at the top, in
+a function, under `if TYPE_CHECKING`. Left imports right:
+
+    commands -> server -> huggingface -> explaining, engine -> execution -> compilation -> kvcache -> model
+             -> compiled_llm_ops, config, compat, env
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from support.imports import CHECKOUT, PACKAGES, Import, circles, imports, imports_of, sources
+
+FLOORS = [
+    {"__main__"},
+    {"commands"},
+    {"compiled_llm"},  # `import compiled_llm` itself, which the rooms below must not need
+    {"server"},
+    {"huggingface"},
+    {"explaining", "engine"},
+    {"execution"},
+    {"compilation"},
+    {"kvcache"},
+    {"model"},
+    {"compiled_llm_ops", "config", "compat", "env", "logs"},
+]
+FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+SIDE_BY_SIDE = [{"explaining", "engine"}]  # neither imports the other; at the bottom, config may import compat
+
+OPS = "compiled_llm_ops"
+MAY_IMPORT = {
+    f"{OPS}.kernels": {f"{OPS}.kernels", f"{OPS}.contracts"},
+    f"{OPS}.flashinfer": {f"{OPS}.flashinfer", f"{OPS}.contracts", f"{OPS}.library"},
+}
+LAZILY = {f"{OPS}.kernels", f"{OPS}.flashinfer"}  # they import Triton and FlashInfer, which a CPU need not have
+DOORS = {f"{OPS}.flashinfer": {f"{OPS}.backends"}}  # a backend's folder, and the one module outside that imports it
+
+MOST_ROOMS = 14
+LINES_OF_SOURCE = 400
+LINES_OF_TEST = 600
+
+STILL: dict[str, list[str]] = {
+    "commands": [
+        "compiled_llm.commands.doctor.findings -> compiled_llm_ops.flashinfer.plan",
+        "compiled_llm.commands.doctor.findings has over 400 lines",
+    ],
+    "huggingface": [
+        "compiled_llm.huggingface.generate has over 400 lines",
+        "compiled_llm.huggingface.wrapped_model has over 400 lines",
+    ],
+    "explaining": [
+        "compiled_llm.explaining.dump.dump is in a circle",
+        "compiled_llm.explaining.dump.dump_page is in a circle",
+        "compiled_llm.explaining.explainer -> compiled_llm.huggingface.generate",
+        "compiled_llm.explaining.explainer -> compiled_llm.huggingface.wrapped_model",
+        "compiled_llm.explaining.page is in a circle",
+        "compiled_llm.explaining.places -> compiled_llm",
+        "compiled_llm.explaining.report is in a circle",
+        "compiled_llm.explaining.tracing -> compiled_llm.huggingface.wrapped_model",
+    ],
+    "execution": [
+        "compiled_llm.execution.device_model has over 400 lines",
+        "compiled_llm.execution.device_model is in a circle",
+        "compiled_llm.execution.prefill_plans -> compiled_llm_ops.flashinfer.plan",
+        "compiled_llm.execution.runner has over 400 lines",
+        "compiled_llm.execution.runner is in a circle",
+        "compiled_llm.execution.runtime -> compiled_llm.explaining.history",
+        "compiled_llm.execution.runtime -> compiled_llm.explaining.report",
+        "compiled_llm.execution.runtime -> compiled_llm.huggingface.paged_cache",
+        "compiled_llm.execution.runtime -> compiled_llm.huggingface.settings_cache",
+        "compiled_llm.execution.runtime -> compiled_llm.huggingface.special_tokens",
+    ],
+    "compilation": [
+        "compiled_llm.compilation.graphs.recordings -> compiled_llm.execution.packing",
+        "compiled_llm.compilation.outline has over 400 lines",
+    ],
+    "kvcache": [
+        "compiled_llm.kvcache.memory -> compiled_llm_ops.flashinfer.plan",
+        "compiled_llm.kvcache.pool has over 400 lines",
+    ],
+    "model": [
+        "compiled_llm.model.checks -> compiled_llm.execution.device_model",
+        "compiled_llm.model.checks -> compiled_llm_ops.flashinfer.plan",
+    ],
+    "compiled_llm_ops": [
+        "compiled_llm_ops.attention.append -> compiled_llm_ops.flashinfer.plan",
+        "compiled_llm_ops.attention.decode -> compiled_llm_ops.kernels.attention_tiling",
+        "compiled_llm_ops.attention.decode -> compiled_llm_ops.kernels.overlap",
+        "compiled_llm_ops.flashinfer.plan has over 400 lines",
+        "compiled_llm_ops.kernels.attention -> compiled_llm_ops.attention.decode",
+        "compiled_llm_ops.linear.linear -> compiled_llm_ops.kernels.linear_tiling",
+        "compiled_llm_ops.linear.linear -> compiled_llm_ops.kernels.overlap",
+        "compiled_llm_ops.linear.norm -> compiled_llm_ops.kernels.overlap",
+        "compiled_llm_ops.linear.normed_linear -> compiled_llm_ops.kernels.linear_tiling",
+        "compiled_llm_ops.linear.normed_linear -> compiled_llm_ops.kernels.overlap",
+    ],
+    "tests": [
+        "tests/commands/test_bench.py has over 600 lines",
+        "tests/execution/test_model_gpu.py has over 600 lines",
+        "tests/execution/test_threads.py has over 600 lines",
+        "tests/huggingface/test_drop_in.py has over 600 lines",
+        "tests/model/test_fused_weights.py has over 600 lines",
+        "tests/ops/test_flashinfer_contract.py has over 600 lines",
+        "tests/ops/test_ops.py has over 600 lines",
+        "tests/ops/test_ops_gpu.py has over 600 lines",
+    ],
+}
+"""What does not keep to the rules yet, by room. Delete what no longer occurs; add nothing."""
+
+
+def room_of(module: str) -> str:
+    """`execution` for `compiled_llm.execution.runner`; each of the ops' modules is in `compiled_llm_ops`."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "compiled_llm" and len(parts) > 1 else parts[0]
+
+
+def folder_of(module: str) -> str:
+    """`compiled_llm_ops.kernels` for `compiled_llm_ops.kernels.norm`."""
+    return ".".join(module.split(".")[:2])
+
+
+def runs_back(arrow: Import) -> bool:
+    """Whether an arrow between two rooms runs up, or across to a room that stands beside."""
+    here, there = room_of(arrow.importer), room_of(arrow.imported)
+    if here == there:
+        return False
+    if here == OPS or {here, there} in SIDE_BY_SIDE:
+        return True
+    return FLOOR_OF[here] > FLOOR_OF[there]
+
+
+def breaks_a_rule_of_the_ops(arrow: Import) -> bool:
+    here, there = folder_of(arrow.importer), folder_of(arrow.imported)
+    if here == there or room_of(arrow.imported) != OPS:
+        return False
+    if there in DOORS and arrow.importer not in DOORS[there]:
+        return True
+    if here in MAY_IMPORT:
+        return there not in MAY_IMPORT[here]
+    return room_of(arrow.importer) == OPS and there in LAZILY and not arrow.lazily
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def back_arrows() -> set[Import]:
+    return {arrow for arrow in imports() if runs_back(arrow) or breaks_a_rule_of_the_ops(arrow)}
+
+
+@cache
+def violations() -> dict[str, str]:
+    """What breaks a rule now, each with the room that it is found in."""
+    back = back_arrows()
+    found = {str(arrow): room_of(arrow.importer) for arrow in back}
+    # A circle through an arrow that runs back ends with the arrow.
+    for circle in circles({arrow for arrow in imports() if str(arrow) not in found}):
+        found |= {f"{module} is in a circle": room_of(module) for module in circle}
+    for module, path in sources().items():
+        if lines_of(path) > LINES_OF_SOURCE and folder_of(module) not in {f"{OPS}.kernels", "compiled_llm.compat"}:
+            found[f"{module} has over {LINES_OF_SOURCE} lines"] = room_of(module)
+    for path in (CHECKOUT / "tests").rglob("*.py"):
+        if lines_of(path) > LINES_OF_TEST:
+            found[f"{path.relative_to(CHECKOUT)} has over {LINES_OF_TEST} lines"] = "tests"
+    return found
+
+
+def test_arrows_run_one_way_and_files_stay_short() -> None:
+    still = {line for lines in STILL.values() for line in lines}
+    new = violations().keys() - still
+    assert not new, "these break the rules that tests/test_arrows.py begins with:\n" + "\n".join(sorted(new))
+
+
+def test_what_no_longer_occurs_is_taken_off_the_list() -> None:
+    mended = {line for lines in STILL.values() for line in lines} - violations().keys()
+    assert not mended, "well done: delete these lines of STILL in tests/test_arrows.py:\n" + "\n".join(sorted(mended))
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(module) for module in sources()} <= FLOOR_OF.keys()
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_there_are_few_rooms_at_the_top(package: Path) -> None:
+    rooms = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert len(rooms - {"__init__", "__main__"}) <= MOST_ROOMS
+
+
+def test_no_test_imports_a_test() -> None:
+    tests = {path.stem for path in (CHECKOUT / "tests").rglob("test_*.py")}
+    for path in (CHECKOUT / "tests").rglob("*.py"):
+        assert not list(imports_of(path.read_text(), "a test", False, tests)), path
+
+
+# ---- the reader of imports
+
+
+@pytest.mark.parametrize(
+    ("source", "imported", "lazily"),
+    [
+        ("import p.a", "p.a", False),
+        ("import p.a as a", "p.a", False),
+        ("from p import a", "p.a", False),
+        ("from p import other", "p", False),
+        ("from p.a import name", "p.a", False),
+        ("from . import a", "p.a", False),
+        ("from .a import name", "p.a", False),
+        ("if TYPE_CHECKING:\n    from p.a import name", "p.a", True),
+        ("if typing.TYPE_CHECKING:\n    import p.a", "p.a", True),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    import p.a", "p.a", False),
+        ("try:\n    import p.a\nexcept ImportError:\n    pass", "p.a", False),
+        ("class C:\n    from p.a import name", "p.a", False),
+        ("def f():\n    from p.a import name", "p.a", True),
+        ("async def f():\n    import p.a", "p.a", True),
+        ("def f():\n    return importlib.import_module('p.a').x", "p.a", True),
+        ("import_module('p.a')", "p.a", False),
+    ],
+)
+def test_an_import_is_found_wherever_it_stands(source: str, imported: str, lazily: bool) -> None:
+    found = list(imports_of(source, "p.here", False, {"p", "p.a", "p.here"}))
+    assert found == [Import("p.here", imported, lazily)]
+
+
+def test_a_circle_is_found_through_others() -> None:
+    arrows = {
+        Import("a", "b"),
+        Import("b", "c"),
+        Import("c", "a"),
+        Import("c", "d"),
+        Import("d", "e"),
+        Import("e", "d"),
+    }
+    assert circles(arrows) == [{"a", "b", "c"}, {"d", "e"}]
+    assert circles({Import(*pair) for pair in ("ab", "bc", "ac")}) == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "back"),
+    [
+        ("compiled_llm.execution.runner", "compiled_llm.kvcache.pool", False),
+        ("compiled_llm.kvcache.pool", "compiled_llm.execution.runner", True),
+        ("compiled_llm.execution.runner", "compiled_llm", True),
+        ("compiled_llm.engine.loop", "compiled_llm.execution.runner", False),
+        ("compiled_llm.engine.loop", "compiled_llm.explaining.report", True),
+        ("compiled_llm.explaining.report", "compiled_llm.engine.loop", True),
+        ("compiled_llm.engine.loop", "compiled_llm.huggingface.wrap", True),
+        ("compiled_llm.model.facts", "compiled_llm_ops.contracts", False),
+        ("compiled_llm_ops.contracts", "compiled_llm.config", True),
+        ("compiled_llm.config", "compiled_llm_ops", False),
+        ("compiled_llm.config", "compiled_llm.model.facts", True),
+    ],
+)
+def test_arrows_back_are_told_from_arrows_down(importer: str, imported: str, back: bool) -> None:
+    assert runs_back(Import(importer, imported)) == back
