@@ -1,0 +1,94 @@
+"""Figures have runs: each table of BENCHMARKS.md agrees with the JSON of the run that it names."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+PAGE = CHECKOUT / "BENCHMARKS.md"
+RESULTS = sorted((CHECKOUT / "results").glob("*.json"))
+ROWS = ("latency", "startup", "roofline", "modes", "logits", "prefill_attention")
+UNITS = (1.0, 1e2, 1e3, 1e-6)
+"""What a table multiplies a figure by: as it is, percent, ms, MB."""
+
+
+class Section(NamedTuple):
+    """What stands between two headings: rows of tables with their lines, and the runs that are linked."""
+
+    rows: list[tuple[int, list[str]]]
+    runs: list[dict[str, Any]]
+
+
+def sections() -> Iterator[Section]:
+    line = 0
+    for text in re.split(r"^(?=#)", PAGE.read_text(), flags=re.MULTILINE):
+        rows = [
+            (number, [cell.strip() for cell in row.strip("|").split("|")])
+            for number, row in enumerate(text.splitlines(), line + 1)
+            if row.startswith("|") and "---" not in row
+        ]
+        names = re.findall(r"\(results/(\S+\.json)\)", text)
+        line += text.count("\n")
+        if rows and names:
+            yield Section(rows, [json.loads((CHECKOUT / "results" / name).read_text()) for name in names])
+
+
+def numbers_in(cell: str) -> list[float]:
+    return [float(found.replace(",", "")) for found in re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-\d+)?", cell)]
+
+
+def figures_in(found: Any) -> Iterator[float]:
+    """Every number of a result, however deep."""
+    inner = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    for value in inner:
+        yield from figures_in(value)
+    if isinstance(found, (int, float)) and not isinstance(found, bool):
+        yield found
+
+
+def of_row(cells: list[str], run: dict[str, Any]) -> list[Any]:
+    """What of a run a row is about: its contender's part at its batch, as far as it names them, or else all."""
+    entries = [entry for kind in ROWS for entry in run.get(kind, []) if entry.get("contender") == cells[0]]
+    at_batch = [entry for entry in entries if str(entry.get("batch")) == cells[1]]
+    memory = run.get("memory_mib", {}).get(cells[0])
+    return [*(at_batch or entries), memory] if entries else [run]
+
+
+def is_known(number: float, known: list[float]) -> bool:
+    return any(math.isclose(number, figure * unit, rel_tol=1e-9) for figure in known for unit in UNITS)
+
+
+def test_every_figure_of_a_table_is_one_of_its_run() -> None:
+    compared = 0
+    for rows, runs in sections():
+        for line, cells in rows:
+            known = list(figures_in([part for run in runs for part in of_row(cells, run)]))
+            for cell in cells[1:]:
+                if re.match(r"[\d-]", cell) and cell != "100%":
+                    wrong = [number for number in numbers_in(cell) if not is_known(number, known)]
+                    assert not wrong, f"BENCHMARKS.md, line {line}: {wrong} of {cells} is in none of its runs"
+                    compared += len(numbers_in(cell))
+    assert compared > 600
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_result_says_how_it_was_made(path: Path) -> None:
+    result = json.loads(path.read_text())
+    assert any(result.get(kind) for kind in ROWS)
+    assert result.get("command") or result["remark"]
+    machine = result["machine"]
+    assert path.name.startswith(machine["commit"][:7])
+    assert machine["gpu"] or machine["cpu"]
+    assert "versions" in machine or "logits" in result
+
+
+def test_every_result_is_linked_from_the_page() -> None:
+    linked = re.findall(r"\(results/(\S+\.json)\)", PAGE.read_text())
+    assert sorted(set(linked)) == [path.name for path in RESULTS]
