@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from compiled_llm.commands.app import app
-from compiled_llm.commands.doctor import findings as doctor
 from compiled_llm.commands.doctor import report as doctor_report
 from compiled_llm.commands.doctor import trial as doctor_build
-from compiled_llm.commands.doctor.findings import Finding
+from compiled_llm.commands.doctor.finding import Finding, essence
+from compiled_llm.commands.doctor.findings import examine
 from compiled_llm_ops.flashinfer.plan import missing_for_cuda
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
@@ -33,7 +32,7 @@ Fake = Callable[[str, str], Path]
 
 def found(cuda: bool = False) -> dict[str, Finding]:
     """All findings, by part and name."""
-    return {f"{finding.part}: {finding.name}": finding for finding in doctor.examine(cuda)}
+    return {f"{finding.part}: {finding.name}": finding for finding in examine(cuda)}
 
 
 def run(*arguments: str) -> Any:
@@ -365,7 +364,7 @@ def test_nvcc_builds_or_its_error_is_told(program: Fake) -> None:
     broken = program("nvcc", "echo 'nvcc fatal   : Unsupported gcc version!' >&2; exit 1")
     with pytest.raises(RuntimeError) as error:
         doctor_build.build_with_nvcc(str(broken))
-    assert doctor.essence(error.value) == "nvcc fails: nvcc fatal   : Unsupported gcc version!"
+    assert essence(error.value) == "nvcc fails: nvcc fatal   : Unsupported gcc version!"
     real = shutil.which("nvcc", path=os.environ["PATH"].partition(os.pathsep)[2])
     if real is None:
         pytest.skip("the other half needs nvcc")
@@ -440,13 +439,9 @@ def test_what_a_library_prints_is_no_part_of_json(module: Fake) -> None:
     assert "welcome" in result.stderr
 
 
-def test_terminal_gets_a_table_with_the_command_whole() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, no_color=True, record=True)
-    view = doctor_report._Tables(console)
-    view.show([Finding("packages", "gguf", "missing", "not installed", "pip install 'compiled-llm[demo]'")])
-    view.end([], cuda=False)
-    lines = [line.rstrip() for line in console.export_text().splitlines()]
-    assert "packages" in lines
-    assert " gguf             missing     not installed" in lines
-    assert "                              → pip install 'compiled-llm[demo]'" in lines
-    assert lines[-1].startswith("compiled_llm can run here, on the CPU")
+def test_terminal_gets_the_same_lines_in_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run("--quick").stdout
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = run("--quick").stdout
+    assert re.sub("\x1b\\[[0-9;]*m", "", coloured) == plain
+    assert "\x1b[32mok " in coloured

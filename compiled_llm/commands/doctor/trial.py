@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compiled_llm.commands.doctor.findings import Finding, essence, find_nvcc, has_built_kernels
+from compiled_llm.commands.doctor.compilers import find_nvcc, has_built_kernels
+from compiled_llm.commands.doctor.finding import Finding, essence
 from compiled_llm.execution.progress import ProgressDisplay
 
 if TYPE_CHECKING:

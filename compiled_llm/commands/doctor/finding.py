@@ -1,0 +1,45 @@
+"""One thing that `compiled-llm doctor` looked at, and what came out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warning", "missing", "failed", "not needed"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        part: the heading it belongs under.
+        name: what was looked at.
+        status: what came out.
+        detail: version, path, size or what is wrong.
+        fix: how to get it or what to do.
+        needed: nothing can run here without it.
+        seconds: how long it took, if that tells something.
+    """
+
+    part: str
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+    needed: bool = False
+    seconds: float | None = None
+
+    @property
+    def prevents(self) -> bool:
+        """Whether nothing can run here for this reason."""
+        return self.needed and self.status in ("missing", "failed")
+
+
+def essence(error: BaseException) -> str:
+    """Return an error in one line: its first, and the first after it that speaks of an error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    cause = next((line for line in lines[1:] if re.search(r"\b(error|fatal)\b", line, re.IGNORECASE)), None)
+    text = lines[0] if cause is None else f"{lines[0].rstrip(':')}: {cause}"
+    return text if len(text) <= 300 else text[:297] + "..."
