@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from compiled_llm.compat import compile_with_inductor, note_examples
-from compiled_llm.compilation.outline import fill
+from compiled_llm.compilation.layer_marks import fill
 from compiled_llm.compilation.piecewise import Examples, cut, join, without_symbols
 
 Compiled = Callable[..., Any]

@@ -9,7 +9,7 @@ vocabulary, N entries of the page table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,94 +20,17 @@ from compiled_llm.compat import forget_when_gone, graph_count, own_copy
 from compiled_llm.compilation.backend import Inductor, Pass
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
-from compiled_llm.compilation.outline import KnownState, Outline
-from compiled_llm.compilation.passes.normed_products import NormedProducts
-from compiled_llm.compilation.passes.products import (
-    FusedProducts,
-    NormedSums,
-    OuterProducts,
-    PreparedInAttention,
-    SkinnyProducts,
-)
-from compiled_llm.compilation.sampling import SamplingTables, choose
+from compiled_llm.compilation.layer_state import KnownState
+from compiled_llm.compilation.options import decode_options, passes_for, prefill_options
+from compiled_llm.compilation.outline import Outline
+from compiled_llm.compilation.passes.products import FusedProducts
+from compiled_llm.compilation.sampling import SamplingTables
+from compiled_llm.compilation.steps import Forward, decode_step, prefill_step
 from compiled_llm.config import WrapConfig
-from compiled_llm.model.attention import BATCH_ARGUMENT, PackedTokens, PagedBatch
 from compiled_llm.model.fused_weights import FusedWeights
-
-Forward = Callable[..., Any]
 
 PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
-
-
-def _prefill(
-    model: PreTrainedModel,
-    forward: Forward,
-    inputs: PrefillInputs,
-    tables: SamplingTables,
-    pages: list[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Run packed tokens through the model.
-
-    Args:
-        model: the model.
-        forward: its class's own ``forward``.
-        inputs: the tokens.
-        tables: how rows choose tokens.
-        pages: one ``[P, 2, K, S, D]`` a layer.
-
-    Returns:
-        ``[L, V]`` logits in the model's dtype and ``[C]`` int64, the next tokens.
-    """
-    batch = PagedBatch(
-        pages=pages,
-        indptr=inputs.indptr,
-        indices=inputs.indices,
-        last_page_len=inputs.last_page_len,
-        packed=PackedTokens(inputs.token_rows, inputs.token_positions, inputs.qo_indptr),
-    )
-    out = forward(
-        model,
-        position_ids=inputs.positions,
-        use_cache=False,
-        logits_to_keep=inputs.keep,
-        **{"inputs_embeds" if inputs.ids.dim() == 3 else "input_ids": inputs.ids},
-        **{BATCH_ARGUMENT: batch},
-    )
-    logits: Tensor = out.logits[0]
-    chosen_at = inputs.positions[0, inputs.keep[inputs.ends]] + 1
-    return logits, choose(logits[inputs.ends], inputs.slots, chosen_at, tables)
-
-
-def _decode(
-    model: PreTrainedModel, forward: Forward, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Run one token of each row through the model, choose the next, and advance the buffers in place.
-
-    Args:
-        model: the model.
-        forward: its class's own ``forward``.
-        inputs: the bucket's buffers; ``tokens``, ``positions`` and ``last_page_len`` advance.
-        tables: how rows choose tokens.
-        pages: one ``[P, 2, K, S, D]`` a layer.
-
-    Returns:
-        ``[B, V]`` logits in the model's dtype and ``[B]`` int64, the next tokens, ``NOT_A_TOKEN`` where there is none.
-    """
-    batch = PagedBatch(pages, inputs.indptr, inputs.indices, inputs.last_page_len)
-    out = forward(
-        model,
-        input_ids=inputs.tokens[:, None],
-        position_ids=inputs.positions[:, None],
-        use_cache=False,
-        **{BATCH_ARGUMENT: batch},
-    )
-    logits: Tensor = out.logits[:, -1]
-    inputs.positions.add_(1)
-    inputs.last_page_len.add_(1)  # not before the layers: decode attention reads the table early
-    chosen = choose(logits, inputs.slots, inputs.positions, tables)
-    inputs.tokens.copy_(chosen.clamp(min=0))
-    return logits, chosen
 
 
 class Programs:
@@ -134,18 +57,16 @@ class Programs:
         self._outlines: dict[Callable[..., Any], Outline] = {}
         self._known_state = KnownState()
         self.recorded = config.uses_trees_on(device.type)
-        self.prefill_function = own_copy(_prefill)
-        self.decode_one_function = own_copy(_decode)
-        self.decode_many_function = own_copy(_decode)
-        self._embedded_function = own_copy(_prefill)
+        self.prefill_function = own_copy(prefill_step)
+        self.decode_one_function = own_copy(decode_step)
+        self.decode_many_function = own_copy(decode_step)
+        self._embedded_function = own_copy(prefill_step)
         forget_when_gone(self, [*self.functions.values(), self._embedded_function])
         self._fused: list[Pass] = [FusedProducts(weights)] if weights is not None and weights.groups else []
-        shared = _options(device)
-        decode = {**shared, **_fewer_kernels(device), "triton.cudagraphs": self.recorded}
         options = {
-            PREFILL: {**shared, "triton.cudagraphs": False},
-            DECODE_ONE: {**decode, **(_few_rows(config, device) or _one_row(device))},
-            DECODE_MANY: {**decode, **_few_rows(config, device)},
+            PREFILL: prefill_options(device),
+            DECODE_ONE: decode_options(config, device, one_row=True),
+            DECODE_MANY: decode_options(config, device, one_row=False),
         }
         made = {name: self.compile(name, function, options[name]) for name, function in self.functions.items()}
         self._prefill, self._decode_one, self._decode_many = made.values()
@@ -158,7 +79,7 @@ class Programs:
 
     def _compiled(self, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         decodes = function in (self.decode_one_function, self.decode_many_function)
-        passes = _passes(self._config, self._device, self._fused, decodes)
+        passes = passes_for(self._config, self._device, self._fused, decodes)
         backend = Inductor(options, passes, in_pieces=self._config.records_on(self._device.type))
         if backend.in_pieces:
             self._outlines[function] = Outline(function, self._known_state)
@@ -167,7 +88,7 @@ class Programs:
     def prefill(
         self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Run ``_prefill``; T, B, L and C are symbolic and must be at least 2."""
+        """Run ``prefill_step``; T, B, L and C are symbolic and must be at least 2."""
         _mark_symbolic(inputs)
         program = self._embedded if inputs.ids.dim() == 3 else self._prefill
         model = self._outlined(model, inputs, tables, pages)
@@ -177,7 +98,7 @@ class Programs:
     def decode(
         self, model: PreTrainedModel, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Run ``_decode``; its results are overwritten by the next call where CUDA graphs replay."""
+        """Run ``decode_step``; its results are overwritten by the next call where CUDA graphs replay."""
         program = self._decode_one if inputs.tokens.shape[0] == 1 else self._decode_many
         if self.recorded:
             torch.compiler.cudagraph_mark_step_begin()
@@ -248,44 +169,6 @@ class Programs:
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         return {name: graph_count(function) for name, function in self.functions.items()}
-
-
-def _passes(config: WrapConfig, device: torch.device, fused: Sequence[Pass], decodes: bool) -> list[Pass]:
-    """Return what is done to a program's graph before Inductor sees it; ``fused`` makes one product of several."""
-    if device.type == "cpu":  # what Inductor makes of a norm is faster than the op
-        return list(fused)
-    if not decodes:
-        return [OuterProducts(), *fused]
-    if config.mode == "compile":  # launching an op's kernel costs the host more than launching one of Inductor's
-        return [OuterProducts(), PreparedInAttention(), *fused]
-    return [OuterProducts(), PreparedInAttention(), NormedSums(), *fused, NormedProducts()]
-
-
-def _options(device: torch.device) -> dict[str, Any]:
-    """Return Inductor's options for all programs."""
-    if device.type == "cpu":
-        return {"post_grad_custom_pre_pass": SkinnyProducts()}
-    # A kernel begins while the one before it ends (programmatic dependent launch), from Hopper on.
-    return {"triton.enable_pdl": torch.cuda.get_device_capability(device) >= (9, 0)}
-
-
-def _fewer_kernels(device: torch.device) -> dict[str, Any]:
-    """Return Inductor's further options for steps whose kernels take as long to start as to run."""
-    # Such as norm and rotary embedding of queries, and those of keys, where they are not left to attention.
-    return {"combo_kernels": True} if device.type == "cuda" else {}
-
-
-def _few_rows(config: WrapConfig, device: torch.device) -> dict[str, Any]:
-    """Return Inductor's further options for decode steps with the op's kernels, if they have those."""
-    # Recorded only: launching the op's kernels costs the host more than launching cuBLAS's.
-    recorded = device.type == "cuda" and config.mode != "compile"
-    return {"post_grad_custom_pre_pass": SkinnyProducts()} if recorded else {}
-
-
-def _one_row(device: torch.device) -> dict[str, Any]:
-    """Return Inductor's further options for decode steps of one row without the op's kernels."""
-    # A product is a matrix-vector one, whose Triton reduction this search brings near the bandwidth.
-    return {"coordinate_descent_tuning": True} if device.type == "cuda" else {}
 
 
 def _mark_symbolic(inputs: PrefillInputs) -> None:

@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from compiled_llm.compilation.graphs.recordings import Key, Recordings, Step, StepInputs
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.inputs import PrefillInputs, Shape
-from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Forward, Programs
+from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Programs
+from compiled_llm.compilation.steps import Forward
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.decode_buffers import DecodeBuffers, bucket_for, buckets_up_to
 from compiled_llm.execution.events import Journal, Upload

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from compiled_llm.compilation.programs import Forward
+from compiled_llm.compilation.steps import Forward
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import PagedModel

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from compiled_llm.compilation.programs import DECODE_ONE, PREFILL
+from compiled_llm.compilation.steps import decode_step, prefill_step
 from compiled_llm.explaining.advice import advise_break
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.explaining.places import NOWHERE, Place, blame, is_users, stack_in
@@ -55,6 +56,6 @@ def _without_ours_python(stack: Sequence[Place]) -> list[Place]:
 
 
 def _programs(message: str) -> Iterator[str]:
-    for function, program in (("_prefill", PREFILL), ("_decode", DECODE_ONE)):
-        if re.search(rf"in {function}\b", message):
+    for function, program in ((prefill_step, PREFILL), (decode_step, DECODE_ONE)):
+        if re.search(rf"in {function.__name__}\b", message):
             yield program

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compilation.programs import Forward
+from compiled_llm.compilation.steps import Forward
 from compiled_llm.config import WrapConfig
 from compiled_llm.explaining import breaks
 from compiled_llm.explaining.dump.dump import Dump, new_folder

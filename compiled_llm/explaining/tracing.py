@@ -32,8 +32,9 @@ from compiled_llm.compat import (
     traced_by_inductor,
 )
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
-from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Forward, Programs
+from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Programs
 from compiled_llm.compilation.sampling import SamplingTables
+from compiled_llm.compilation.steps import Forward
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.execution.device_model import PagedModel
 from compiled_llm.execution.progress import ProgressDisplay
@@ -163,7 +164,7 @@ class BrokenPrograms(Programs):
     def prefill(
         self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Run ``_prefill`` without symbolic sizes, which a graph break could only get wrong; compile it once."""
+        """Run ``prefill_step`` without symbolic sizes, which a graph break could only get wrong; compile it once."""
         logits, tokens = self._prefill(model, self._forward, inputs, tables, pages)
         self._prefill = self.prefill_function
         return logits, tokens
@@ -171,7 +172,7 @@ class BrokenPrograms(Programs):
     def decode(
         self, model: PreTrainedModel, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Run ``_decode``."""
+        """Run ``decode_step``."""
         logits, tokens = self._decode_one(model, self._forward, inputs, tables, pages)
         return logits, tokens
 

@@ -14,9 +14,11 @@ import compiled_llm
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.backend import Pass
+from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.normed_products import NormedProducts
+from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.patterns import Formula
-from compiled_llm.compilation.passes.products import NormedSums, OuterProducts, PreparedInAttention
+from compiled_llm.compilation.passes.products import OuterProducts
 from compiled_llm.config import WrapConfig
 from compiled_llm_ops import decode_attention, decode_attention_lse
 from compiled_llm_ops.attention.decode import Arguments
@@ -38,8 +40,8 @@ def decode_passes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_on_cuda(config: WrapConfig, device: torch.device, *others: Any) -> list[Pass]:
         return passes(config, torch.device("cuda"), *others)
 
-    passes = programs._passes
-    monkeypatch.setattr(programs, "_passes", as_on_cuda)
+    passes = programs.passes_for
+    monkeypatch.setattr(programs, "passes_for", as_on_cuda)
 
 
 # ---- whole models

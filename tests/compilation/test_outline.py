@@ -18,10 +18,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Q
 
 import compiled_llm
 from compiled_llm.compilation import backend as inductor
-from compiled_llm.compilation import outline
+from compiled_llm.compilation import layer_marks
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.graphs.validity import Weights
-from compiled_llm.compilation.outline import KnownState, Outline
+from compiled_llm.compilation.layer_state import KnownState
+from compiled_llm.compilation.outline import Outline
 from compiled_llm.compilation.piecewise import Examples, cut, without_symbols
 from compiled_llm.model.attention import attention_configs, paged_attention_in
 from support.parity import greedy, mixed_prompts
@@ -54,9 +55,9 @@ def tracing(patch: pytest.MonkeyPatch) -> Graphs:
             return module.forward
 
     def fill(graph: fx.Graph) -> None:
-        ends = graph.find_nodes(op="call_function", target=outline._ends)
+        ends = graph.find_nodes(op="call_function", target=layer_marks._ends)
         given.traced.append(len({node.args[2] for node in ends}) or LAYERS)
-        outline.fill(graph)
+        layer_marks.fill(graph)
 
     patch.setattr(programs, "Inductor", Backend)
     patch.setattr(inductor, "fill", fill)

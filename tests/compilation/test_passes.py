@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import compiled_llm
+import compiled_llm_ops
+from compiled_llm import compat
+from compiled_llm.compilation.passes import products
 from compiled_llm.compilation.passes.products import SkinnyProducts
 from compiled_llm_ops import normed_linear
 from compiled_llm_ops.linear import linear
@@ -60,6 +65,23 @@ def test_other_products_are_left_alone(seed):
         out, code = code_of(function, *arguments)
         assert "compiled_llm.skinny_linear" not in code
         torch.testing.assert_close(out, function(*arguments))
+
+
+def test_the_compile_cache_forgets_a_graph_when_a_rule_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A rule that is not among the files would let an old graph serve the new rule."""
+    rules = {file.resolve() for file in products.rule_files()}
+    passes = set(Path(str(compiled_llm.compilation.passes.__file__)).resolve().parent.glob("*.py"))
+    tilings = set(Path(str(compiled_llm_ops.__file__)).resolve().parent.rglob("*tiling*.py"))
+    assert len(passes) > 5
+    assert len(tilings) > 1
+    assert passes | tilings | {Path(str(module.__file__)).resolve() for module in (linear, compat)} == rules
+    uuids = []
+    for name, text in (("one", "a rule"), ("another", "a rule"), ("changed", "a rule, changed")):
+        file = tmp_path / name
+        file.write_text(text)
+        monkeypatch.setattr(products, "rule_files", lambda file=file: [file])
+        uuids.append(SkinnyProducts().uuid())
+    assert uuids[0] == uuids[1] != uuids[2]
 
 
 # ---- on CUDA, with fake tensors

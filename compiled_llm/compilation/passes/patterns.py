@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from compiled_llm.compat import example_of
+
 Found = dict[str, Any]
 """What a formula's parameters stand for, by name: nodes, numbers, dtypes."""
 
@@ -91,3 +93,15 @@ class _Match:
 
 def _same(one: object, other: object) -> bool:
     return one is other or (type(one) is type(other) and not isinstance(one, fx.Node) and one == other)
+
+
+ROTARY, RMS_NORM = Formula(rotary), Formula(rms_norm)
+
+
+def is_norm_of(norm: Found, states: Tensor) -> bool:
+    """Whether a norm multiplies what is like ``states`` with a weight for each column, all in one dtype."""
+    weight, epsilon = norm["weight"], norm["epsilon"]
+    if not isinstance(weight, fx.Node) or not isinstance(epsilon, (int, float)) or norm["dtype"] != states.dtype:
+        return False
+    example: Tensor = example_of(weight)
+    return example.shape == states.shape[-1:] and example.dtype == states.dtype

@@ -1,10 +1,11 @@
-"""Passes over the compiled graphs: what makes every family faster without touching its model."""
+"""Passes over products with weights: several at once, or by kernels of ours."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -12,179 +13,19 @@ from torch import Tensor, fx, nn
 from compiled_llm import compat
 from compiled_llm.compat import CustomGraphPass, example_of, get_hash_for_files, inputs_by_tensor
 from compiled_llm.compilation.passes.normed_products import NORMED_LINEAR
-from compiled_llm.compilation.passes.patterns import Formula, Found, rms_norm, rotary
 from compiled_llm.model.fused_weights import FusedWeights, is_one
-from compiled_llm_ops.attention.decode import Arguments
-from compiled_llm_ops.kernels import linear_tiling as tiling
+from compiled_llm_ops.kernels import linear_tiling
 from compiled_llm_ops.linear import linear
 
 _as_strided = torch.ops.aten.as_strided.default
 _linear = nn.functional.linear
 _VIEWS = [_as_strided, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default]
-_add_rms_norm = torch.ops.compiled_llm.add_rms_norm.default
 _add = torch.ops.aten.add.Tensor
 _mm = torch.ops.aten.mm.default
 _addmm = torch.ops.aten.addmm.default
 _reshape = torch.ops.aten.reshape.default
 _permute = torch.ops.aten.permute.default
 _skinny_linear = torch.ops.compiled_llm.skinny_linear.default
-_decode_attentions = (
-    torch.ops.compiled_llm.decode_attention.default,
-    torch.ops.compiled_llm.decode_attention_lse.default,
-)
-_rotary, _rms_norm = Formula(rotary), Formula(rms_norm)
-
-
-class PreparedInAttention:
-    """Leaves norm and rotary embedding of queries and keys to decode attention, which has them in hand anyway.
-
-    It runs over the graph as Dynamo made it, before any other pass: what nodes say of their tensors is still true.
-    """
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite the graph in place."""
-        attentions = [node for node in graph.nodes if node.target in _decode_attentions]
-        flat: dict[fx.Node, fx.Node] = {}
-        for node in attentions:
-            query, key = map(_raw, node.args[:2])
-            if query is not None and key is not None and query.goes_with(key):
-                _prepare_inside(graph, node, query, key, flat)
-        if attentions and _table_is_settled(attentions):
-            for node in attentions:
-                node.args = _arguments(node)._replace(overlap=True)
-
-
-class _Raw(NamedTuple):
-    """Queries or keys of one token a row, before they are normed and turned.
-
-    Attributes:
-        states: ``[B, 1, heads, D]``.
-        cos: ``[B, 1, D]``.
-        sin: likewise.
-        norm: ``[D]``, the weight of their norm; None where they have none.
-        epsilon: what the norm adds; 0.0 without one.
-        own: the nodes that norm and turn them, inputs first.
-    """
-
-    states: fx.Node
-    cos: fx.Node
-    sin: fx.Node
-    norm: fx.Node | None
-    epsilon: float
-    own: list[fx.Node]
-
-    def goes_with(self, other: _Raw) -> bool:
-        """Whether both are turned alike, and normed alike if both are."""
-        both_normed = self.norm is not None and other.norm is not None
-        return (self.cos, self.sin) == (other.cos, other.sin) and (self.epsilon == other.epsilon or not both_normed)
-
-
-def _raw(packed: Any) -> _Raw | None:
-    """Return what ``[B, heads, D]`` was made of, if it is normed and turned, or only turned, as the op does it."""
-    match = _rotary.match(packed)
-    if match is None:
-        return None
-    found, own = match
-    states, cos, sin = (found[name] for name in ("states", "cos", "sin"))
-    example, angles = example_of(states), [example_of(cos), example_of(sin)]
-    rows, tokens, _, size = example.shape
-    if tokens != 1 or not isinstance(found["half"], int) or size != 2 * found["half"]:
-        return None
-    if any(angle.shape != (rows, 1, size) or angle.dtype != example.dtype for angle in angles):
-        return None
-    normed = _rms_norm.match(states)
-    if normed is None or not _is_of(normed[0], example):
-        return _Raw(states, cos, sin, None, 0.0, own)
-    return _Raw(normed[0]["states"], cos, sin, normed[0]["weight"], normed[0]["epsilon"], [*normed[1], *own])
-
-
-def _is_of(norm: Found, states: Tensor) -> bool:
-    """Whether a norm multiplies what is like ``states`` with a weight for each column, all in one dtype."""
-    weight, epsilon = norm["weight"], norm["epsilon"]
-    if not isinstance(weight, fx.Node) or not isinstance(epsilon, (int, float)) or norm["dtype"] != states.dtype:
-        return False
-    example: Tensor = example_of(weight)
-    return example.shape == states.shape[-1:] and example.dtype == states.dtype
-
-
-def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: _Raw, key: _Raw, flat: dict[fx.Node, fx.Node]) -> None:
-    """Let an attention norm and turn its queries and keys.
-
-    Args:
-        graph: what all of them are in.
-        attention: gets arguments that say with what.
-        query: what its queries are made of.
-        key: what its keys are made of.
-        flat: cosines and sines as ``[B, D]``, by what they are in the graph; extended.
-    """
-    for angles in (query.cos, query.sin):
-        if angles not in flat:
-            with graph.inserting_after(angles):
-                flat[angles] = graph.call_method("squeeze", (angles, 1))
-    with graph.inserting_before(attention):
-        packed = [graph.call_method("squeeze", (raw.states, 1)) for raw in (query, key)]
-    attention.args = _arguments(attention)._replace(
-        query=packed[0],
-        key=packed[1],
-        query_norm=query.norm,
-        key_norm=key.norm,
-        epsilon=query.epsilon or key.epsilon,
-        cos=flat[query.cos],
-        sin=flat[query.sin],
-    )
-    for node in (*reversed(key.own), *reversed(query.own)):
-        if not node.users:
-            graph.erase_node(node)
-
-
-class NormedSums:
-    """Makes one op of a sum and its norm, which lie between the products of a layer.
-
-    It runs over the graph as Dynamo made it, like ``PreparedInAttention``.
-    """
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite the graph in place."""
-        for node in graph.find_nodes(op="call_function", target=operator.mul):
-            match = _rms_norm.match(node)
-            if match is not None:
-                _norm_sum(graph, node, *match)
-
-
-def _norm_sum(graph: fx.Graph, normed: fx.Node, found: Found, own: Sequence[fx.Node]) -> None:
-    """Replace a norm, and the sum that is normed if it is one of two tensors alike."""
-    total = found["states"]
-    if total.target is not operator.add or not all(isinstance(entry, fx.Node) for entry in total.args):
-        return
-    example = example_of(total)
-    summands = map(example_of, total.args)
-    if not _is_of(found, example):
-        return
-    if any((summand.shape, summand.dtype) != (example.shape, example.dtype) for summand in summands):
-        return
-    with graph.inserting_before(total):
-        both = graph.call_function(_add_rms_norm, (*total.args, found["weight"], found["epsilon"], True))
-        for number, node in enumerate((total, normed)):
-            result = graph.call_function(operator.getitem, (both, number))
-            result.meta.update(node.meta)
-            node.replace_all_uses_with(result)
-    for node in (*reversed(own), total):
-        if not node.users:
-            graph.erase_node(node)
-
-
-def _arguments(attention: fx.Node) -> Any:
-    """Return what an attention is given, nodes in place of tensors."""
-    arguments: Any = attention.args
-    return Arguments(*arguments)
-
-
-def _table_is_settled(attentions: Sequence[fx.Node]) -> bool:
-    """Return whether nothing in the graph touches a page table before the last attention has read it."""
-    columns: list[Any] = [entry for node in attentions for entry in node.args[4:7]]
-    tables = set(columns)
-    users = {user for entry in tables for user in entry.users if user < attentions[-1]}
-    return all(entry.op == "placeholder" for entry in tables) and users <= set(attentions)
 
 
 class OuterProducts:
@@ -287,8 +128,15 @@ class SkinnyProducts(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> bytes:
-        """Return what the compile cache keys this pass by."""
-        return get_hash_for_files((__file__, compat.__file__, linear.__file__, tiling.__file__))
+        """Return what the compile cache keys this pass by: the text of all that decides what it does."""
+        return get_hash_for_files(tuple(map(str, rule_files())))
+
+
+def rule_files() -> list[Path]:
+    """Return the files that decide what a graph becomes: the passes, and what says which weights have a kernel."""
+    passes = Path(__file__).parent.glob("*.py")
+    tilings = Path(linear_tiling.__file__).parent.glob("*_tiling.py")
+    return [*sorted(passes), *sorted(tilings), Path(linear.__file__), Path(compat.__file__)]
 
 
 def _is_of_product(rows: object) -> bool:

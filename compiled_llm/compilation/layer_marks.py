@@ -1,0 +1,88 @@
+"""Marks around layers: Dynamo traces what stands between them, or nothing, and the rest is filled in later."""
+
+from __future__ import annotations
+
+import functools
+from itertools import chain
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx
+
+from compiled_llm_ops.library import define
+
+
+def _left_out(*_: Any) -> Tensor:
+    raise RuntimeError("this layer was left out of a graph and not put back")
+
+
+_begins = define(
+    "layer_begins(Tensor hidden, Tensor[] own, int layer) -> Tensor",
+    fake=lambda hidden, own, layer: torch.empty_like(hidden),
+    cpu=_left_out,
+    cuda=_left_out,
+)
+_ends = define(
+    "layer_ends(Tensor hidden, int layer, int like) -> Tensor",
+    fake=lambda hidden, layer, like: torch.empty_like(hidden),
+    cpu=_left_out,
+    cuda=_left_out,
+)
+
+
+@functools.cache
+def marked_class(kind: Any) -> Any:
+    """Return a class of layers between marks, which do nothing where another one stands for them."""
+
+    def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        hidden = _begins(hidden, self._own, self._number)
+        if self._like == self._number:
+            hidden = kind.forward(self, hidden, *args, **kwargs)
+        ended: Tensor = _ends(hidden, self._number, self._like)
+        return ended
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Without what ``nn.Module`` does around a forward, where there is none: it is traced as well."""
+        called = kind.__call__ if self._like == self._number else forward
+        out: Tensor = called(self, *args, **kwargs)
+        return out
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__call__": call})
+
+
+def fill(graph: fx.Graph) -> None:
+    """Put each layer between its marks, and take the marks out; a graph without marks stays as it is."""
+    begins = {node.args[2]: node for node in graph.find_nodes(op="call_function", target=_begins)}
+    ends = graph.find_nodes(op="call_function", target=_ends)
+    marks = {end.args[1]: _Marks(begins[end.args[1]], end) for end in ends}
+    for _, end in list(marks.values()):
+        _, number, like = end.args
+        if like != number:
+            _fill_like(graph, marks[number], marks[like])
+    for mark in chain.from_iterable(marks.values()):
+        mark.replace_all_uses_with(_hidden(mark))
+        graph.erase_node(mark)
+
+
+class _Marks(NamedTuple):
+    begin: fx.Node
+    end: fx.Node
+
+
+def _fill_like(graph: fx.Graph, empty: _Marks, filled: _Marks) -> None:
+    copies = dict(zip(_entries(filled), _entries(empty), strict=True))
+    nodes = list(graph.nodes)
+    with graph.inserting_before(empty.end):
+        for node in nodes[nodes.index(filled.begin) + 1 : nodes.index(filled.end)]:
+            copies[node] = graph.node_copy(node, lambda read: copies.get(read, read))
+    out = _hidden(filled.end)
+    empty.end.replace_input_with(empty.begin, copies.get(out, out))
+
+
+def _hidden(mark: fx.Node) -> fx.Node:
+    return cast(fx.Node, mark.args[0])
+
+
+def _entries(marks: _Marks) -> list[fx.Node]:
+    """Return what differs from layer to layer: what comes in, and the layer's own tensors."""
+    return [marks.begin, *cast(list[fx.Node], marks.begin.args[1])]

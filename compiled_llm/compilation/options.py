@@ -1,0 +1,60 @@
+"""What happens to each program's graph: our passes, and Inductor's options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from compiled_llm.compilation.backend import Pass
+from compiled_llm.compilation.passes.attention import PreparedInAttention
+from compiled_llm.compilation.passes.normed_products import NormedProducts
+from compiled_llm.compilation.passes.norms import NormedSums
+from compiled_llm.compilation.passes.products import OuterProducts, SkinnyProducts
+from compiled_llm.config import WrapConfig
+
+
+def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], decodes: bool) -> list[Pass]:
+    """Return what is done to a program's graph before Inductor sees it.
+
+    Args:
+        config: the options of ``wrap``.
+        device: where the model lives.
+        fused: passes that make one matmul of several, if there are any.
+        decodes: whether the program decodes.
+    """
+    if device.type == "cpu":  # what Inductor makes of a norm is faster than the op
+        return list(fused)
+    if not decodes:
+        return [OuterProducts(), *fused]
+    if config.mode == "compile":  # launching an op's kernel costs the host more than launching one of Inductor's
+        return [OuterProducts(), PreparedInAttention(), *fused]
+    return [OuterProducts(), PreparedInAttention(), NormedSums(), *fused, NormedProducts()]
+
+
+def prefill_options(device: torch.device) -> dict[str, Any]:
+    """Return Inductor's options for prefill; cudagraph trees do not record it."""
+    return {**_shared(device), "triton.cudagraphs": False}
+
+
+def decode_options(config: WrapConfig, device: torch.device, *, one_row: bool) -> dict[str, Any]:
+    """Return Inductor's options for decode, of one row or of more."""
+    options = {**_shared(device), "triton.cudagraphs": config.uses_trees_on(device.type)}
+    if device.type != "cuda":
+        return options
+    # Kernels take as long to start as to run: fewer of them, such as one for queries and keys where norm and rotary
+    # embedding are not left to attention.
+    options["combo_kernels"] = True
+    if config.mode != "compile":  # launching the op's kernels costs the host more than launching cuBLAS's
+        return {**options, "post_grad_custom_pre_pass": SkinnyProducts()}
+    # Triton's reduction is near the memory bandwidth for a matrix-vector product if this search tunes it.
+    return {**options, "coordinate_descent_tuning": True} if one_row else options
+
+
+def _shared(device: torch.device) -> dict[str, Any]:
+    """Return the options of all programs."""
+    if device.type == "cpu":
+        return {"post_grad_custom_pre_pass": SkinnyProducts()}
+    # A kernel begins while the previous one ends (programmatic dependent launch), from Hopper on.
+    return {"triton.enable_pdl": torch.cuda.get_device_capability(device) >= (9, 0)}

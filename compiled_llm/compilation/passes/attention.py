@@ -1,0 +1,125 @@
+"""The pass that leaves norm and rotary embedding of queries and keys to decode attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from compiled_llm.compat import example_of
+from compiled_llm.compilation.passes.patterns import RMS_NORM, ROTARY, is_norm_of
+from compiled_llm_ops.attention.decode import Arguments
+
+_DECODE_ATTENTIONS = (
+    torch.ops.compiled_llm.decode_attention.default,
+    torch.ops.compiled_llm.decode_attention_lse.default,
+)
+
+
+class PreparedInAttention:
+    """Leaves norm and rotary embedding of queries and keys to decode attention, which has them in hand anyway.
+
+    It runs over the graph as Dynamo made it, before any other pass: what nodes say of their tensors is still true.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite the graph in place."""
+        attentions = [node for node in graph.nodes if node.target in _DECODE_ATTENTIONS]
+        flat: dict[fx.Node, fx.Node] = {}
+        for node in attentions:
+            query, key = map(_raw, node.args[:2])
+            if query is not None and key is not None and query.goes_with(key):
+                _prepare_inside(graph, node, query, key, flat)
+        if attentions and _table_is_settled(attentions):
+            for node in attentions:
+                node.args = _arguments(node)._replace(overlap=True)
+
+
+class _Raw(NamedTuple):
+    """Queries or keys of one token a row, before they are normed and turned.
+
+    Attributes:
+        states: ``[B, 1, heads, D]``.
+        cos: ``[B, 1, D]``.
+        sin: likewise.
+        norm: ``[D]``, the weight of their norm; None where they have none.
+        epsilon: what the norm adds; 0.0 without one.
+        own: the nodes that norm and turn them, inputs first.
+    """
+
+    states: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+    norm: fx.Node | None
+    epsilon: float
+    own: list[fx.Node]
+
+    def goes_with(self, other: _Raw) -> bool:
+        """Whether both are turned alike, and normed alike if both are."""
+        both_normed = self.norm is not None and other.norm is not None
+        return (self.cos, self.sin) == (other.cos, other.sin) and (self.epsilon == other.epsilon or not both_normed)
+
+
+def _raw(packed: Any) -> _Raw | None:
+    """Return what ``[B, heads, D]`` was made of, if it is normed and turned, or only turned, as the op does it."""
+    match = ROTARY.match(packed)
+    if match is None:
+        return None
+    found, own = match
+    states, cos, sin = (found[name] for name in ("states", "cos", "sin"))
+    example, angles = example_of(states), [example_of(cos), example_of(sin)]
+    rows, tokens, _, size = example.shape
+    if tokens != 1 or not isinstance(found["half"], int) or size != 2 * found["half"]:
+        return None
+    if any(angle.shape != (rows, 1, size) or angle.dtype != example.dtype for angle in angles):
+        return None
+    normed = RMS_NORM.match(states)
+    if normed is None or not is_norm_of(normed[0], example):
+        return _Raw(states, cos, sin, None, 0.0, own)
+    return _Raw(normed[0]["states"], cos, sin, normed[0]["weight"], normed[0]["epsilon"], [*normed[1], *own])
+
+
+def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: _Raw, key: _Raw, flat: dict[fx.Node, fx.Node]) -> None:
+    """Let an attention norm and turn its queries and keys.
+
+    Args:
+        graph: what all of them are in.
+        attention: gets arguments that say with what.
+        query: what its queries are made of.
+        key: what its keys are made of.
+        flat: cosines and sines as ``[B, D]``, by what they are in the graph; extended.
+    """
+    for angles in (query.cos, query.sin):
+        if angles not in flat:
+            with graph.inserting_after(angles):
+                flat[angles] = graph.call_method("squeeze", (angles, 1))
+    with graph.inserting_before(attention):
+        packed = [graph.call_method("squeeze", (raw.states, 1)) for raw in (query, key)]
+    attention.args = _arguments(attention)._replace(
+        query=packed[0],
+        key=packed[1],
+        query_norm=query.norm,
+        key_norm=key.norm,
+        epsilon=query.epsilon or key.epsilon,
+        cos=flat[query.cos],
+        sin=flat[query.sin],
+    )
+    for node in (*reversed(key.own), *reversed(query.own)):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _arguments(attention: fx.Node) -> Any:
+    """Return what an attention is given, nodes in place of tensors."""
+    arguments: Any = attention.args
+    return Arguments(*arguments)
+
+
+def _table_is_settled(attentions: Sequence[fx.Node]) -> bool:
+    """Return whether nothing in the graph touches a page table before the last attention has read it."""
+    columns: list[Any] = [entry for node in attentions for entry in node.args[4:7]]
+    tables = set(columns)
+    users = {user for entry in tables for user in entry.users if user < attentions[-1]}
+    return all(entry.op == "placeholder" for entry in tables) and users <= set(attentions)

@@ -1,0 +1,50 @@
+"""The pass that makes one op of a sum and its norm."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from compiled_llm.compat import example_of
+from compiled_llm.compilation.passes.patterns import RMS_NORM, Found, is_norm_of
+
+_ADD_RMS_NORM = torch.ops.compiled_llm.add_rms_norm.default
+
+
+class NormedSums:
+    """Makes one op of a sum and its norm, which lie between the products of a layer.
+
+    It runs over the graph as Dynamo made it, like ``PreparedInAttention``.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite the graph in place."""
+        for node in graph.find_nodes(op="call_function", target=operator.mul):
+            match = RMS_NORM.match(node)
+            if match is not None:
+                _norm_sum(graph, node, *match)
+
+
+def _norm_sum(graph: fx.Graph, normed: fx.Node, found: Found, own: Sequence[fx.Node]) -> None:
+    """Replace a norm, and the sum that is normed if it is one of two tensors alike."""
+    total = found["states"]
+    if total.target is not operator.add or not all(isinstance(entry, fx.Node) for entry in total.args):
+        return
+    example = example_of(total)
+    summands = map(example_of, total.args)
+    if not is_norm_of(found, example):
+        return
+    if any((summand.shape, summand.dtype) != (example.shape, example.dtype) for summand in summands):
+        return
+    with graph.inserting_before(total):
+        both = graph.call_function(_ADD_RMS_NORM, (*total.args, found["weight"], found["epsilon"], True))
+        for number, node in enumerate((total, normed)):
+            result = graph.call_function(operator.getitem, (both, number))
+            result.meta.update(node.meta)
+            node.replace_all_uses_with(result)
+    for node in (*reversed(own), total):
+        if not node.users:
+            graph.erase_node(node)
