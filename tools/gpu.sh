@@ -74,7 +74,7 @@ if missing:
     sys.exit(1)
 
 import torch
-from compiled_llm_ops.flashinfer.plan import missing_for_cuda
+from compiled_llm_ops.flashinfer.install import missing_for_cuda
 
 print("python", sys.version.split()[0], "CUDA", torch.version.cuda, "nvcc", shutil.which("nvcc"))
 if not torch.cuda.is_available():

@@ -22,7 +22,8 @@ from compiled_llm.model.layer_probe import Layer
 from compiled_llm_ops import Geometry, PageTable
 
 if TYPE_CHECKING:
-    from compiled_llm_ops.flashinfer.plan import FlashInferPlan, Workspace
+    from compiled_llm_ops.flashinfer.plan import FlashInferPlan
+    from compiled_llm_ops.flashinfer.workspace import Workspace
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -77,7 +78,7 @@ class Planner:
         self._workspace: Workspace | None = None
         self._processors = 0
         if self._groups:
-            from compiled_llm_ops.flashinfer.plan import Workspace
+            from compiled_llm_ops.flashinfer.workspace import Workspace
 
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
             wanted = max((self._split_bytes(shape) for shape in shapes if self._may_split(shape)), default=0)
@@ -140,20 +141,20 @@ class Planner:
     def _worth_splitting(self, queries: Sequence[int], lengths: Sequence[int]) -> bool:
         if not self._groups:
             return False
-        from compiled_llm_ops.flashinfer.plan import worth_splitting
+        from compiled_llm_ops.flashinfer.splitting import worth_splitting
 
         given = np.array(queries), np.array(lengths)
         return any(worth_splitting(group, *given, self._processors) for group in self._groups)
 
     def _split_bytes(self, shape: Shape) -> int:
-        from compiled_llm_ops.flashinfer.plan import static_split_bytes
+        from compiled_llm_ops.flashinfer.splitting import static_split_bytes
 
         sizes = [static_split_bytes(group, shape.tokens, shape.rows + 1, self._processors) for group in self._groups]
         return max(sizes)
 
     def _default_workspace(self, wanted: int) -> int:
         """Return the bytes that all prefills need, and as far as that is not too much those ``wanted`` to record."""
-        from compiled_llm_ops.flashinfer.plan import split_bytes
+        from compiled_llm_ops.flashinfer.splitting import split_bytes
 
         return max(min(wanted, MOST_FOR_RECORDED), *(split_bytes(group, self._processors) for group in self._groups))
 

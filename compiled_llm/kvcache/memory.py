@@ -25,7 +25,7 @@ def stored_head_dim(layer: Layer, device: torch.device) -> int:
     """Return D as the pages hold it: FlashInfer has kernels for a few sizes, others are padded with zeros."""
     if device.type == "cpu":
         return layer.head_dim
-    from compiled_llm_ops.flashinfer.plan import padded_head_dim
+    from compiled_llm_ops.flashinfer.versions import padded_head_dim
 
     return padded_head_dim(layer.head_dim)
 

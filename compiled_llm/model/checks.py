@@ -63,7 +63,7 @@ def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
 
 
 def _check_cuda(model: PreTrainedModel) -> None:
-    from compiled_llm_ops.flashinfer.plan import missing_for_cuda
+    from compiled_llm_ops.flashinfer.install import missing_for_cuda
 
     if model.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(

@@ -22,7 +22,7 @@ from compiled_llm.commands.doctor import report as doctor_report
 from compiled_llm.commands.doctor import trial as doctor_build
 from compiled_llm.commands.doctor.finding import Finding, essence
 from compiled_llm.commands.doctor.findings import examine
-from compiled_llm_ops.flashinfer.plan import missing_for_cuda
+from compiled_llm_ops.flashinfer.install import missing_for_cuda
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
 MIB, GIB = 2**20, 2**30

@@ -31,7 +31,10 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.prefill_plans import Planner
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm_ops import Geometry, PageTable, find_plan
-from compiled_llm_ops.flashinfer import plan as backend
+from compiled_llm_ops.flashinfer import install, splitting, versions, workspace
+from compiled_llm_ops.flashinfer.append import append, readable
+from compiled_llm_ops.flashinfer.plan import FlashInferPlan
+from compiled_llm_ops.flashinfer.planner import PLAN_FIELDS
 
 try:
     import flashinfer
@@ -70,7 +73,7 @@ PLANNER = (
 class Mocked(NamedTuple):
     """A workspace on the CPU, and FlashInfer's wrapper class as a mock with the real signatures."""
 
-    workspace: backend.Workspace
+    workspace: workspace.Workspace
     prefill: mock.Mock
 
     @property
@@ -95,21 +98,21 @@ def mocked(monkeypatch: pytest.MonkeyPatch) -> Mocked:
     monkeypatch.setattr(torch.cuda, "Event", UnusedEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(backend, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(workspace, "pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     prefill = mock.create_autospec(PREFILL)
     prefill.return_value._cached_module = mock.Mock()
     prefill.return_value._cached_module.plan.return_value = list(range(15))
     monkeypatch.setattr(flashinfer, PREFILL.__name__, prefill)
-    backend.uniform_q_len_argument.cache_clear()
+    versions.uniform_q_len_argument.cache_clear()
     # The mock stands for the class; whether the planner takes one argument more is read off the real one.
     monkeypatch.setattr(prefill, "plan", PREFILL.plan)
-    return Mocked(backend.Workspace("cpu", 1024), prefill)
+    return Mocked(workspace.Workspace("cpu", 1024), prefill)
 
 
 def make_plan(
     mocked: Mocked, geometry: Geometry = GEOMETRY, *, static: bool = False, split: bool = True
-) -> backend.FlashInferPlan:
-    return backend.FlashInferPlan(geometry, HOST, rows=2, workspace=mocked.workspace, static=static, split=split)
+) -> FlashInferPlan:
+    return FlashInferPlan(geometry, HOST, rows=2, workspace=mocked.workspace, static=static, split=split)
 
 
 def plan_parameters() -> set[str]:
@@ -186,13 +189,13 @@ def test_run_returns_the_log_sum_exp_in_base_2_unless_told_otherwise() -> None:
 
 
 def test_append_takes_what_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    append = mock.create_autospec(flashinfer.append_paged_kv_cache)
-    monkeypatch.setattr(flashinfer, "append_paged_kv_cache", append)
+    theirs = mock.create_autospec(flashinfer.append_paged_kv_cache)
+    monkeypatch.setattr(flashinfer, "append_paged_kv_cache", theirs)
     _, pages, _, _ = tensors()
     states = torch.zeros(2, 2, 128, dtype=torch.bfloat16)
-    backend.append(states, states, pages, HOST.qo_indptr[:2], HOST.qo_indptr[:2], HOST)
-    append.assert_called_once()
-    assert append.call_args.args == ()
+    append(states, states, pages, HOST.qo_indptr[:2], HOST.qo_indptr[:2], HOST)
+    theirs.assert_called_once()
+    assert theirs.call_args.args == ()
 
 
 def test_append_reads_strided_keys_and_values() -> None:
@@ -210,11 +213,16 @@ def test_pages_are_split_into_keys_and_values_along_their_second_dimension() -> 
     assert (keys.data_ptr(), values.data_ptr()) == (pages[:, 0].data_ptr(), pages[:, 1].data_ptr())
 
 
+def sources() -> str:
+    """All that touches FlashInfer."""
+    return "\n".join(path.read_text() for path in Path(workspace.__file__).parent.glob("*.py"))
+
+
 def called_by_name() -> dict[str, ast.Call]:
     """The calls of FlashInfer's functions and classes in the backend, by their dotted names."""
-    roots = {"_flashinfer()": "flashinfer", "importlib.import_module('flashinfer.utils')": "flashinfer.utils"}
+    roots = {"import_flashinfer()": "flashinfer", "importlib.import_module('flashinfer.utils')": "flashinfer.utils"}
     calls = {}
-    for node in ast.walk(ast.parse(inspect.getsource(backend))):
+    for node in ast.walk(ast.parse(sources())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             root, _, attribute = ast.unparse(node.func).rpartition(".")
             parent, _, child = root.rpartition(".")
@@ -239,7 +247,7 @@ def test_every_function_and_class_takes_what_is_passed() -> None:
 
 def test_every_method_that_is_called_has_a_test_above() -> None:
     """Methods are called on mocks with the real signatures; this notices a new one."""
-    source = inspect.getsource(backend)
+    source = sources()
     methods = set(re.findall(r"\bwrapper\.(?:_cached_module\.)?(\w+)\(", source))
     assert methods == {"plan", "reset_workspace_buffer", "run"}
 
@@ -288,7 +296,7 @@ def test_planner_gets_its_arguments(mocked: Mocked) -> None:
 
 @pytest.mark.parametrize("split", [True, False, None])
 def test_the_planner_is_told_whether_to_split(mocked: Mocked, split: bool | None) -> None:
-    plan = backend.FlashInferPlan(GEOMETRY, HOST, rows=2, workspace=mocked.workspace, static=False, split=split)
+    plan = FlashInferPlan(GEOMETRY, HOST, rows=2, workspace=mocked.workspace, static=False, split=split)
     at = PLANNER.index("disable_split_kv")
     for pages, worthwhile in ((1, False), (3000, True)):
         plan.plan(HOST._replace(indptr=torch.tensor([0, pages, pages + 1], dtype=torch.int32)))
@@ -298,14 +306,14 @@ def test_the_planner_is_told_whether_to_split(mocked: Mocked, split: bool | None
 
 def test_idle_blocks_of_a_captured_launch_repeat_the_last_row(mocked: Mocked) -> None:
     masked = "only when the batch is split.\n  if (enable_cuda_graph) {" in SCHEDULER
-    assert backend._idle_blocks_read_the_plan() is not masked
+    assert versions.idle_blocks_read_the_plan() is not masked
     if masked:
         return
     before_copy, *_ = SCHEDULER.split("std::copy(request_indices_vec.begin()")
     assert "memset" not in before_copy
     offsets = ("request_indices_offset", "qo_tile_indices_offset", "kv_tile_indices_offset")
     numbers = {"padded_batch_size": 5, "cta_tile_q": 1, **dict(zip(offsets, (0, 32, 64), strict=True))}
-    places = [numbers.get(name, 0) for name in backend.PLAN_FIELDS]
+    places = [numbers.get(name, 0) for name in PLAN_FIELDS]
     seen: list[Any] = []
 
     def planner(_: Any, __: Any, pinned: torch.Tensor, *___: Any) -> list[int]:
@@ -326,34 +334,34 @@ def test_a_captured_launch_that_does_not_split_has_a_block_for_each_tile(mocked:
     assert "total_num_tiles_q = ceil_div(total_num_rows * gqa_group_size, cta_tile_q) + batch_size - 1;" in SCHEDULER
     assert "dim3 nblks(padded_batch_size, 1, num_kv_heads);" in cpp("include/flashinfer/attention/prefill.cuh")
     numbers = {"padded_batch_size": 33, "cta_tile_q": 64}
-    mocked.planner.return_value = [numbers.get(name, 7) for name in backend.PLAN_FIELDS]
+    mocked.planner.return_value = [numbers.get(name, 7) for name in PLAN_FIELDS]
     host = HOST._replace(qo_indptr=torch.tensor([0, 100, 301], dtype=torch.int32))
     for split, blocks in ((True, 33), (False, -(-301 * GEOMETRY.query_heads // GEOMETRY.kv_heads // 64) + 1)):
         plan = make_plan(mocked, static=True, split=split)
         plan.plan(host)
         plan.freeze()
         assert plan._frozen is not None
-        assert dict(zip(backend.PLAN_FIELDS, plan._frozen, strict=True)) == {
-            **dict.fromkeys(backend.PLAN_FIELDS, 7), "cta_tile_q": 64, "padded_batch_size": blocks
+        assert dict(zip(PLAN_FIELDS, plan._frozen, strict=True)) == {
+            **dict.fromkeys(PLAN_FIELDS, 7), "cta_tile_q": 64, "padded_batch_size": blocks
         }  # fmt: skip
 
 
 def test_a_static_plan_must_be_told_whether_to_split(mocked: Mocked) -> None:
     with pytest.raises(ValueError, match="static=True needs True or False"):
-        backend.FlashInferPlan(GEOMETRY, HOST, rows=2, workspace=mocked.workspace, static=True)
+        FlashInferPlan(GEOMETRY, HOST, rows=2, workspace=mocked.workspace, static=True)
 
 
 def test_a_plan_waits_for_kernels_that_are_being_built_until_its_first_launch(
     mocked: Mocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built, make = Event(), backend._make_wrapper
+    built, make = Event(), workspace.make_wrapper
 
     def slow(*args: Any) -> Any:
         built.wait()
         return make(*args)
 
-    monkeypatch.setattr(backend, "_make_wrapper", slow)
-    monkeypatch.setattr(backend, "_append_one_token", mock.Mock())
+    monkeypatch.setattr(workspace, "make_wrapper", slow)
+    monkeypatch.setattr(workspace, "append_one_token", mock.Mock())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     mocked.workspace.load(GEOMETRY)
     plan = make_plan(mocked)
@@ -374,7 +382,7 @@ def test_a_plan_waits_for_kernels_that_are_being_built_until_its_first_launch(
 
 
 def test_plan_info_has_the_numbers_whose_names_are_known() -> None:
-    assert cpp_vector("PrefillPlanInfo") == backend.PLAN_FIELDS
+    assert cpp_vector("PrefillPlanInfo") == PLAN_FIELDS
 
 
 def test_planner_copies_asynchronously_on_the_current_stream() -> None:
@@ -389,7 +397,7 @@ def test_launches_add_the_offsets_to_the_workspaces() -> None:
     paged = DATA / "csrc/batch_prefill_paged.cuh"
     source += paged.read_text() if paged.exists() else ""
     unused = {"enable_cuda_graph", "split_kv"}
-    missing = [name for name in backend.PLAN_FIELDS if f"plan_info.{name}" not in source and name not in unused]
+    missing = [name for name in PLAN_FIELDS if f"plan_info.{name}" not in source and name not in unused]
     assert missing == []
 
 
@@ -414,18 +422,18 @@ def test_split_rows_take_what_is_reckoned() -> None:
     assert "std::max(max_batch_size_if_split, total_num_tiles_q)" in SCHEDULER
     qwen3_8b = Geometry(32, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
     results = 270_532_608  # what 0.6.13 asked for on an H200
-    if backend._counts_pairs_as_queries():
+    if versions.counts_pairs_as_queries():
         queries = "padded_batch_size * cta_tile_q"
     else:
         queries, results = "max_partial_rows", results // 4
         assert "ceil_div(static_cast<size_t>(padded_batch_size) * cta_tile_q, gqa_group_size);" in SCHEDULER
     assert f"num_qo_heads * {queries} * head_dim_vo * sizeof(float)" in SCHEDULER
     assert f"num_qo_heads * {queries} * sizeof(float)" in SCHEDULER
-    assert backend.static_split_bytes(qwen3_8b, 2064, 65, 132) == results + results // 128 + 32
+    assert splitting.static_split_bytes(qwen3_8b, 2064, 65, 132) == results + results // 128 + 32
     blocks_of_long_rows = 2 * 132 // 8
-    long_rows = backend.split_bytes(qwen3_8b, 132)
+    long_rows = splitting.split_bytes(qwen3_8b, 132)
     assert long_rows == (results + results // 128) // 129 * blocks_of_long_rows + 32
-    assert backend.static_split_bytes(qwen3_8b, 32, 3, 132) == long_rows
+    assert splitting.static_split_bytes(qwen3_8b, 32, 3, 132) == long_rows
 
 
 @pytest.mark.parametrize(
@@ -444,7 +452,7 @@ def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
     def unallocated(device: torch.device, nbytes: int) -> SimpleNamespace:
         return SimpleNamespace(float_buffer=torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
-    monkeypatch.setattr(backend, "Workspace", unallocated)
+    monkeypatch.setattr(workspace, "Workspace", unallocated)
     group = Geometry(query_heads, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
     config = WrapConfig(max_batch_size=max_batch_size, workspace_bytes=given)
     shapes = RecordedShapes(max_batch_size, weights=1).all()
@@ -455,7 +463,7 @@ def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
     assert all(map(planner.fits, pays)) is everything_fits
     assert not any(planner.fits(shape._replace(split=True)) for shape in shapes if shape.tokens > pays[-1].tokens)
     if given is None:
-        assert backend.split_bytes(group, 132) <= planner.workspace_bytes <= 256 * 2**20
+        assert splitting.split_bytes(group, 132) <= planner.workspace_bytes <= 256 * 2**20
     else:
         assert planner.workspace_bytes == given
 
@@ -464,7 +472,7 @@ def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
 
 
 def test_head_sizes_with_kernels() -> None:
-    assert macro_cases("DISPATCH_HEAD_DIM", r"case (\d+):") == set(backend.HEAD_DIMS)
+    assert macro_cases("DISPATCH_HEAD_DIM", r"case (\d+):") == set(versions.HEAD_DIMS)
 
 
 def test_query_tiles_are_of_16_and_more() -> None:
@@ -474,7 +482,7 @@ def test_query_tiles_are_of_16_and_more() -> None:
 
 def test_queries_have_kernels_in_these_types() -> None:
     types = importlib.import_module("flashinfer.jit.utils").dtype_map
-    assert set(backend.QUERY_DTYPES) <= set(types)
+    assert set(versions.QUERY_DTYPES) <= set(types)
     assert torch.float32 not in types
 
 
@@ -487,7 +495,7 @@ def test_nvcc_and_ninja_are_looked_for_where_flashinfer_looks() -> None:
 
 
 def test_installed_version_is_supported() -> None:
-    assert backend._flashinfer_problem() is None
+    assert install.flashinfer_problem() is None
 
 
 # ---- the plan itself, as far as it goes without kernels
@@ -539,10 +547,10 @@ def test_plans_of_one_geometry_share_the_wrapper_and_nothing_else(mocked: Mocked
 def test_staging_buffers_take_turns(mocked: Mocked) -> None:
     plan = make_plan(mocked)
     planner = mocked.planner
-    for _ in range(backend.STAGING_BUFFERS + 1):
+    for _ in range(workspace.STAGING_BUFFERS + 1):
         plan.plan(HOST)
     addresses = [call.args[2].data_ptr() for call in planner.call_args_list]
-    assert len(set(addresses)) == backend.STAGING_BUFFERS >= 3
+    assert len(set(addresses)) == workspace.STAGING_BUFFERS >= 3
     assert addresses[0] == addresses[-1]
 
 
@@ -596,10 +604,10 @@ def test_planner_never_gets_columns_it_would_misread(mocked: Mocked, host: PageT
 
 def test_strides_that_kernels_cannot_read_are_copied() -> None:
     fused = torch.arange(3 * 4 * 64, dtype=torch.float32).view(3, 4, 64).to(torch.bfloat16)
-    assert backend._readable(fused[:, 1:3]) is not fused
-    assert backend._readable(fused[:, 1:3]).data_ptr() == fused[:, 1:3].data_ptr()
+    assert readable(fused[:, 1:3]) is not fused
+    assert readable(fused[:, 1:3]).data_ptr() == fused[:, 1:3].data_ptr()
     for unreadable in (fused.transpose(1, 2)[..., :3], fused[..., 1:9], fused[..., :63].contiguous()[..., :56]):
-        copied = backend._readable(unreadable)
+        copied = readable(unreadable)
         assert copied.is_contiguous()
         assert copied.data_ptr() != unreadable.data_ptr()
         torch.testing.assert_close(copied, unreadable, rtol=0, atol=0)
@@ -607,12 +615,12 @@ def test_strides_that_kernels_cannot_read_are_copied() -> None:
 
 @pytest.mark.parametrize(("d", "padded"), [(1, 64), (64, 64), (71, 128), (96, 128), (129, 256), (512, 512)])
 def test_head_size_is_padded_to_the_next_with_kernels(d: int, padded: int) -> None:
-    assert backend.padded_head_dim(d) == padded
+    assert versions.padded_head_dim(d) == padded
 
 
 def test_head_size_beyond_all_kernels_raises() -> None:
     with pytest.raises(ValueError, match="head size 513 is larger than 512"):
-        backend.padded_head_dim(513)
+        versions.padded_head_dim(513)
 
 
 @pytest.mark.parametrize(
@@ -650,7 +658,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("bare_machine")
 def test_missing_compilers_are_named_with_the_way_out() -> None:
-    nvcc, ninja = backend.missing_for_cuda()
+    nvcc, ninja = install.missing_for_cuda()
     assert "CUDA_HOME" in nvcc
     assert "flashinfer-jit-cache" in nvcc
     assert "pip install ninja" in ninja
@@ -659,7 +667,7 @@ def test_missing_compilers_are_named_with_the_way_out() -> None:
 @pytest.mark.usefixtures("bare_machine")
 def test_kernels_that_come_along_need_no_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert backend.missing_for_cuda() == []
+    assert install.missing_for_cuda() == []
 
 
 @pytest.mark.usefixtures("bare_machine")
@@ -668,14 +676,14 @@ def test_nvcc_is_found_in_cuda_home(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     nvcc.parent.mkdir()
     nvcc.touch(mode=0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert backend._nvcc() == str(nvcc)
+    assert install.find_nvcc() == str(nvcc)
 
 
 def test_unsupported_version_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "__version__", "0.8.0")
-    assert 'pip install "flashinfer-python>=0.6.13,<0.8"' in str(backend._flashinfer_problem())
+    assert 'pip install "flashinfer-python>=0.6.13,<0.8"' in str(install.flashinfer_problem())
 
 
 def test_absent_flashinfer_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert 'pip install "compiled-llm[cuda]"' in str(backend._flashinfer_problem())
+    assert 'pip install "compiled-llm[cuda]"' in str(install.flashinfer_problem())

@@ -30,8 +30,10 @@ from compiled_llm_ops import (
     sample_tokens,
     skinny_linear,
 )
-from compiled_llm_ops.flashinfer import plan as backend
-from compiled_llm_ops.flashinfer.plan import FlashInferPlan, Workspace
+from compiled_llm_ops.flashinfer import splitting, versions
+from compiled_llm_ops.flashinfer.append import append
+from compiled_llm_ops.flashinfer.plan import FlashInferPlan
+from compiled_llm_ops.flashinfer.workspace import STAGING_BUFFERS, Workspace
 from compiled_llm_ops.kernels import linear_tiling as tiling
 from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles, tables_of
 
@@ -57,7 +59,7 @@ split_or_not = pytest.mark.parametrize("split", [True, False], ids=["split", "wh
 def geometry_of(
     group: int, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, window_left: int = -1, soft_cap: float = 0.0
 ) -> Geometry:
-    padded = backend.padded_head_dim(head_dim)
+    padded = versions.padded_head_dim(head_dim)
     return Geometry(2 * group, 2, padded, PAGE_SIZE, window_left, soft_cap, dtype, dtype)
 
 
@@ -139,7 +141,7 @@ class Rows:
                 self.padded(layer, torch.cat([states[row, start:end] for row, (start, end) in enumerate(spans)]))
                 for states in (layer.keys, layer.values)
             )
-            backend.append(key, value, layer.pages, rows, positions, on_device(self.table()))
+            append(key, value, layer.pages, rows, positions, on_device(self.table()))
 
     def table(self, queries: Sequence[int] | None = None) -> PageTable:
         """The page table on the host; one query a row where None."""
@@ -272,7 +274,7 @@ def test_append_takes_views_of_fused_projections(seed: int) -> None:
     awkward.copy_(value)
     positions = torch.arange(20, dtype=torch.int32, device="cuda")
     (layer,) = rows.layers
-    backend.append(key, awkward, layer.pages, torch.zeros_like(positions), positions, on_device(rows.table()))
+    append(key, awkward, layer.pages, torch.zeros_like(positions), positions, on_device(rows.table()))
     own = layer.pages[rows.numbers[0, :2].long()].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :20]
     assert torch.equal(own, torch.stack([key, value]))
 
@@ -699,7 +701,7 @@ def test_static_plans_take_what_is_reckoned(tokens: int, rows: int, head_dim: in
         )
     )
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
-    needed = backend.static_split_bytes(geometry, tokens, rows, processors)
+    needed = splitting.static_split_bytes(geometry, tokens, rows, processors)
 
     def plan(nbytes: int) -> None:
         workspace = Workspace("cuda", nbytes)
@@ -748,7 +750,7 @@ def test_plan_does_not_wait_for_the_device(seed: int, workspace: Workspace) -> N
     (layer,) = rows.layers
     queries, tokens = [7, 1, 1, 20], 29
     batches = []
-    for _ in range(backend.STAGING_BUFFERS):
+    for _ in range(STAGING_BUFFERS):
         rows.grow_to([length + step for length, step in zip(rows.lengths, (1, 5, 16, 17), strict=True)])
         query = rows.queries(layer, tokens)
         batches.append((rows.lengths, in_pinned_memory(rows.table(queries)), query, *outputs(query)))

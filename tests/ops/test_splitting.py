@@ -12,7 +12,7 @@ from compiled_llm.execution.packing import Extension
 from compiled_llm.execution.prefill_plans import Planner
 from compiled_llm.kvcache.table import Span
 from compiled_llm_ops import Geometry
-from compiled_llm_ops.flashinfer.plan import worth_splitting
+from compiled_llm_ops.flashinfer.splitting import worth_splitting
 
 QWEN3_SMALL = Geometry(16, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
 PROCESSORS = 132

@@ -46,9 +46,9 @@ def ninja(cuda: bool) -> Finding:
 
 def find_nvcc() -> str | None:
     """Return the nvcc that FlashInfer runs."""
-    from compiled_llm_ops.flashinfer.plan import _nvcc
+    from compiled_llm_ops.flashinfer.install import find_nvcc as their_nvcc
 
-    return _nvcc()
+    return their_nvcc()
 
 
 def has_built_kernels() -> bool:

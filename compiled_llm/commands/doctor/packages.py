@@ -87,7 +87,7 @@ def triton(cuda: bool) -> Finding:
 
 def missing_for_cuda(what: str) -> tuple[str, str] | None:
     """Return what `wrap` would miss on CUDA, and the way out, if it is this."""
-    from compiled_llm_ops.flashinfer.plan import missing_for_cuda
+    from compiled_llm_ops.flashinfer.install import missing_for_cuda
 
     message = next((message for message in missing_for_cuda() if message.startswith(f"{what} ")), None)
     if message is None:

@@ -120,7 +120,7 @@ def _cuda(
     last_page_len: Tensor,
 ) -> None:
     from compiled_llm_ops.contracts import PageTable
-    from compiled_llm_ops.flashinfer.plan import append
+    from compiled_llm_ops.flashinfer.append import append
 
     _check(key, value, pages, token_rows, token_positions, indptr, indices)
     if padding := pages.shape[4] - key.shape[2]:

@@ -1,1 +1,37 @@
-"""FlashInfer behind our ops: plans, workspace, versions."""
+"""FlashInfer behind our ops, and the one folder that touches it: plan on the host, launch in a graph, append to pages.
+
+Decode needs neither a plan nor FlashInfer: see ``compiled_llm_ops.attention.decode``.
+
+FlashInfer's planner reads lengths on the host, writes what it decided into a pinned buffer, and copies that to the
+device with one ``cudaMemcpyAsync`` on the current stream. The public ``plan()`` around it copies the page table as
+well and waits for the device, so it runs once for each geometry, to build or load the kernels; each batch after that
+goes to the planner directly. The public ``run()`` launches.
+
+What is private to FlashInfer and used here (``tests/ops/test_flashinfer_contract.py`` checks all of it):
+
+=============================================  ==============================  ========================================
+name                                           what for                        ends when
+=============================================  ==============================  ========================================
+``wrapper._cached_module.plan``, the order of  plan without copying the page   FlashInfer plans from host arrays without
+its arguments                                  table and without waiting       a copy
+``wrapper._plan_info``,                        hand ``run()`` what was         the same
+``wrapper._qo_indptr_last``                    planned, and for how many
+                                               tokens
+``padded_batch_size`` in it, lowered           launch no blocks without work   the planner counts tiles where
+                                               in a graph                      it does not split
+``wrapper._int_workspace_buffer``              one wrapper serves many plans,  the same
+                                               each with its own workspace
+``wrapper._qo_indptr_buf``,                    let ``run()`` read the page     ``run()`` takes the page table
+``wrapper._paged_kv_indptr_buf``,              table where it lies
+``wrapper._paged_kv_indices_buf``,
+``wrapper._paged_kv_last_page_len_buf``
+the order of the numbers in ``_plan_info``     name what changed under a       the numbers have names
+                                               captured graph
+``utils._get_cache_alibi_slopes_buf``          make the tensor that ``run()``  ``run()`` makes no tensor for
+                                               would make during a capture     ``pos_encoding_mode="NONE"``
+the text of "Buffer overflow when allocating"  say what to do about a full     0.6 is no longer supported
+                                               workspace                       (``workspace_size()`` exists in 0.7)
+=============================================  ==============================  ========================================
+
+Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension (padded), P pages, S page size.
+"""

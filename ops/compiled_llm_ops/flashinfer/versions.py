@@ -1,0 +1,76 @@
+"""What differs between FlashInfer's versions, and which of its kernels there are."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+from typing import Any
+
+import torch
+
+HEAD_DIMS = (64, 128, 256, 512)
+"""Head sizes with kernels: ``DISPATCH_HEAD_DIM`` in FlashInfer's ``utils.cuh``."""
+
+QUERY_DTYPES = (torch.float16, torch.bfloat16)
+
+OLDEST, NEWEST_EXCLUSIVE = (0, 6, 13), (0, 8)
+"""FlashInfer versions that we know."""
+
+
+def padded_head_dim(d: int) -> int:
+    """Return the head size that ``d`` is stored as: the next one with kernels.
+
+    Raises:
+        ValueError: ``d`` is larger than any.
+    """
+    for size in HEAD_DIMS:
+        if d <= size:
+            return size
+    raise ValueError(f"head size {d} is larger than {HEAD_DIMS[-1]}, the largest that FlashInfer has kernels for")
+
+
+@functools.cache
+def uniform_q_len_argument() -> tuple[int, ...]:
+    """Return what 0.7's prefill planner takes beyond 0.6's: no promise about equal lengths. Ends with 0.6."""
+    plan = import_flashinfer().BatchPrefillWithPagedKVCacheWrapper.plan
+    return (0,) if "uniform_q_len" in inspect.signature(plan).parameters else ()
+
+
+@functools.cache
+def counts_pairs_as_queries() -> bool:
+    """Whether split rows get room for as many queries as there are (query, head of the group) pairs. Ends with 0.6."""
+    return version_of(import_flashinfer()) < (0, 7)
+
+
+@functools.cache
+def idle_blocks_read_the_plan() -> bool:
+    """Whether blocks that a captured launch has no work for go by what lies in the plan. Ends with 0.6.
+
+    Its planner masks them only where rows are split.
+    """
+    return version_of(import_flashinfer()) < (0, 7)
+
+
+def has_prefill_kernel(head_dim: int) -> bool:
+    """Whether kernels exist: those of 0.6 reject 512 at their launch. Ends with 0.6."""
+    return head_dim < 512 or version_of(import_flashinfer()) >= (0, 7)
+
+
+def import_flashinfer() -> Any:
+    """Import FlashInfer.
+
+    Raises:
+        ImportError: it is not installed, or does not import; the message has the way out.
+    """
+    try:
+        return importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise ImportError('FlashInfer does not import: pip install "compiled-llm[cuda]"') from error
+
+
+def version_of(flashinfer: Any) -> tuple[int, ...]:
+    """Return major, minor and patch."""
+    return tuple(int(number) for number in re.findall(r"\d+", flashinfer.__version__)[:3])

@@ -1,0 +1,161 @@
+"""Memory and kernels that the plans of one device share."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.contracts import Geometry, PageTable
+from compiled_llm_ops.flashinfer.append import append
+from compiled_llm_ops.flashinfer.versions import import_flashinfer
+
+STAGING_BUFFERS = 16
+"""Plans the host may be ahead of the device: three and more prefills of a model with several attention groups."""
+
+
+class Workspace:
+    """What the plans of one device share, allocated once, before any capture.
+
+    The float workspace holds the partial results of rows whose keys were split over several blocks. They are written
+    and merged within one launch, so one buffer serves all plans whose launches follow each other on a stream.
+
+    An int workspace holds what a plan decided, from ``plan`` to the last launch that reads it. Two attention groups
+    are planned before either launches, and a graph replays from its address, so every plan has one of its own. It is
+    as large as the plan can get, not FlashInfer's 8 MiB.
+
+    The pinned buffers the plans are copied from are used in turn and belong to the workspace, since a copy may still
+    be on its way when its plan is dropped.
+
+    One thread at a time may plan or launch with the plans of a workspace.
+
+    Attributes:
+        device: with index.
+        float_buffer: ``[workspace_bytes]`` uint8.
+        processors: multiprocessors of the device.
+        max_blocks: thread blocks that can be resident on it at once.
+    """
+
+    def __init__(self, device: torch.device | str, workspace_bytes: int = 128 * 2**20) -> None:
+        """Allocate on ``device``.
+
+        Args:
+            device: a CUDA device.
+            workspace_bytes: size of the float workspace; ``plan`` says so when it is too small.
+        """
+        self.float_buffer = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+        self.device = self.float_buffer.device
+        properties = torch.cuda.get_device_properties(self.device)
+        self.processors = properties.multi_processor_count
+        # No attention kernel has blocks of fewer than 128 threads.
+        self.max_blocks = self.processors * properties.max_threads_per_multi_processor // 128
+        self._staging = [(pinned(64 * 2**10), torch.cuda.Event()) for _ in range(STAGING_BUFFERS)]
+        self._turn = 0
+        self._wrappers: dict[Geometry, Any] = {}
+        self._loading: dict[Geometry, Future[Any]] = {}
+
+    def load(self, geometry: Geometry) -> None:
+        """Begin to build or load the kernels for a geometry on other threads, while this one traces what calls them."""
+        self._loading[geometry] = _loaders.submit(_on_device, self.device, make_wrapper, geometry, self.float_buffer)
+        # What goes wrong in that one goes wrong again at the first launch.
+        _loaders.submit(_on_device, self.device, append_one_token, geometry, self.device)
+
+    def is_loading(self, geometry: Geometry) -> bool:
+        """Whether ``wrapper`` would wait for kernels that ``load`` has begun with."""
+        return geometry in self._loading and not self._loading[geometry].done()
+
+    def wrapper(self, geometry: Geometry) -> Any:
+        """Return FlashInfer's wrapper for a geometry; waits for its kernels, or builds or loads them here."""
+        if geometry not in self._wrappers:
+            loading = self._loading.pop(geometry, None)
+            made = make_wrapper(geometry, self.float_buffer) if loading is None else loading.result()
+            self._wrappers[geometry] = made
+        return self._wrappers[geometry]
+
+    @contextmanager
+    def staging(self, nbytes: int) -> Iterator[Tensor]:
+        """Yield pinned memory that no copy reads any more; copies out of it are issued within the block.
+
+        Waits only when the host is ``STAGING_BUFFERS`` plans ahead of the device.
+
+        Args:
+            nbytes: size it must have at least.
+
+        Yields:
+            ``[>= nbytes]`` uint8.
+        """
+        buffer, copied = self._staging[self._turn]
+        copied.synchronize()
+        if buffer.numel() < nbytes:
+            buffer = pinned(power_of_two(nbytes))
+        yield buffer
+        copied.record(torch.cuda.current_stream(self.device))
+        self._staging[self._turn] = buffer, copied
+        self._turn = (self._turn + 1) % len(self._staging)
+
+
+def make_wrapper(geometry: Geometry, float_buffer: Tensor) -> Any:
+    """Return a wrapper whose kernels are loaded, by planning one row of one token in public."""
+    flashinfer = import_flashinfer()
+    indptr = torch.tensor([0, 1], dtype=torch.int32)
+    indices, last_page_len = torch.tensor([0], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    # Whether launches are captured is the planner's to know, not the wrapper's: run() is the same for both.
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        float_workspace_buffer=float_buffer, kv_layout="HND", backend="fa2"
+    )
+    wrapper.plan(
+        qo_indptr=indptr,
+        paged_kv_indptr=indptr,
+        paged_kv_indices=indices,
+        paged_kv_last_page_len=last_page_len,
+        num_qo_heads=geometry.query_heads,
+        num_kv_heads=geometry.kv_heads,
+        head_dim_qk=geometry.head_dim,
+        page_size=geometry.page_size,
+        causal=True,
+        pos_encoding_mode="NONE",
+        sm_scale=1.0,  # each launch has its own
+        window_left=geometry.window_left,
+        logits_soft_cap=geometry.logits_soft_cap,
+        q_data_type=geometry.dtype,
+        kv_data_type=geometry.kv_dtype,
+        o_data_type=geometry.dtype,
+    )
+    # Its own int workspace has served; every plan brings one.
+    small = torch.empty(16, dtype=torch.uint8, device=float_buffer.device)
+    wrapper.reset_workspace_buffer(float_workspace_buffer=float_buffer, int_workspace_buffer=small)
+    importlib.import_module("flashinfer.utils")._get_cache_alibi_slopes_buf(geometry.query_heads, float_buffer.device)
+    return wrapper
+
+
+def append_one_token(geometry: Geometry, device: torch.device) -> None:
+    """Build or load the kernel that writes to pages, by writing one token."""
+    size = (1, 2, geometry.kv_heads, geometry.page_size, geometry.head_dim)
+    pages = torch.empty(size, dtype=geometry.kv_dtype, device=device)
+    zero, one = (torch.tensor([number], dtype=torch.int32, device=device) for number in (0, 1))
+    indptr = torch.cat([zero, one])
+    append(pages[0, :1, :, 0], pages[0, :1, :, 0], pages, zero, zero, PageTable(indptr, indptr, zero, one))
+
+
+def _on_device(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
+    with torch.cuda.device(device):
+        return function(*args)
+
+
+_loaders = ThreadPoolExecutor(2, "compiled_llm_kernels")
+
+
+def pinned(nbytes: int) -> Tensor:
+    """Return page-locked host memory."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least ``number``."""
+    return 1 << (number - 1).bit_length()
