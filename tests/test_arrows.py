@@ -57,11 +57,9 @@ STILL: dict[str, list[str]] = {
         "compiled_llm.explaining.dump.dump is in a circle",
         "compiled_llm.explaining.dump.dump_page is in a circle",
         "compiled_llm.explaining.explainer -> compiled_llm.huggingface.generate",
-        "compiled_llm.explaining.explainer -> compiled_llm.huggingface.wrapped_model",
         "compiled_llm.explaining.page is in a circle",
         "compiled_llm.explaining.places -> compiled_llm",
         "compiled_llm.explaining.report is in a circle",
-        "compiled_llm.explaining.tracing -> compiled_llm.huggingface.wrapped_model",
     ],
     "execution": [
         "compiled_llm.execution.device_model has over 400 lines",
@@ -69,14 +67,6 @@ STILL: dict[str, list[str]] = {
         "compiled_llm.execution.prefill_plans -> compiled_llm_ops.flashinfer.plan",
         "compiled_llm.execution.runner has over 400 lines",
         "compiled_llm.execution.runner is in a circle",
-        "compiled_llm.execution.runtime -> compiled_llm.explaining.history",
-        "compiled_llm.execution.runtime -> compiled_llm.explaining.report",
-        "compiled_llm.execution.runtime -> compiled_llm.huggingface.paged_cache",
-        "compiled_llm.execution.runtime -> compiled_llm.huggingface.settings_cache",
-        "compiled_llm.execution.runtime -> compiled_llm.huggingface.special_tokens",
-    ],
-    "compilation": [
-        "compiled_llm.compilation.outline has over 400 lines",
     ],
     "kvcache": [
         "compiled_llm.kvcache.memory -> compiled_llm_ops.flashinfer.plan",

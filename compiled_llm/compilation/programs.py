@@ -25,8 +25,9 @@ from compiled_llm.compilation.options import decode_options, passes_for, prefill
 from compiled_llm.compilation.outline import Outline
 from compiled_llm.compilation.passes.products import FusedProducts
 from compiled_llm.compilation.sampling import SamplingTables
-from compiled_llm.compilation.steps import Forward, decode_step, prefill_step
+from compiled_llm.compilation.steps import decode_step, prefill_step
 from compiled_llm.config import WrapConfig
+from compiled_llm.model.facts import Forward
 from compiled_llm.model.fused_weights import FusedWeights
 
 PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"

@@ -9,18 +9,13 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.compilation.sampling import SamplingTables, choose
 from compiled_llm.model.attention import BATCH_ARGUMENT, PackedTokens, PagedBatch
-
-Forward = Callable[..., Any]
-"""A model class's own ``forward``."""
+from compiled_llm.model.facts import Forward
 
 
 def prefill_step(

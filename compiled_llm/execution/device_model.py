@@ -25,7 +25,6 @@ from compiled_llm.compilation.graphs.recordings import Key, Recordings, Step, St
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.inputs import PrefillInputs, Shape
 from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Programs
-from compiled_llm.compilation.steps import Forward
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.decode_buffers import DecodeBuffers, bucket_for, buckets_up_to
 from compiled_llm.execution.events import Journal, Upload
@@ -49,8 +48,8 @@ from compiled_llm.kvcache.memory import allocate_pages, pages_to_allocate
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.kvcache.table import HostTable, build_table
-from compiled_llm.model.attention import AttentionSwitch
-from compiled_llm.model.fused_weights import FusedWeights, Group
+from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.fused_weights import FusedWeights
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.sizes import logits_width, max_positions_of, weights_of_a_layer
 from compiled_llm_ops import PageTable
@@ -74,39 +73,31 @@ class PagedModel:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        forward: Forward,
-        layers: Sequence[Layer],
+        facts: ModelFacts,
         config: WrapConfig,
-        switch: AttentionSwitch,
         thread: Executor,
         journal: Journal | None = None,
-        groups: Sequence[Group] = (),
     ) -> None:
         """Allocate pages and buffers; nothing is compiled yet.
 
         Args:
-            model: the model; only a weak reference is kept.
-            forward: its class's own ``forward``.
-            layers: its attention layers.
+            facts: what is known of the model.
             config: the options of ``wrap``.
-            switch: points the model's attention at the pages.
             thread: where everything here runs.
             journal: what to note things in.
-            groups: its linear layers that read one input.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
         """
+        model, layers = facts.model, facts.layers
         self.config = config
         self.device = model.device
         self.thread = thread
         self.journal = Journal() if journal is None else journal
-        self._model = weakref.ref(model)
-        self._switch = switch
+        self._facts = facts
         self.max_positions = max_positions_of(model)
-        with switch.paged(thread.caller):  # nobody else computes with the weights meanwhile
-            self.weights = FusedWeights(model, groups if config.fuses_on(self.device.type) else [])
+        with facts.attention.paged(thread.caller):  # nobody else computes with the weights meanwhile
+            self.weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
         count = pages_to_allocate(config, layers, model.dtype, self.device, self.max_positions)
         with torch.inference_mode(False):
             self.pages = allocate_pages(count, layers, config.page_size, model.dtype, self.device)
@@ -128,8 +119,7 @@ class PagedModel:
             self._shapes.all() if config.records_on(self.device.type) else [],
         )
         self.planner.load()
-        self._forward = forward
-        self.programs = Programs(config, forward, self.device, self.weights)
+        self.programs = Programs(config, facts.forward, self.device, self.weights)
         self.recordings = Recordings(model, config, self.device)
         self._progress = ProgressDisplay(config.progress)
         self._ready: set[int | str] = set()
@@ -141,12 +131,12 @@ class PagedModel:
 
     def is_of(self, model: PreTrainedModel) -> bool:
         """Whether this is the device side of ``model``."""
-        return self._model() is model
+        return self._facts.reference() is model
 
     @property
     def vocabulary(self) -> int:
         """How many token ids the model can take."""
-        return cast(nn.Embedding, self._require_model().get_input_embeddings()).num_embeddings
+        return cast(nn.Embedding, self._facts.model.get_input_embeddings()).num_embeddings
 
     # ---- weights that are multiplied as one
 
@@ -155,14 +145,14 @@ class PagedModel:
         self._glance += 1
         self._held.clear()
         if self._sampler is not None:
-            self._sampler.fit(logits_width(self._require_model()))
+            self._sampler.fit(logits_width(self._facts.model))
         if self.recordings.weights_hold():  # those that are multiplied as one, too
             return
         if self.recordings:
             self._ready -= self.recordings.forget()
         if self.weights.intact():
             return
-        with self._switch.paged(self.thread.caller):
+        with self._facts.attention.paged(self.thread.caller):
             restored = self.weights.restore()
         if not restored:
             self.journal.started_anew()
@@ -171,13 +161,13 @@ class PagedModel:
     def separate_weights(self) -> None:
         """Give each fused weight memory of its own again."""
         if self.weights.groups:
-            with self._switch.paged(self.thread.caller):
+            with self._facts.attention.paged(self.thread.caller):
                 self.weights.separate()
             self._start_anew()
 
     def _start_anew(self) -> None:
         """Forget what was compiled and recorded; rows and pages stay."""
-        self.programs = Programs(self.config, self._forward, self.device, self.weights)
+        self.programs = Programs(self.config, self._facts.forward, self.device, self.weights)
         self.recordings.forget()
         self._ready.clear()
 
@@ -218,7 +208,7 @@ class PagedModel:
         return next(candidate for candidate in sizes if self._distinct(*_symbols(*candidate)))
 
     def _null_embeddings(self, tokens: int) -> Tensor:
-        model = self._require_model()
+        model = self._facts.model
         width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
         return torch.zeros(tokens, width, dtype=model.dtype, device=self.device)
 
@@ -261,15 +251,15 @@ class PagedModel:
     def sampler(self) -> Sampler:
         """How rows choose their tokens; allocated at the first call."""
         if self._sampler is None:
-            self._sampler = Sampler(self.config.max_batch_size, logits_width(self._require_model()), self.device)
+            self._sampler = Sampler(self.config.max_batch_size, logits_width(self._facts.model), self.device)
         return self._sampler
 
     def _record(self, key: Key, launch: Callable[[], Step], inputs: StepInputs) -> None:
         """Record a step that has run before."""
-        model = self._require_model()
+        model = self._facts.model
 
         def guards() -> Guards:
-            with self._switch.paged(self.thread.caller):
+            with self._facts.attention.paged(self.thread.caller):
                 return self.programs.guards(model, inputs, self.sampler.tables, self.pages)
 
         self.recordings.record(key, launch, inputs, guards)
@@ -280,7 +270,7 @@ class PagedModel:
         The weights have been looked at.
         """
         if key in self.recordings:
-            with self._switch.paged(self.thread.caller):
+            with self._facts.attention.paged(self.thread.caller):
                 holds = self.recordings.guards_hold(key, self._glance)
             if not holds:
                 if self.device.type == "cuda":
@@ -294,7 +284,7 @@ class PagedModel:
 
     def memory(self) -> dict[str, int]:
         """Return where device memory went, in bytes."""
-        model = self._require_model()
+        model = self._facts.model
         weights = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
         tables = 0 if self._sampler is None else self._sampler.nbytes
         return {
@@ -412,8 +402,8 @@ class PagedModel:
         return PrefillInputs(indices=self._prefill_indices, **named)
 
     def _launch_prefill(self, inputs: PrefillInputs) -> Step:
-        with self._switch.paged(self.thread.caller):
-            return self.programs.prefill(self._require_model(), inputs, self.sampler.tables, self.pages)
+        with self._facts.attention.paged(self.thread.caller):
+            return self.programs.prefill(self._facts.model, inputs, self.sampler.tables, self.pages)
 
     # ---- recorded prefill
 
@@ -562,20 +552,12 @@ class PagedModel:
         return self._launch_decode(bucket) if recording is None else recording.replay()
 
     def _launch_decode(self, bucket: int) -> Step:
-        with self._switch.paged(self.thread.caller):
-            return self.programs.decode(
-                self._require_model(), self.buffers.bucket(bucket), self.sampler.tables, self.pages
-            )
+        with self._facts.attention.paged(self.thread.caller):
+            return self.programs.decode(self._facts.model, self.buffers.bucket(bucket), self.sampler.tables, self.pages)
 
     def bucket_for(self, rows: int) -> int:
         """Return the smallest bucket that holds ``rows``."""
         return bucket_for(rows, self.config.max_batch_size)
-
-    def _require_model(self) -> PreTrainedModel:
-        model = self._model()
-        if model is None:
-            raise RuntimeError("the model of this cache or runner no longer exists")
-        return model
 
 
 def _symbols(rows: int, length: int, kept: int) -> tuple[int, ...]:

@@ -1,15 +1,13 @@
-"""``model.compiled``: everything that wrapping adds to a model hangs on this one object."""
+"""A model with its compiled side: pages, programs, runners, and what has happened so far."""
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from compiled_llm.compilation.steps import Forward
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import PagedModel
@@ -18,69 +16,35 @@ from compiled_llm.execution.runner import Runner
 from compiled_llm.execution.stats import Counters, Stats
 from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.execution.threads.turn import Turn
-from compiled_llm.huggingface.paged_cache import PagedCache
-from compiled_llm.huggingface.settings_cache import KnownSettings
-from compiled_llm.huggingface.special_tokens import SpecialTokens
-from compiled_llm.model.attention import AttentionSwitch
 from compiled_llm.model.checks import check_placement
-from compiled_llm.model.fused_weights import Group
-from compiled_llm.model.layer_probe import Layer, counts_unmasked
+from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.modules import InnerHooks
 
-if TYPE_CHECKING:
-    from compiled_llm.explaining.report import Report
 
-
-class CompiledModel:
-    """The compiled side of a wrapped model.
+class Runtime:
+    """A model with its compiled side.
 
     Attributes:
+        facts: what is known of the model.
         config: the options given to ``wrap``.
-        layers: the model's attention layers.
-        groups: its linear layers that read one input.
-        hooks: those on its inner modules.
-        counts_unmasked: whether it numbers unmasked tokens where it is given no positions.
-        attention: switches between paged attention and the model's own.
-        settings: what calls of ``generate`` were asked for so far.
+        hooks: those on the model's inner modules.
         turn: whose loop runs.
         counters: what ran where; read them through ``stats``.
         journal: what happened on the device side; read it through ``explain``.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        forward: Forward,
-        layers: Sequence[Layer],
-        config: WrapConfig,
-        groups: Sequence[Group] = (),
-    ) -> None:
-        """Remember the model; nothing big is allocated before the first use or ``warmup``.
-
-        Args:
-            model: the wrapped model; only a weak reference is kept.
-            forward: its class's own ``forward``.
-            layers: its attention layers.
-            config: the options.
-            groups: its linear layers that read one input.
-        """
+    def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
+        """Remember the model; nothing big is allocated before the first use or ``warmup``."""
+        self.facts = facts
         self.config = config
         self.counters = Counters()
         self.journal = Journal()
-        self._model = weakref.ref(model)
-        self._forward = forward
-        self.layers = list(layers)
-        self.groups = list(groups)
         self.hooks = InnerHooks()
-        self.counts_unmasked = counts_unmasked(model)
-        self.attention = AttentionSwitch(model)
+        self.turn = Turn()
         self._paged: PagedModel | None = None
         # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
         self._made_for: tuple[Hashable, ...] = ()
         self._allocation = threading.Lock()
-        self.settings = KnownSettings()
-        self.special_tokens = SpecialTokens()
-        self.turn = Turn()
 
     def warmup(self, batch_sizes: Iterable[int] | None = None) -> None:
         """Allocate pages, compile, and record every bucket that batches of these sizes use.
@@ -129,21 +93,6 @@ class CompiledModel:
         """How many graphs each program is compiled into."""
         return {} if self._paged is None else self._paged.graph_counts()
 
-    def explain(self, timings: bool | Sequence[int] = False) -> Report:
-        """Return what has happened so far and why: paths taken, recompiles, buckets missed, uploads, recordings.
-
-        Args:
-            timings: also run prefill and decode on rows of no meaning and say where their time goes: at these batch
-                sizes, or where True at those that are ready. Calls of other threads wait meanwhile.
-
-        Raises:
-            ValueError: a batch size is not between 1 and ``max_batch_size``.
-            OutOfPagesError: caches that you hold leave too few pages for the timings.
-        """
-        from compiled_llm.explaining.history import report_of
-
-        return report_of(self, timings)
-
     # ---- used by the parts of the package that run on a wrapped model
 
     def check_sizes(self, name: str, sizes: Iterable[int]) -> None:
@@ -159,8 +108,7 @@ class CompiledModel:
 
     def paged(self) -> PagedModel:
         """Return the device side; made at the first call, and anew after the model was moved, converted or hooked."""
-        model = self._model()
-        assert model is not None
+        model = self.facts.model
         with self._allocation:
             paged, fits = self._paged, (model.device, model.dtype, self.hooks.of(model))
             if paged is None or fits != self._made_for:
@@ -169,8 +117,7 @@ class CompiledModel:
                 paged = self._paged = None  # its memory goes back first
                 check_placement(model, self.config)
                 thread = executor_for(model.device, self.config)
-                known = model, self._forward, self.layers, self.config, self.attention
-                paged = thread.call(PagedModel, *known, thread, self.journal, self.groups)
+                paged = thread.call(PagedModel, self.facts, self.config, thread, self.journal)
                 self._paged, self._made_for = paged, fits
             return paged
 
@@ -181,9 +128,7 @@ class CompiledModel:
 
     def model(self) -> PreTrainedModel:
         """Return the wrapped model."""
-        model = self._model()
-        assert model is not None
-        return model
+        return self.facts.model
 
     def programs(self) -> dict[str, Callable[..., Any]]:
         """Return the functions that have been compiled, by name."""
@@ -204,6 +149,8 @@ class CompiledModel:
         """Return a new runner."""
         return Runner(self.paged())
 
-    def new_cache(self) -> PagedCache:
-        """Return an empty cache with a runner of its own."""
-        return PagedCache(self.runner(), len(self.layers))
+
+def runtime_of(model: object) -> Runtime | None:
+    """Return the compiled side of a wrapped model; None for a model that is not wrapped."""
+    runtime = getattr(model, "compiled", None)
+    return runtime if isinstance(runtime, Runtime) else None

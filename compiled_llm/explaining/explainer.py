@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compilation.steps import Forward
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.runtime import Runtime, runtime_of
 from compiled_llm.explaining import breaks
 from compiled_llm.explaining.dump.dump import Dump, new_folder
 from compiled_llm.explaining.findings import Finding, Findings, general
@@ -26,18 +26,17 @@ from compiled_llm.explaining.places import blame, stack_of
 from compiled_llm.explaining.recompiles import environment_in, recompiles_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.timings import Prompts, Timing
-from compiled_llm.explaining.tracing import Bench, Trace
+from compiled_llm.explaining.tracing import Sandbox, Trace
 from compiled_llm.huggingface.generate import prompts_of
-from compiled_llm.huggingface.wrapped_model import WrappedModel
 from compiled_llm.model.attention import (
     BATCH_ARGUMENT,
-    AttentionSwitch,
     attention_configs,
     paged_attention_in,
 )
 from compiled_llm.model.checks import check_model, check_placement, check_prompt
-from compiled_llm.model.fused_weights import Group, LinearWatch
-from compiled_llm.model.layer_probe import Layer, UnpagedCallError, UnsupportedModelError, probe_layers
+from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.fused_weights import LinearWatch
+from compiled_llm.model.layer_probe import UnpagedCallError, UnsupportedModelError, probe_layers
 from compiled_llm.model.restore import unchanged
 
 _INTERFACE = (
@@ -84,15 +83,16 @@ def explain(
     prompts = _prompts(model, example_inputs)
     findings, traces, timed = Findings(), list[Trace](), list[Timing]()
     dumped = None if dump is None else Dump(new_folder(Path(dump)))
-    history, happened = history_of(model.compiled) if isinstance(model, WrappedModel) else (None, [])
+    runtime = runtime_of(model)
+    history, happened = (None, []) if runtime is None else history_of(runtime)
     with unchanged(model):
-        subject = _Subject(model, dumped)
-        layers = subject.layers(findings)
-        if layers is not None:
-            bench = Bench(model, subject.forward, layers, subject.config, subject.switch, prompts, subject.groups)
-            traces = _trace(subject, bench, findings)
+        subject = _Subject(model, runtime)
+        facts = subject.facts(findings)
+        if facts is not None:
+            sandbox = Sandbox(facts, subject.config, prompts)
+            traces = _trace(model, dumped, sandbox, findings)
             if timings and _whole(traces):
-                timed = _timings(subject, bench, timings, None if example_inputs is None else prompts)
+                timed = _timings(runtime, sandbox, timings, None if example_inputs is None else prompts)
     if not findings.entries and subject.refusal:
         findings.add(general("refused", subject.refusal, "Use the model unwrapped, or report this as a bug."))
     findings.extend(happened)
@@ -106,31 +106,24 @@ def explain(
 
 
 class _Subject:
-    """A model, its own forward and its attention, wrapped or not.
+    """A model, wrapped or not.
 
     Attributes:
+        model: the model.
+        config: the options that it is or would be wrapped with.
         refusal: why ``wrap`` would not take it.
-        groups: the linear layers that read one input, once ``layers`` has watched.
     """
 
-    def __init__(self, model: PreTrainedModel, dump: Dump | None) -> None:
+    def __init__(self, model: PreTrainedModel, runtime: Runtime | None) -> None:
         self.model = model
-        self.dump = dump
+        self._runtime = runtime
+        self.config = WrapConfig() if runtime is None else runtime.config
         self.refusal = ""
-        self.groups: list[Group] = []
-        if isinstance(model, WrappedModel):
-            base: Any = type(model).__mro__[2]
-            self.forward: Forward = base.forward
-            self.config, self.switch = model.compiled.config, model.compiled.attention
-        else:
-            self.forward = type(model).forward
-            self.config, self.switch = WrapConfig(), AttentionSwitch(model)
 
-    def layers(self, findings: Findings) -> list[Layer] | None:
-        """Return the attention layers; None, and a finding, where they cannot run over pages."""
-        if isinstance(self.model, WrappedModel):
-            self.groups = self.model.compiled.groups
-            return self.model.compiled.layers
+    def facts(self, findings: Findings) -> ModelFacts | None:
+        """Return what is known of the model; None, and a finding, if it cannot run over pages."""
+        if self._runtime is not None:
+            return self._runtime.facts
         try:
             check_model(self.model)
             check_placement(self.model, self.config)
@@ -139,8 +132,8 @@ class _Subject:
             return None
         return self._probed(findings)
 
-    def _probed(self, findings: Findings) -> list[Layer] | None:
-        """Watch the layers as ``wrap`` does, and on real tensors where forward cannot run on fake ones."""
+    def _probed(self, findings: Findings) -> ModelFacts | None:
+        """Watch the layers as ``wrap`` does, and on real tensors if forward cannot run on fake ones."""
         for fake in (True, False):
             try:
                 with (
@@ -149,8 +142,7 @@ class _Subject:
                     LinearWatch() as watch,
                 ):  # not one fake tensor may stay behind
                     layers = probe_layers(self.model, BATCH_ARGUMENT, fake=fake)
-                self.groups = watch.groups(self.model)
-                return layers
+                return ModelFacts.of(self.model, type(self.model).forward, layers, watch.groups(self.model))
             except UnsupportedModelError as error:
                 self.refusal, cause = str(error), error.__cause__
                 if cause is None:
@@ -171,18 +163,17 @@ class _Subject:
         return paged_attention_in(attention_configs(self.model))
 
 
-def _trace(subject: _Subject, bench: Bench, findings: Findings) -> list[Trace]:
+def _trace(model: PreTrainedModel, dump: Dump | None, sandbox: Sandbox, findings: Findings) -> list[Trace]:
     """Run both passes; what forward itself raises ends them."""
-    model, dump = subject.model, subject.dump
     traces: list[Trace] = []
     try:
-        traces = bench.whole()
+        traces = sandbox.whole()
         if not _whole(traces):
-            findings.extend(breaks.findings_in(bench.broken(None if dump is None else dump.add_pieces)))
+            findings.extend(breaks.findings_in(sandbox.broken(None if dump is None else dump.add_pieces)))
     except Exception as error:  # the model's own: it is what we are here to explain
         findings.add(_raised(error))
     if dump is not None:
-        dump.add_programs(traces, bench)
+        dump.add_programs(traces, sandbox)
     for trace in traces:
         if trace.error is not None:
             findings.add(breaks.finding_of(trace.error, trace.name))
@@ -196,13 +187,15 @@ def _whole(traces: Sequence[Trace]) -> bool:
     return bool(traces) and all(trace.error is None for trace in traces)
 
 
-def _timings(subject: _Subject, bench: Bench, wanted: bool | Sequence[int], prompts: Prompts | None) -> list[Timing]:
-    if isinstance(subject.model, WrappedModel):
-        return timings_of(subject.model.compiled, wanted, prompts)
+def _timings(
+    runtime: Runtime | None, sandbox: Sandbox, wanted: bool | Sequence[int], prompts: Prompts | None
+) -> list[Timing]:
+    if runtime is not None:
+        return timings_of(runtime, wanted, prompts)
     sizes = [1] if wanted is True else list(wanted or ())
     if min(sizes) < 1:
         raise ValueError(f"timings: {min(sizes)} rows cannot be timed; give batch sizes from 1")
-    return bench.timed(sizes, prompts)
+    return sandbox.timed(sizes, prompts)
 
 
 def _bypasses_interface(model: PreTrainedModel) -> bool:

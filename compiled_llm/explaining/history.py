@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compiled_llm.execution.events import Miss
+from compiled_llm.execution.runtime import Runtime
 from compiled_llm.explaining.advice import advise_change
 from compiled_llm.explaining.findings import Finding, Findings, general
 from compiled_llm.explaining.places import blame, stack_in
 from compiled_llm.explaining.recompiles import recompiles_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.timings import Prompts, Timing, measure
-
-if TYPE_CHECKING:
-    from compiled_llm.execution.runtime import CompiledModel
 
 _SLOW = "Leave this feature out of the call where speed matters."
 _MOVED = (
@@ -26,14 +24,14 @@ _UNNAMED = "Set TORCH_LOGS=+cudagraphs, which says it for each recording, and re
 _SHOWN = 5
 
 
-def report_of(runtime: CompiledModel, timings: bool | Sequence[int] = False) -> Report:
+def report_of(runtime: Runtime, timings: bool | Sequence[int] = False) -> Report:
     """Return the report of what has happened so far, before the timings."""
     counters, found = history_of(runtime)
     timed = timings_of(runtime, timings) if timings else []
     return Report.of(runtime.model(), found, history=counters, timings=timed)
 
 
-def timings_of(runtime: CompiledModel, wanted: bool | Sequence[int], prompts: Prompts | None = None) -> list[Timing]:
+def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts | None = None) -> list[Timing]:
     """Return where the time of a wrapped model's programs goes; other calls wait.
 
     Args:
@@ -47,7 +45,7 @@ def timings_of(runtime: CompiledModel, wanted: bool | Sequence[int], prompts: Pr
         return measure(runtime.paged(), runtime.model(), sizes, prompts, runtime.config.progress)
 
 
-def history_of(runtime: CompiledModel) -> tuple[dict[str, Any], list[Finding]]:
+def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:
     """Return counters as plain data, and what slowed calls down."""
     stats = dataclasses.asdict(runtime.stats())
     stats["pages"] = {} if stats["pages"] is None else stats["pages"]._asdict()

@@ -34,18 +34,16 @@ from compiled_llm.compat import (
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Programs
 from compiled_llm.compilation.sampling import SamplingTables
-from compiled_llm.compilation.steps import Forward
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.execution.device_model import PagedModel
 from compiled_llm.execution.progress import ProgressDisplay
 from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runtime import runtime_of
 from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.explaining.places import Place
 from compiled_llm.explaining.timings import Prompts, Timing, measure, tokens_to_hold
-from compiled_llm.huggingface.wrapped_model import WrappedModel
-from compiled_llm.model.attention import AttentionSwitch
-from compiled_llm.model.fused_weights import FusedWeights, Group
-from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.facts import Forward, ModelFacts
+from compiled_llm.model.fused_weights import FusedWeights
 
 # Steps of one batch: a prefill, a decode step that compiles and one that shows what has changed since.
 _STEPS = 3
@@ -243,42 +241,28 @@ class InductorPrograms(Programs):
         return super().compile(name, function, {**options, **traced_by_inductor(str(self._folders[name]))})
 
 
-class Bench:
+class Sandbox:
     """A model on a few pages of its own, away from the ones that serve."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        forward: Forward,
-        layers: Sequence[Layer],
-        config: WrapConfig,
-        switch: AttentionSwitch,
-        prompts: Sequence[NDArray[np.int64]],
-        groups: Sequence[Group] = (),
-    ) -> None:
+    def __init__(self, facts: ModelFacts, config: WrapConfig, prompts: Sequence[NDArray[np.int64]]) -> None:
         """Remember what to run.
 
         Args:
-            model: the model.
-            forward: its class's own ``forward``.
-            layers: its attention layers.
+            facts: what is known of the model.
             config: the options it is or would be wrapped with.
-            switch: points its attention at pages.
             prompts: what to feed it.
-            groups: its linear layers that read one input.
         """
         self._prompts = [prompts[index % len(prompts)] for index in range(_MAX_ROWS - 1)]
         self._given = config
         tokens = sum(len(prompt) + _STEPS for prompt in self._prompts)
         self._config = self._configured("eager", _MAX_ROWS, tokens + (_SPARE_PAGES + _MAX_ROWS) * config.page_size)
-        self._model, self._forward, self._layers, self._switch = model, forward, layers, switch
-        self._groups = groups
-        self.thread = executor_for(model.device, config)
+        self._facts, self._device = facts, facts.model.device
+        self.thread = executor_for(self._device, config)
         self._display = ProgressDisplay(config.progress)
 
     def whole(self) -> list[Trace]:
         """Run all programs as whole graphs."""
-        programs = WholePrograms(self._forward, self._config, self._model.device)
+        programs = WholePrograms(self._facts.forward, self._config, self._device)
         with self._display.task("tracing prefill and decode"):
             self.thread.call(self._run, programs, (1, 2, 3))
         return programs.traces
@@ -289,7 +273,7 @@ class Bench:
         Args:
             look: called with the programs before their pieces are forgotten.
         """
-        programs = BrokenPrograms(self._forward, self._config, self._model.device)
+        programs = BrokenPrograms(self._facts.forward, self._config, self._device)
         with programs.cleaned(), graph_breaks_logged() as messages, self._display.task("tracing around graph breaks"):
             self.thread.call(self._run, programs, (1,))
             if look is not None:
@@ -300,7 +284,7 @@ class Bench:
         """Compile all programs with Inductor, and have it write what it makes into each program's folder."""
         config = dataclasses.replace(self._config, mode="compile")
         with self._laid_out(config) as weights:
-            programs = InductorPrograms(self._forward, config, self._model.device, weights, folders)
+            programs = InductorPrograms(self._facts.forward, config, self._device, weights, folders)
             with inductor_quiet(), self._display.task("compiling prefill and decode for the dump"):
                 self.thread.call(self._run, programs, (1, 2))
 
@@ -311,7 +295,7 @@ class Bench:
         )
         with self._laid_out(config):
             paged = self.thread.call(self._paged, config)
-            return measure(paged, self._model, batches, prompts, config.progress)
+            return measure(paged, self._facts.model, batches, prompts, config.progress)
 
     @contextmanager
     def _laid_out(self, config: WrapConfig) -> Iterator[FusedWeights]:
@@ -320,19 +304,19 @@ class Bench:
         try:
             yield weights
         finally:
-            if not isinstance(self._model, WrappedModel):
+            if runtime_of(self._facts.model) is None:
                 self.thread.call(weights.separate)
 
     def _fuse(self, config: WrapConfig) -> FusedWeights:
-        with self._switch.paged(self.thread.caller):
-            return FusedWeights(self._model, self._groups if config.fuses_on(self._model.device.type) else [])
+        facts = self._facts
+        with facts.attention.paged(self.thread.caller):
+            return FusedWeights(facts.model, facts.fused_groups if config.fuses_on(self._device.type) else [])
 
     def _configured(self, mode: Mode, rows: int, tokens: int) -> WrapConfig:
         return dataclasses.replace(self._given, mode=mode, max_batch_size=rows, kv_memory=f"{tokens} tokens")
 
     def _paged(self, config: WrapConfig) -> PagedModel:
-        known = self._model, self._forward, self._layers, config, self._switch
-        return PagedModel(*known, self.thread, groups=self._groups)
+        return PagedModel(self._facts, config, self.thread)
 
     def _run(self, programs: Programs, batches: Sequence[int]) -> None:
         paged = self._paged(dataclasses.replace(self._config, progress=False))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
-from compiled_llm.execution.runtime import CompiledModel
+from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.model.checks import check_ids, check_ready
 from compiled_llm.model.sizes import max_positions_of

@@ -45,7 +45,7 @@ from compiled_llm.kvcache.row import Row
 
 if TYPE_CHECKING:
     from compiled_llm.execution.device_model import PagedModel
-    from compiled_llm.execution.runtime import CompiledModel
+    from compiled_llm.huggingface.handle import CompiledModel
 
 # What these do between steps is known; classes derived from them may do anything.
 _HARMLESS = (

@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat import prepare_cudagraph_trees
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.runtime import CompiledModel
+from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.wrapped_model import WrappedModel, wrapped_class
 from compiled_llm.model.attention import BATCH_ARGUMENT, attention_configs, paged_attention_in
 from compiled_llm.model.checks import check_model, check_placement
+from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import LinearWatch
 from compiled_llm.model.layer_probe import probe_layers
 
@@ -57,7 +58,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     with paged_attention_in(attention_configs(checked)), LinearWatch() as watch:
         layers = probe_layers(checked, BATCH_ARGUMENT)
     base = type(checked)
-    runtime = CompiledModel(checked, base.forward, layers, config, watch.groups(checked))
+    runtime = CompiledModel(ModelFacts.of(checked, base.forward, layers, watch.groups(checked)), config)
     checked.__class__ = wrapped_class(base)
     checked.compiled = runtime  # type: ignore[assignment]
     return cast(ModelT, checked)
@@ -71,7 +72,7 @@ def unwrap(model: ModelT) -> ModelT:
     """
     if isinstance(model, WrappedModel):
         model.compiled.separate_weights()
-        model.__class__ = type(model).__mro__[2]
+        _, model.__class__ = type(model).__bases__  # as ``wrapped_class`` put them
         del model.compiled
         gc.collect()  # what tracing left behind refers to the buffers
     return model

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -37,17 +37,18 @@ from transformers.generation.streamers import BaseStreamer
 from compiled_llm.compilation.sampling import read_processors
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.limits import check_fits
-from compiled_llm.execution.runtime import CompiledModel
 from compiled_llm.execution.stats import Path
 from compiled_llm.execution.threads.interrupts import allowed, held
 from compiled_llm.huggingface import forward as over_pages
 from compiled_llm.huggingface import generate as loop
+from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.host_copies import HostCopies
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.signatures import MethodSignature
 from compiled_llm.kvcache.pool import OutOfPagesError
 from compiled_llm.model.attention import set_implementations
 from compiled_llm.model.checks import check_prompt, check_ready
+from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import Group
 from compiled_llm.model.layer_probe import Layer
 
@@ -388,7 +389,7 @@ def _forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             return output
     if counted:
         runtime.counters.took_forward("original", reason)
-    with runtime.attention.original():
+    with runtime.facts.attention.original():
         return own(self, *args, **kwargs)
 
 
@@ -412,7 +413,7 @@ def _original_path(
         (bool(generation_config.output_hidden_states), "output_hidden_states"),
         (bool(getattr(generation_config, "use_mtp", False)), "use_mtp"),
         (getattr(generation_config, "speculation_type", None) == "dflash", "speculation_type='dflash'"),
-        (layers != len(cast(WrappedModel, model).compiled.layers), "drafting with some of the layers"),
+        (layers != len(cast(WrappedModel, model).compiled.facts.layers), "drafting with some of the layers"),
         (bool(others), f"model inputs that pages do not cover ({', '.join(others)})"),
         (mask is not None and bool((_copies().of(mask)[:, -1] == 0).any()), "right padding"),
         (torch.is_autocast_enabled(model.device.type), "autocast"),
@@ -443,17 +444,18 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
         def reduce_ex(self: Any, protocol: int) -> Any:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}
-            compiled = self.compiled
-            known = compiled.layers, compiled.config, compiled.groups
-            return _blank, (base,), (state, known, compiled.attention.own_implementations())
+            facts = self.compiled.facts
+            known = facts.layers, facts.fused_groups, self.compiled.config
+            return _blank, (base,), (state, known, facts.attention.own_implementations())
 
         def setstate(
-            self: Any, payload: tuple[dict[str, Any], tuple[list[Layer], WrapConfig, list[Group]], list[str | None]]
+            self: Any,
+            payload: tuple[dict[str, Any], tuple[Sequence[Layer], Sequence[Group], WrapConfig], list[str | None]],
         ) -> None:
-            state, known, implementations = payload
+            state, (layers, fused_groups, config), implementations = payload
             base.__setstate__(self, state)
             set_implementations(self, implementations)  # another thread's step may have been running
-            self.compiled = CompiledModel(self, base.forward, *known)
+            self.compiled = CompiledModel(ModelFacts.of(self, base.forward, layers, fused_groups), config)
 
         members = {
             "__module__": base.__module__,

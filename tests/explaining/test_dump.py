@@ -19,7 +19,7 @@ from compiled_llm.explaining import timings
 from compiled_llm.explaining.dump.bytecode import readable
 from compiled_llm.explaining.dump.links import kernels_of
 from compiled_llm.explaining.report import Report
-from compiled_llm.explaining.tracing import Bench
+from compiled_llm.explaining.tracing import Sandbox
 from support import planted_faults as planted
 from support.parity import greedy, mixed_prompts
 from support.planted_faults import plant
@@ -203,7 +203,7 @@ def test_without_a_depyf_that_works_bytecode_is_disassembled(spoil: Callable[...
 
 def test_a_dump_is_whole_but_for_what_fails(tmp_path, monkeypatch):
     no_depyf(monkeypatch)
-    monkeypatch.setattr(Bench, "inductor", fails)
+    monkeypatch.setattr(Sandbox, "inductor", fails)
     report = compiled_llm.explain(plant(planted.PrintDeleted), dump=tmp_path)
     assert report.clean
     assert len(report.data["notes"]) == 2

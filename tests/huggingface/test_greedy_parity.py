@@ -105,7 +105,7 @@ def test_page_size_does_not_change_tokens(page_size, seed):
 def test_sliding_and_full_layers_in_one_model(seed):
     config = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "eos_token_id": None}
     plain, wrapped = tiny_qwen3(**config), compiled_llm.wrap(tiny_qwen3(**config), mode="eager", page_size=4)
-    assert {layer.window_left for layer in wrapped.compiled.layers} == {-1, 6}
+    assert {layer.window_left for layer in wrapped.compiled.facts.layers} == {-1, 6}
     inputs = mixed_prompts([3, 20, 11], 128, seed)
     torch.testing.assert_close(greedy(wrapped, inputs, 50), greedy(plain, inputs, 50))
 

@@ -528,7 +528,7 @@ def test_graphs_of_other_families_stay_right(family, products, seed):
 def test_a_model_is_watched_in_inference_mode_too(seed):
     with torch.inference_mode():
         model = compiled_llm.wrap(tiny_qwen3(**SMALL), **OPTIONS)
-    assert [len(group.weights) for group in model.compiled.groups] == [3, 2]
+    assert [len(group.weights) for group in model.compiled.facts.fused_groups] == [3, 2]
 
 
 @pytest.fixture(scope="module")
@@ -656,7 +656,7 @@ def test_a_swapped_weight_that_is_held_is_read_where_it_is(twins, products, seed
 def test_copies_and_pickles_fuse_weights_of_their_own(twins, seed):
     inputs = mixed_prompts([4, 9], 128, seed)
     for twin in (copy.deepcopy(twins[1]), pickle.loads(pickle.dumps(twins[1]))):
-        assert twin.compiled.groups == twins[1].compiled.groups
+        assert twin.compiled.facts.fused_groups == twins[1].compiled.groups
         torch.testing.assert_close(greedy(twin, inputs, 6), greedy(twins[0], inputs, 6))
         assert len(twin.compiled.paged().weights.groups) == 2
         addresses = [{weight.data_ptr() for weight in model.parameters()} for model in (twin, twins[1])]
@@ -711,7 +711,8 @@ def test_recorded_graphs_read_fused_weights_and_follow_a_change(seed):
     apart = compiled_llm.wrap(copy.deepcopy(model), max_batch_size=8, fuse_projections=False, progress=False)
     inputs = {name: value.cuda() for name, value in mixed_prompts([4, 9, 17], 128, seed).items()}
     before = torch.cuda.memory_allocated()
-    weights = FusedWeights(model, compiled_llm.wrap(model, max_batch_size=8, progress=False).compiled.groups)
+    groups = compiled_llm.wrap(model, max_batch_size=8, progress=False).compiled.facts.fused_groups
+    weights = FusedWeights(model, groups)
     assert len(weights.groups) == 2
     assert abs(torch.cuda.memory_allocated() - before) < 2**16
     del weights

@@ -18,7 +18,7 @@ from compiled_llm.compat import CompiledGraph, compiled_graphs
 from compiled_llm.explaining.dump.bytecode import readable
 from compiled_llm.explaining.dump.links import Link, links_of
 from compiled_llm.explaining.report import Report
-from compiled_llm.explaining.tracing import Bench, BrokenPrograms, Trace
+from compiled_llm.explaining.tracing import BrokenPrograms, Sandbox, Trace
 
 BYTECODE, GUARDS, GRAPH, ATEN, INDUCTOR = (
     "1_bytecode.py",
@@ -87,11 +87,11 @@ class Dump:
         self.programs: list[DumpedProgram] = []
         self.notes: list[str] = []
 
-    def add_programs(self, traces: Sequence[Trace], bench: Bench) -> None:
+    def add_programs(self, traces: Sequence[Trace], sandbox: Sandbox) -> None:
         """Write the programs that came out as one graph each; and if all did, what Inductor makes of them."""
         folders = {trace.name: folder_of(trace.name, self.root) / "inductor" for trace in traces}
         if traces and all(trace.error is None for trace in traces):
-            self._attempt("Inductor's code is missing", lambda: bench.inductor(folders))
+            self._attempt("Inductor's code is missing", lambda: sandbox.inductor(folders))
         else:
             self._note("Inductor's code is missing: it compiles programs that are one graph each.")
         for trace in traces:

@@ -1,0 +1,53 @@
+"""``model.compiled``: everything that wrapping adds to a model hangs on this one object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.runtime import Runtime
+from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.huggingface.settings_cache import KnownSettings
+from compiled_llm.huggingface.special_tokens import SpecialTokens
+from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.layer_probe import counts_unmasked
+
+if TYPE_CHECKING:
+    from compiled_llm.explaining.report import Report
+
+
+class CompiledModel(Runtime):
+    """The compiled side of a wrapped model.
+
+    Attributes:
+        settings: what calls of ``generate`` were asked for so far.
+        special_tokens: the tensors that they use.
+        counts_unmasked: whether the model numbers unmasked tokens if it is given no positions.
+    """
+
+    def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
+        """Remember the model; nothing big is allocated before the first use or ``warmup``."""
+        super().__init__(facts, config)
+        self.settings = KnownSettings()
+        self.special_tokens = SpecialTokens()
+        self.counts_unmasked = counts_unmasked(facts.model)
+
+    def explain(self, timings: bool | Sequence[int] = False) -> Report:
+        """Return what has happened so far and why: paths taken, recompiles, buckets missed, uploads, recordings.
+
+        Args:
+            timings: also run prefill and decode on rows of no meaning and say where their time goes: at these batch
+                sizes, or if True at those that are ready. Calls of other threads wait meanwhile.
+
+        Raises:
+            ValueError: a batch size is not between 1 and ``max_batch_size``.
+            OutOfPagesError: caches that you hold leave too few pages for the timings.
+        """
+        from compiled_llm.explaining.history import report_of  # needed by few, and slow to import
+
+        return report_of(self, timings)
+
+    def new_cache(self) -> PagedCache:
+        """Return an empty cache with a runner of its own."""
+        return PagedCache(self.runner(), len(self.facts.layers))

@@ -1,0 +1,55 @@
+"""What is learnt of a model once, and handed around as one object."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from compiled_llm.model.attention import AttentionSwitch
+from compiled_llm.model.fused_weights import Group
+from compiled_llm.model.layer_probe import Layer
+
+Forward = Callable[..., Any]
+"""A model class's own ``forward``."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known of a model; it keeps no model alive.
+
+    Attributes:
+        reference: to the model.
+        forward: its own class's ``forward``; that of a wrapped model's class is ours.
+        layers: its attention layers.
+        fused_groups: its linear layers that read one input.
+        attention: switches between paged attention and the model's own.
+    """
+
+    reference: weakref.ref[PreTrainedModel]
+    forward: Forward
+    layers: tuple[Layer, ...]
+    fused_groups: tuple[Group, ...]
+    attention: AttentionSwitch
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, forward: Forward, layers: Sequence[Layer], fused_groups: Sequence[Group] = ()
+    ) -> ModelFacts:
+        """Return what is known of ``model``, the rest as for the attributes."""
+        return cls(weakref.ref(model), forward, tuple(layers), tuple(fused_groups), AttentionSwitch(model))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model.
+
+        Raises:
+            RuntimeError: it no longer exists.
+        """
+        model = self.reference()
+        if model is None:
+            raise RuntimeError("the model of this cache or runner no longer exists")
+        return model
