@@ -49,18 +49,6 @@ STILL: dict[str, list[str]] = {
         "compiled_llm.commands.doctor.compilers -> compiled_llm_ops.flashinfer.plan",
         "compiled_llm.commands.doctor.packages -> compiled_llm_ops.flashinfer.plan",
     ],
-    "huggingface": [
-        "compiled_llm.huggingface.generate has over 400 lines",
-        "compiled_llm.huggingface.wrapped_model has over 400 lines",
-    ],
-    "explaining": [
-        "compiled_llm.explaining.dump.dump is in a circle",
-        "compiled_llm.explaining.dump.dump_page is in a circle",
-        "compiled_llm.explaining.explainer -> compiled_llm.huggingface.generate",
-        "compiled_llm.explaining.page is in a circle",
-        "compiled_llm.explaining.places -> compiled_llm",
-        "compiled_llm.explaining.report is in a circle",
-    ],
     "execution": [
         "compiled_llm.execution.device_model has over 400 lines",
         "compiled_llm.execution.device_model is in a circle",

@@ -27,15 +27,15 @@ from compiled_llm.explaining.recompiles import environment_in, recompiles_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.timings import Prompts, Timing
 from compiled_llm.explaining.tracing import Sandbox, Trace
-from compiled_llm.huggingface.generate import prompts_of
 from compiled_llm.model.attention import (
     BATCH_ARGUMENT,
     attention_configs,
     paged_attention_in,
 )
-from compiled_llm.model.checks import check_model, check_placement, check_prompt
+from compiled_llm.model.checks import check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import LinearWatch
+from compiled_llm.model.inputs import check_prompt
 from compiled_llm.model.layer_probe import UnpagedCallError, UnsupportedModelError, probe_layers
 from compiled_llm.model.restore import unchanged
 
@@ -220,3 +220,12 @@ def _prompts(model: PreTrainedModel, given: Mapping[str, Tensor] | Tensor | None
     mask = given.get("attention_mask")
     check_prompt(model, ids, mask)
     return [np.asarray(prompt, dtype=np.int64) for prompt in prompts_of(torch.as_tensor(ids), mask)]
+
+
+def prompts_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[NDArray[np.int64]]:
+    """Return each row's tokens that are not masked, on the host."""
+    ids = input_ids.cpu().numpy()
+    if attention_mask is None:
+        return list(ids)
+    mask = attention_mask.cpu().numpy() != 0
+    return [ids[row][mask[row]] for row in range(len(ids))]

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from compiled_llm.explaining.profile.breakdown import columns_of, rows_of
+from compiled_llm.explaining.wording import breakdown_of, change_of, history_rows, host_of, place_of, title_of
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -28,8 +29,6 @@ td.figure { text-align: right; white-space: nowrap }
 
 def page(data: dict[str, Any]) -> str:
     """Return the page for a report's data."""
-    from compiled_llm.explaining.report import history_rows
-
     findings = "".join(map(_finding, data["findings"]))
     return document(
         f"{data['model']} on {data['device']}",
@@ -52,8 +51,6 @@ def document(title: str, body: str, wide: bool = False) -> str:
 
 
 def _finding(finding: dict[str, Any]) -> str:
-    from compiled_llm.explaining.report import change_of, place_of
-
     parts = [
         f"<h2>{escape(finding['kind'])} {escape(', '.join(finding['programs']))}</h2>",
         f'<p class="place">{escape(place_of(finding))}</p>' if finding["file"] else "",
@@ -73,8 +70,6 @@ def _program(program: dict[str, Any]) -> str:
 
 
 def _timing(timing: dict[str, Any]) -> str:
-    from compiled_llm.explaining.report import breakdown_of, host_of, title_of
-
     breakdown = breakdown_of(timing)
     kernels = [[kernel.name, f"{kernel.launches:.1f}", f"{kernel.us:,.1f}"] for kernel in breakdown.kernels]
     return (

@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 import transformers
 
-import compiled_llm
 import compiled_llm_ops
 
 
@@ -60,7 +59,7 @@ def _folder(module: object) -> str:
     return os.path.dirname(os.path.abspath(str(getattr(module, "__file__", "")))) + os.sep
 
 
-_OURS = (_folder(compiled_llm), _folder(compiled_llm_ops))
+_OURS = (str(Path(__file__).parents[1]) + os.sep, _folder(compiled_llm_ops))
 _TRANSFORMERS = _folder(transformers)
 _STANDARD = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _PACKAGES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
@@ -92,27 +91,19 @@ def _full_name(short: str) -> str:
 def blame(stack: Sequence[Place]) -> Place:
     """Return the innermost line of the user's own code; of transformers', if the user has none in there."""
     inner = _below_ours(stack)
-    own = [place for place in inner if _is_users(place.file)]
+    own = [place for place in inner if is_users(place)]
     models = [place for place in inner if place.file.startswith(_TRANSFORMERS)]
     return next(iter([*reversed(own), *reversed(models), *reversed(inner)]), NOWHERE)
 
 
 def is_users(place: Place) -> bool:
-    """Whether a line belongs neither to Python, torch and transformers nor to us."""
-    return _is_users(place.file)
-
-
-def _below_ours(stack: Sequence[Place]) -> list[Place]:
-    last = max((index for index, place in enumerate(stack) if place.file.startswith(_OURS)), default=-1)
-    return list(stack[last + 1 :]) or list(stack)
-
-
-def _is_users(file: str) -> bool:
+    """Whether a line is the user's own: not Python's, torch's, transformers' nor ours."""
+    file = place.file
     if not os.path.isabs(file) or file.startswith((*_OURS, _TRANSFORMERS, _folder(torch))):
         return False
     return file.startswith(_PACKAGES) or not file.startswith(_STANDARD)
 
 
-def first_users(places: Iterable[Place]) -> Place | None:
-    """Return the first of the places that is the user's, or None."""
-    return next((place for place in places if is_users(place)), None)
+def _below_ours(stack: Sequence[Place]) -> list[Place]:
+    last = max((index for index, place in enumerate(stack) if place.file.startswith(_OURS)), default=-1)
+    return list(stack[last + 1 :]) or list(stack)

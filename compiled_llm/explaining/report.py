@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,12 +17,12 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from compiled_llm.execution.events import Miss
 from compiled_llm.explaining.findings import Finding
-from compiled_llm.explaining.places import Place
-from compiled_llm.explaining.profile.breakdown import Breakdown, Kernel, Kind, columns_of, rows_of
+from compiled_llm.explaining.page import page
+from compiled_llm.explaining.profile.breakdown import columns_of, rows_of
 from compiled_llm.explaining.timings import Timing
 from compiled_llm.explaining.tracing import Trace
+from compiled_llm.explaining.wording import breakdown_of, change_of, history_rows, host_of, place_of, title_of
 
 _LONGEST = 3
 
@@ -107,8 +106,6 @@ class Report:
 
     def to_html(self, path: str | PathLike[str]) -> Path:
         """Write the report as one page that needs nothing else, and return its path."""
-        from compiled_llm.explaining.page import page
-
         file = Path(path)
         file.write_text(page(self.data), encoding="utf-8")
         return file
@@ -125,19 +122,6 @@ def _verdict(findings: list[dict[str, Any]]) -> Text:
         return Text("Nothing stands in the way: every program is one graph.", "green")
     counts = Counter(finding["kind"] for finding in findings)
     return Text(", ".join(f"{count} x {kind}" for kind, count in counts.items()), "red")
-
-
-def place_of(finding: dict[str, Any]) -> str:
-    """Return where it is, in words."""
-    return str(Place(finding["file"], finding["line"], finding["function"]))
-
-
-def change_of(finding: dict[str, Any]) -> str:
-    """Return what changed, in words; empty where nothing did."""
-    if not finding["pinned_by"]:
-        return ""
-    values = f": {finding['old'] or '?'} → {finding['new'] or 'another'}" if finding["old"] or finding["new"] else ""
-    return f"the graph relies on {finding['pinned_by']}{values}"
 
 
 def _finding(number: int, finding: dict[str, Any]) -> Iterator[RenderableType]:
@@ -175,45 +159,8 @@ def _timing(timing: dict[str, Any]) -> Iterator[RenderableType]:
     yield Text(host_of(timing))
 
 
-def title_of(timing: dict[str, Any]) -> str:
-    """Return what was timed, in words."""
-    rows = f"{timing['rows']} row{'s' * (timing['rows'] > 1)}"
-    if timing["program"] == "prefill":
-        return f"prefill of {rows}, {timing['tokens']} tokens"
-    return f"decode, {rows} of about {timing['tokens']} tokens"
-
-
-def host_of(timing: dict[str, Any]) -> str:
-    """Return what a step costs the host, in words."""
-    speed = f"{timing['read_bandwidth'] / 1e9:,.1f} GB/s are read at best."
-    if timing["host_us"] is None:
-        return f"{speed} Host and device are one here." if timing["measured"] == "operators" else speed
-    return f"{speed} Launching a step takes the host {timing['host_us']:,.0f} us."
-
-
-def breakdown_of(timing: dict[str, Any]) -> Breakdown:
-    """Return a timing's data as the record it was."""
-    names = [field.name for field in dataclasses.fields(Breakdown)]
-    lists = {
-        "kinds": [Kind(**kind) for kind in timing["kinds"]],
-        "kernels": [Kernel(**kernel) for kernel in timing["kernels"]],
-    }
-    return Breakdown(**{**{name: timing[name] for name in names}, **lists})
-
-
 def _history(history: dict[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in history_rows(history):
         table.add_row(name, value)
     return table
-
-
-def history_rows(history: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield names and values, those that say nothing left out."""
-    for name, value in history.items():
-        if name == "misses":
-            for miss in value:
-                yield f"waited for {miss['what']}", f"{Miss(**miss).call}: {miss['cause']}"
-        elif value not in ({}, [], None):
-            shown = ", ".join(f"{key} {count}" for key, count in value.items()) if isinstance(value, dict) else value
-            yield name.replace("_", " "), str(shown)

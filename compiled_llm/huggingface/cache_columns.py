@@ -10,13 +10,15 @@ Shapes: B rows, C columns a cache has been given, Q columns of a call's tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 
-class Addition(NamedTuple):
+class RowUpdate(NamedTuple):
     """What a call does to one row.
 
     Attributes:
@@ -35,7 +37,7 @@ class Addition(NamedTuple):
         return self.kept + len(self.columns)
 
 
-def additions(stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first: int, last: int) -> list[Addition]:
+def row_updates(stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first: int, last: int) -> list[RowUpdate]:
     """Return what each row of a cache gets.
 
     Args:
@@ -49,37 +51,64 @@ def additions(stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first: 
     """
     batch, seen = stored.shape
     if not (seen or first) and (mask is None or mask.all()):
-        return [Addition(0, 0, np.arange(last))] * batch
+        return [RowUpdate(0, 0, np.arange(last))] * batch
     wanted = np.ones((batch, last), dtype=bool)
     wanted[:, :seen] = stored
     if mask is not None:
         covered = min(last, mask.shape[1])
         wanted[:, last - covered :] = mask[:, mask.shape[1] - covered :]
-    rows = [_addition(*row) for row in zip(stored, wanted, strict=True)]
-    for row, addition in enumerate(rows):
-        if len(addition.columns) and addition.columns[0] < first:
+    rows = [_row_update(*row) for row in zip(stored, wanted, strict=True)]
+    for row, update in enumerate(rows):
+        if len(update.columns) and update.columns[0] < first:
             raise ValueError(
-                f"attention_mask: row {row} needs token {addition.columns[0]} again, which the cache does not hold or "
+                f"attention_mask: row {row} needs token {update.columns[0]} again, which the cache does not hold or "
                 "holds behind hidden ones; give the whole text as input_ids, or hide only the last tokens"
             )
     return rows
 
 
-def _addition(stored: NDArray[np.bool_], wanted: NDArray[np.bool_]) -> Addition:
+def _row_update(stored: NDArray[np.bool_], wanted: NDArray[np.bool_]) -> RowUpdate:
     changed = np.flatnonzero(wanted[: len(stored)] != stored)
     unchanged = int(changed[0]) if len(changed) else len(stored)
-    return Addition(int(stored[:unchanged].sum()), unchanged, unchanged + np.flatnonzero(wanted[unchanged:]))
+    return RowUpdate(int(stored[:unchanged].sum()), unchanged, unchanged + np.flatnonzero(wanted[unchanged:]))
 
 
-def with_additions(stored: NDArray[np.bool_], rows: Sequence[Addition], last: int) -> NDArray[np.bool_]:
-    """Return ``[B, last]``, which columns lie in pages once the additions are there."""
+def with_updates(stored: NDArray[np.bool_], rows: Sequence[RowUpdate], last: int) -> NDArray[np.bool_]:
+    """Return ``[B, last]``, which columns lie in pages once the updates are there."""
     after = np.zeros((len(rows), last), dtype=bool)
-    for row, addition in enumerate(rows):
-        after[row, : addition.unchanged] = stored[row, : addition.unchanged]
-        after[row, addition.columns] = True
+    for row, update in enumerate(rows):
+        after[row, : update.unchanged] = stored[row, : update.unchanged]
+        after[row, update.columns] = True
     return after
 
 
-def without_changes(stored: NDArray[np.bool_], rows: Sequence[Addition]) -> NDArray[np.bool_]:
+def with_only_kept(stored: NDArray[np.bool_], rows: Sequence[RowUpdate]) -> NDArray[np.bool_]:
     """Return ``[B, C]``, which columns lie in pages once rows have forgotten all but what they keep."""
-    return with_additions(stored, [row._replace(columns=row.columns[:0]) for row in rows], stored.shape[1])
+    return with_updates(stored, [row._replace(columns=row.columns[:0]) for row in rows], stored.shape[1])
+
+
+def same_rows(ids: NDArray[np.int64], positions: NDArray[np.int64], fresh: Sequence[NDArray[np.int64]]) -> list[int]:
+    """Return for each row the first one with the same tokens: beams begin as copies, and one of them is computed."""
+    first: dict[bytes, int] = {}
+    keys = [np.stack([own, ids[seat][own], positions[seat][own]]).tobytes() for seat, own in enumerate(fresh)]
+    return [first.setdefault(key, seat) for seat, key in enumerate(keys)]
+
+
+def counted_positions(rows: Sequence[RowUpdate], first: int, new: int) -> Tensor:
+    """``[B, Q]``, for each new token how many stored ones are before it."""
+    positions = torch.zeros(len(rows), new, dtype=torch.int64)
+    for seat, row in enumerate(rows):
+        positions[seat, torch.from_numpy(row.columns - first)] = torch.arange(row.kept, row.length)
+    return positions
+
+
+def kept_columns(logits_to_keep: int | Tensor, new: int) -> NDArray[np.int64]:
+    """Return the columns of the new tokens whose logits are wanted."""
+    if isinstance(logits_to_keep, Tensor):
+        return np.asarray(on_host(logits_to_keep) % new, dtype=np.int64)
+    return np.arange(max(0, new - logits_to_keep) if logits_to_keep else 0, new)
+
+
+def on_host(tensor: Tensor) -> Any:
+    """Return a tensor as an array on the host; waits for the device if it lies there."""
+    return tensor.detach().cpu().numpy()

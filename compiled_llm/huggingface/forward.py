@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
+from compiled_llm.huggingface.current_call import current_call
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.paged_cache import PagedCache
-from compiled_llm.model.checks import check_ids, check_ready
+from compiled_llm.kvcache.pool import OutOfPagesError
+from compiled_llm.model.inputs import check_ids, check_ready
 from compiled_llm.model.sizes import max_positions_of
 
 _TAKEN = frozenset(
@@ -30,6 +32,39 @@ _TAKEN = frozenset(
 _MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 _KNOWN = _TAKEN.union(_MORE_OUTPUTS)
 _IGNORED_LABEL = -100
+
+
+def run_forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the compiled forward where it can be, else the class's own."""
+    if torch.compiler.is_compiling():  # the user's own torch.compile or torch.export
+        return own(self, *args, **kwargs)
+    given, runtime = named(own, args, kwargs), self.compiled
+    counted, cache = current_call.get() is None, given.get("past_key_values")
+    reason = obstacle(own, self, given)
+    if isinstance(cache, PagedCache):
+        if reason is not None:
+            raise ValueError(
+                f"forward with a PagedCache: {reason} takes HuggingFace's own forward; pass a DynamicCache, or none"
+            )
+        if counted:  # a call of generate goes on as it began
+            check_belongs(runtime, cache)
+    elif reason is None:
+        reason = fitting(runtime, given)
+    if reason is None:
+        try:
+            output = compiled(own, runtime, given)
+        except OutOfPagesError:
+            if cache is not None:
+                raise
+            reason = "more tokens than pages are free"  # other threads took them since
+        else:
+            if counted:
+                runtime.counters.took_forward("compiled")
+            return output
+    if counted:
+        runtime.counters.took_forward("original", reason)
+    with runtime.facts.attention.original():
+        return own(self, *args, **kwargs)
 
 
 def named(own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

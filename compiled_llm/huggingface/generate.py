@@ -10,16 +10,13 @@ Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import (
     ConfidenceCriteria,
     EosTokenCriteria,
@@ -29,23 +26,16 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.streamers import (
     AsyncTextIteratorStreamer,
-    BaseStreamer,
     TextIteratorStreamer,
     TextStreamer,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, draw, new_seeds
-from compiled_llm.execution.limits import pages_needed
+from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, draw
 from compiled_llm.execution.threads.interrupts import allowed
-from compiled_llm.huggingface.cache_columns import Addition
-from compiled_llm.huggingface.host_copies import HostCopies
-from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.huggingface.call import Call
+from compiled_llm.huggingface.processors import new_seeds
 from compiled_llm.kvcache.row import Row
-
-if TYPE_CHECKING:
-    from compiled_llm.execution.device_model import PagedModel
-    from compiled_llm.huggingface.handle import CompiledModel
 
 # What these do between steps is known; classes derived from them may do anything.
 _HARMLESS = (
@@ -56,196 +46,6 @@ _HARMLESS = (
     TextIteratorStreamer,
     TextStreamer,
 )
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of ``generate``, as HuggingFace has prepared it.
-
-    Attributes:
-        runtime: the wrapped model's ``compiled``.
-        cache: it owns the rows.
-        copies: what has been read of tensors on the device.
-        input_ids: ``[B, T]`` int64 prompts, padded on the left; with a cache that holds tokens the whole text so far,
-            or what is new of it.
-        first: the column of the cache that ``input_ids`` begin at.
-        additions: what is new in each row.
-        position_ids: ``[B, T']`` or ``[1, T']``, the last of them for the last column, or None.
-        embedded: whether embeddings stand for the tokens, and ``input_ids`` is empty.
-        processors: what changes logits, settings such as the temperature included.
-        criteria: what ends rows.
-        config: everything else.
-        streamer: gets each step's tokens.
-    """
-
-    runtime: CompiledModel
-    cache: PagedCache
-    copies: HostCopies
-    input_ids: Tensor
-    first: int
-    additions: list[Addition]
-    position_ids: Tensor | None
-    embedded: bool
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    streamer: BaseStreamer | None
-
-    @classmethod
-    def of(
-        cls,
-        runtime: CompiledModel,
-        cache: PagedCache,
-        copies: HostCopies,
-        input_ids: Tensor,
-        model_kwargs: Mapping[str, Any],
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        streamer: BaseStreamer | None,
-    ) -> Call:
-        """Read what HuggingFace hands to a decoding method.
-
-        Raises:
-            ValueError: the cache does not fit the rows or their mask.
-        """
-        batch, tokens = model_kwargs.get("inputs_embeds", input_ids).shape[:2]
-        mask, seen = model_kwargs.get("attention_mask"), cache.seen
-        if mask is None:  # HuggingFace drops one that hides nothing, and notes its width
-            mask = torch.ones(batch, getattr(config, "_mask_length", tokens), dtype=torch.long)
-        first = seen if mask.shape[1] > tokens else 0
-        rows = cache.additions(batch, copies.of(mask), first, max(seen, first + tokens))
-        return cls(
-            runtime,
-            cache,
-            copies,
-            input_ids,
-            first,
-            rows,
-            model_kwargs.get("position_ids"),
-            "inputs_embeds" in model_kwargs,
-            processors,
-            criteria,
-            config,
-            streamer,
-        )
-
-    @property
-    def last(self) -> int:
-        """One past the column of the last token given."""
-        return self.first + self.input_ids.shape[1]
-
-    @property
-    def most_new(self) -> int:
-        """How many tokens each row can get at most."""
-        return most_new(self.criteria, self.input_ids)
-
-    @property
-    def lengths(self) -> list[int]:
-        """How many tokens each row has before the first new one is chosen."""
-        return [row.length for row in self.additions]
-
-    @cached_property
-    def ids(self) -> NDArray[np.int64]:
-        """``input_ids`` on the host."""
-        ids: Tensor = self.copies.of(self.input_ids)
-        return ids.numpy().astype(np.int64)
-
-    @cached_property
-    def tokens(self) -> list[NDArray[np.int64]]:
-        """The tokens that are new in each row, on the host."""
-        return [own[row.columns - self.first] for own, row in zip(self.ids, self.additions, strict=True)]
-
-    @cached_property
-    def leaders(self) -> list[int]:
-        """For each row the first one that begins with the same tokens; itself where the cache holds some already."""
-        if self.cache.runner.rows:
-            return list(range(len(self.tokens)))
-        first: dict[bytes, int] = {}
-        return [first.setdefault(tokens.tobytes(), seat) for seat, tokens in enumerate(self.tokens)]
-
-    @property
-    def returns_cache(self) -> bool:
-        """Whether the cache, rows and all, goes to the user."""
-        return returns_cache(self.config, self.cache)
-
-    @property
-    def wants_scores(self) -> bool:
-        """Whether the caller gets each step's scores or logits."""
-        return bool(self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits))
-
-    @property
-    def drafted(self) -> int:
-        """How many tokens a loop of HuggingFace's may store beyond the last; draft models keep to it."""
-        return max(0, (self.config.prompt_lookup_num_tokens or 0) - 1)
-
-    @property
-    def paged(self) -> PagedModel:
-        """The model's device side."""
-        return self.cache.runner.paged
-
-    def pages_needed(self) -> int:
-        """Return how many pages our loops may need beyond those that the cache has."""
-        if not self.cache.runner.rows:
-            common = [0 if leads == seat else self.lengths[seat] - 1 for seat, leads in enumerate(self.leaders)]
-            return pages_needed(self.paged, self.lengths, self.most_new, common)
-        return sum(row.missing(length, kept) for row, length, kept in self._grown(self.most_new))
-
-    def pages_needed_by_huggingface(self) -> int:
-        """Return how many pages a loop of HuggingFace's may need, whose beams go on from each other."""
-        most, beams = self.most_new + self.drafted, self.config.num_beams or 1
-        if not self.cache.runner.rows:
-            copies = 1 if self.embedded else max(beams, self.config.num_return_sequences or 1)
-            common = [length if seat % copies else 0 for seat, length in enumerate(self.lengths)]
-            return pages_needed(self.paged, self.lengths, most, common)
-        if beams == 1:
-            return sum(row.missing(length, kept) for row, length, kept in self._grown(most))
-        pool = self.paged.pool
-        return sum(pool.pages_for(length) - kept // pool.page_size for _, length, kept in self._grown(most))
-
-    def _grown(self, most_new: int) -> list[tuple[Row, int, int]]:
-        """Return each row, what it holds at the end, and what it keeps of what it holds now."""
-        both = zip(self.cache.runner.rows, self.additions, strict=True)
-        return [(row, addition.length + most_new - 1, addition.kept) for row, addition in both]
-
-
-def most_new(criteria: StoppingCriteriaList, input_ids: Tensor) -> int:
-    """Return how many tokens each row can get at most; HuggingFace checks lengths after a token, so never none."""
-    lengths = [entry.max_length for entry in criteria if isinstance(entry, MaxLengthCriteria)]
-    return max(1, min(lengths) - input_ids.shape[1])
-
-
-def returns_cache(config: GenerationConfig, cache: PagedCache) -> bool:
-    """Whether the cache, rows and all, goes to the user."""
-    return bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
-
-
-def obstacle(model: PreTrainedModel, call: Call) -> str | None:
-    """Return why our loops cannot serve this call, or None."""
-    if call.embedded:
-        return "inputs_embeds"
-    if not all(len(row.columns) and row.columns[-1] == call.last - 1 for row in call.additions):
-        return "no token that the cache does not hold"
-    if model._forward_hooks or model._forward_pre_hooks:
-        return "forward hooks on the model itself"
-    if _has_own_positions(call):
-        return "position_ids of your own"
-    return None
-
-
-def _has_own_positions(call: Call) -> bool:
-    """Whether the positions are not those that counting each row's unmasked tokens gives."""
-    if call.position_ids is None:
-        return False
-    given = call.copies.of(call.position_ids).expand(len(call.input_ids), -1).numpy()
-    shift = call.last - given.shape[1]
-    ahead = [row.position - row.length for row in call.cache.runner.rows] or [0] * len(given)
-    for own, start, addition in zip(given, ahead, call.additions, strict=True):
-        counted = start + np.arange(addition.kept, addition.length)
-        there = addition.columns >= shift
-        if (own[addition.columns[there] - shift] != counted[there]).any():
-            return True
-    return False
 
 
 def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
@@ -266,7 +66,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     """
     sequences = _Sequences(call)
     cache, runner = call.cache, call.cache.runner
-    with cache.extended(call.additions, call.last) as rows:
+    with cache.extended(call.updates, call.last) as rows:
         runner.restart()
         for row, tokens, sampling in zip(rows, _begun(call, rows), settings, strict=True):
             runner.resume(row, tokens, sequences.most_new, sampling)
@@ -354,7 +154,7 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     sequences = _Sequences(call)
     runner, device = call.cache.runner, call.input_ids.device
     seeds = new_seeds(len(call.input_ids)).to(device) if call.config.do_sample else None
-    with call.cache.extended(call.additions, call.last) as rows:
+    with call.cache.extended(call.updates, call.last) as rows:
         tokens = list(_begun(call, rows))
         positions = [row.position + np.arange(len(own)) for row, own in zip(rows, tokens, strict=True)]
         logits = runner.extend(rows, tokens, positions)
@@ -371,15 +171,6 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     call.cache.count(sequences.generated - 1)
     call.runtime.counters.add_steps(sequences.generated)
     return sequences.finish()
-
-
-def prompts_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[NDArray[np.int64]]:
-    """Return each row's tokens that are not masked, on the host."""
-    ids = input_ids.cpu().numpy()
-    if attention_mask is None:
-        return list(ids)
-    mask = attention_mask.cpu().numpy() != 0
-    return [ids[row][mask[row]] for row in range(len(ids))]
 
 
 class _Sequences:

@@ -11,11 +11,11 @@ class HostCopies:
     """Copies of tensors that nobody changes during a call, each read once."""
 
     def __init__(self) -> None:
-        """Know none yet."""
+        """Start without any."""
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, value: Any) -> Any:
-        """Return a tensor's copy on the host; what is no tensor as it is."""
+        """Return a tensor's copy on the host; anything else is returned as it is."""
         if not isinstance(value, Tensor):
             return value
         if id(value) not in self._known:
@@ -24,4 +24,4 @@ class HostCopies:
 
     def note(self, tensor: Tensor, copy: Tensor) -> None:
         """Take ``copy``, on the host, for what ``tensor`` holds."""
-        self._known[id(tensor)] = tensor, copy  # the tensor as well: an id is that of an object that exists
+        self._known[id(tensor)] = tensor, copy  # keeps the tensor alive, so that its id stays its own

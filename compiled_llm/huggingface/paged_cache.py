@@ -5,7 +5,6 @@ Shapes: B rows, C tokens a row has been given, Q new ones, V vocabulary, K kv he
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -15,71 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from compiled_llm.execution.runner import Runner
 from compiled_llm.execution.threads.interrupts import held
-from compiled_llm.huggingface.cache_columns import Addition, additions, with_additions, without_changes
+from compiled_llm.huggingface.cache_columns import (
+    RowUpdate,
+    counted_positions,
+    kept_columns,
+    on_host,
+    row_updates,
+    same_rows,
+    with_only_kept,
+    with_updates,
+)
+from compiled_llm.huggingface.paged_layer import PagedLayer
 from compiled_llm.kvcache.row import Row
-from compiled_llm.model.checks import check_range
-
-
-class PagedLayer(CacheLayerMixin):
-    """One layer as HuggingFace asks about it; its keys and values lie in the pages."""
-
-    is_sliding = False
-    is_croppable = True
-
-    def __init__(self, cache: PagedCache, index: int) -> None:
-        """Answer for layer ``index`` of ``cache``."""
-        self._cache = weakref.ref(cache)  # a cycle would keep the rows' pages until the garbage collector comes by
-        self._index = index
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """``[B, K, C, D]``, a copy of the keys; zeros where a token is masked. None while there are none."""
-        return self._copied(0)
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """``[B, K, C, D]``, a copy of the values; zeros where a token is masked. None while there are none."""
-        return self._copied(1)
-
-    @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether there are tokens."""
-        return self.get_seq_length() > 0
-
-    def _copied(self, part: int) -> Tensor | None:
-        cache = self._cache()
-        return None if cache is None or not cache.seen else cache.copied(self._index)[part]
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: pages exist already."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refuse: keys and values enter the pages inside the compiled forward only.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "a PagedCache belongs to the wrapped model that made it and is filled by that model's own forward; "
-            "pass a DynamicCache to other models"
-        )
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and offset of keys under a mask for ``query_length`` new tokens."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return how many tokens a row has been given, masked ones included."""
-        cache = self._cache()
-        return 0 if cache is None else cache.seen
-
-    def get_max_length(self) -> int:
-        """Return -1: rows grow as far as pages go."""
-        return -1
+from compiled_llm.model.inputs import check_range
 
 
 class PagedCache(Cache):
@@ -201,12 +151,12 @@ class PagedCache(Cache):
 
     @held()
     def _select(self, indices: Tensor) -> None:
-        seats = np.arange(len(self.stored))[_host(indices)]
+        seats = np.arange(len(self.stored))[on_host(indices)]
         self.runner.select(seats.tolist())
         self.stored = self.stored[seats]
 
-    def additions(self, batch: int, mask: Tensor | None, first: int, last: int) -> list[Addition]:
-        """Return what a call with ``batch`` rows adds; see ``additions.additions``.
+    def updates(self, batch: int, mask: Tensor | None, first: int, last: int) -> list[RowUpdate]:
+        """Return what a call with ``batch`` rows adds; see ``cache_columns.row_updates``.
 
         Raises:
             ValueError: the cache has another number of rows.
@@ -214,27 +164,27 @@ class PagedCache(Cache):
         if self.seen and len(self.stored) != batch:
             raise ValueError(f"input_ids: {batch} rows do not fit a cache of {len(self.stored)} rows")
         stored = self.stored if self.seen else np.zeros((batch, 0), dtype=bool)
-        return additions(stored, None if mask is None else _host(mask) != 0, first, last)
+        return row_updates(stored, None if mask is None else on_host(mask) != 0, first, last)
 
     @contextmanager
-    def extended(self, additions: Sequence[Addition], last: int) -> Iterator[list[Row]]:
+    def extended(self, updates: Sequence[RowUpdate], last: int) -> Iterator[list[Row]]:
         """Make rows and forget what they do not keep; the block stores the rest, up to column ``last``.
 
         If it fails, the rows hold what they kept. No pages stay promised.
         """
-        while len(self.runner.rows) < len(additions):
+        while len(self.runner.rows) < len(updates):
             self.runner.add_row(0)
         rows = list(self.runner.rows)
         stored = self.stored if self.seen else np.zeros((len(rows), 0), dtype=bool)
-        for row, addition in zip(rows, additions, strict=True):
-            row.rewind(addition.kept)
+        for row, update in zip(rows, updates, strict=True):
+            row.rewind(update.kept)
         positions = [row.position for row in rows]
-        self.stored = without_changes(stored, additions)
+        self.stored = with_only_kept(stored, updates)
         try:
             yield rows
         except BaseException:
-            for row, addition, row.position in zip(rows, additions, positions, strict=True):
-                row.shrink(row.length - addition.kept)
+            for row, update, row.position in zip(rows, updates, positions, strict=True):
+                row.shrink(row.length - update.kept)
             if not self.seen:
                 self.close()
             raise
@@ -242,7 +192,7 @@ class PagedCache(Cache):
             with self.runner.promise.drawn_on():
                 for row in rows:
                     row.settle()
-        self.stored = with_additions(stored, additions, last)
+        self.stored = with_updates(stored, updates, last)
 
     def count(self, tokens: int) -> None:
         """Note that every row has stored ``tokens`` more."""
@@ -281,24 +231,26 @@ class PagedCache(Cache):
         assert given is not None
         batch, new = given.shape[:2]
         first = self.seen
-        rows = self.additions(batch, attention_mask, first, first + new)
+        rows = self.updates(batch, attention_mask, first, first + new)
         self._check_positions(rows, new)
         if position_ids is None:
-            position_ids = _counted(rows, first, new) if counts_unmasked else torch.arange(first, first + new)[None]
-        columns = _kept_columns(logits_to_keep, new)
+            position_ids = (
+                counted_positions(rows, first, new) if counts_unmasked else torch.arange(first, first + new)[None]
+            )
+        columns = kept_columns(logits_to_keep, new)
         decodes = new == 1 and first > 0 and embeddings is None
         if decodes and all(row.unchanged == first and row.kept and len(row.columns) for row in rows):
             assert input_ids is not None
             return self._decode(input_ids, position_ids, rows)
         return self._extend(input_ids, embeddings, position_ids, rows, columns)
 
-    def _check_positions(self, rows: Sequence[Addition], new: int) -> None:
+    def _check_positions(self, rows: Sequence[RowUpdate], new: int) -> None:
         longest, most = max(row.length for row in rows), self.runner.max_positions
         if longest > most:
             raise ValueError(f"input_ids: {new} more tokens make {longest}, and the model has {most} positions")
 
-    def _decode(self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[Addition]) -> Tensor:
-        positions = np.broadcast_to(_host(position_ids).reshape(-1), len(rows)).tolist()
+    def _decode(self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate]) -> Tensor:
+        positions = np.broadcast_to(on_host(position_ids).reshape(-1), len(rows)).tolist()
         with self.extended(rows, self.seen + 1):
             return self.runner.decode(input_ids[:, 0], positions)[:, None]
 
@@ -307,14 +259,14 @@ class PagedCache(Cache):
         input_ids: Tensor | None,
         embeddings: Tensor | None,
         position_ids: Tensor,
-        rows: Sequence[Addition],
+        rows: Sequence[RowUpdate],
         columns: NDArray[np.int64],
     ) -> Tensor:
         first, new = self.seen, position_ids.shape[1]
         ids = self._known_ids(input_ids, (len(rows), new))
-        positions = np.broadcast_to(_host(position_ids).astype(np.int64), ids.shape)
+        positions = np.broadcast_to(on_host(position_ids).astype(np.int64), ids.shape)
         fresh = [row.columns - first for row in rows]
-        leaders = _leaders(ids, positions, fresh) if not first and embeddings is None else list(range(len(rows)))
+        leaders = same_rows(ids, positions, fresh) if not first and embeddings is None else list(range(len(rows)))
         active = [seat for seat in sorted(set(leaders)) if len(fresh[seat])]
         if not active:
             raise ValueError("attention_mask hides every new token of every row: there is nothing to compute")
@@ -342,38 +294,12 @@ class PagedCache(Cache):
     def _known_ids(self, input_ids: Tensor | None, shape: tuple[int, int]) -> NDArray[np.int64]:
         if input_ids is None:
             return np.zeros(shape, dtype=np.int64)
-        ids: NDArray[np.int64] = _host(input_ids).astype(np.int64)
+        ids: NDArray[np.int64] = on_host(input_ids).astype(np.int64)
         check_range(int(ids.min()), int(ids.max()), self.runner.vocabulary)
         return ids
 
 
 _NOTHING: NDArray[np.bool_] = np.zeros((0, 0), dtype=bool)
-
-
-def _leaders(ids: NDArray[np.int64], positions: NDArray[np.int64], fresh: Sequence[NDArray[np.int64]]) -> list[int]:
-    """Return for each row the first one with the same tokens: beams begin as copies, and one of them is computed."""
-    first: dict[bytes, int] = {}
-    keys = [np.stack([own, ids[seat][own], positions[seat][own]]).tobytes() for seat, own in enumerate(fresh)]
-    return [first.setdefault(key, seat) for seat, key in enumerate(keys)]
-
-
-def _counted(rows: Sequence[Addition], first: int, new: int) -> Tensor:
-    """``[B, Q]``, for each new token how many stored ones are before it."""
-    positions = torch.zeros(len(rows), new, dtype=torch.int64)
-    for seat, row in enumerate(rows):
-        positions[seat, torch.from_numpy(row.columns - first)] = torch.arange(row.kept, row.length)
-    return positions
-
-
-def _kept_columns(logits_to_keep: int | Tensor, new: int) -> NDArray[np.int64]:
-    """Return the columns of the new tokens whose logits are wanted."""
-    if isinstance(logits_to_keep, Tensor):
-        return np.asarray(_host(logits_to_keep) % new, dtype=np.int64)
-    return np.arange(max(0, new - logits_to_keep) if logits_to_keep else 0, new)
-
-
-def _host(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().numpy()
 
 
 def _on(like: Tensor, indices: NDArray[np.int64]) -> Tensor:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from typing import cast
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
@@ -86,78 +84,6 @@ def missing_compiler() -> str | None:
         f"no C++ compiler was found (looked for {', '.join(dict.fromkeys(names))}); install one, for example with "
         "'apt install g++', or wrap with mode='eager'"
     )
-
-
-def check_ready(model: PreTrainedModel) -> None:
-    """Check that a wrapped model has not been switched to training.
-
-    Raises:
-        ValueError: it has.
-    """
-    if model.training:
-        raise ValueError("the wrapped model is in training mode, where dropout changes tokens; call model.eval() first")
-
-
-def check_prompt(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, continues: bool = False
-) -> None:
-    """Check token ids and their mask, which is longer than the ids if they continue a cache.
-
-    Raises:
-        ValueError: they are empty, of a float type, out of range, or a row is all padding.
-    """
-    check_ids(input_ids)
-    # On the host: each question to a CUDA device is a wait of its own.
-    lowest, highest = (int(value) for value in input_ids.cpu().aminmax())
-    check_range(lowest, highest, cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
-    if attention_mask is not None:
-        _check_mask(input_ids, attention_mask, continues)
-
-
-def check_range(lowest: int, highest: int, vocabulary: int) -> None:
-    """Check the smallest and the largest of some token ids.
-
-    Raises:
-        ValueError: the model has no such token.
-    """
-    if lowest < 0 or highest >= vocabulary:
-        wrong = lowest if lowest < 0 else highest
-        raise ValueError(
-            f"input_ids: token id {wrong} is out of range 0 to {vocabulary - 1}; "
-            "was the text tokenized with this model's tokenizer?"
-        )
-
-
-def check_ids(input_ids: object) -> None:
-    """Check token ids without looking at their values, which would wait for the device.
-
-    Raises:
-        ValueError: they are no 2-D tensor of integers, or empty.
-    """
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
-        raise ValueError(f"input_ids: must be a [batch, tokens] tensor of token ids; got {_shape(input_ids)}")
-    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-        raise ValueError(f"input_ids: dtype is {input_ids.dtype}; token ids are integers, call .long()")
-    if input_ids.numel() == 0:
-        raise ValueError(f"input_ids: shape {tuple(input_ids.shape)} holds no token; give at least one row and token")
-
-
-def _check_mask(input_ids: Tensor, attention_mask: Tensor, continues: bool) -> None:
-    fits = isinstance(attention_mask, Tensor) and attention_mask.dim() in (2, 4)
-    if fits and attention_mask.dim() == 2:
-        wider = continues and attention_mask.shape[1] > input_ids.shape[1]
-        fits = attention_mask.shape[0] == input_ids.shape[0] and (wider or attention_mask.shape == input_ids.shape)
-    if not fits:
-        raise ValueError(
-            f"attention_mask: {_shape(attention_mask)} does not fit input_ids of {_shape(input_ids)}; give a "
-            "tensor of the same shape, 0 where a token is padding"
-        )
-    if attention_mask.dim() == 2 and bool((hidden := (attention_mask.cpu() == 0).all(dim=1)).any()):
-        raise ValueError(f"attention_mask: row {int(hidden.nonzero()[0])} is all padding; leave it out of the batch")
-
-
-def _shape(value: object) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def check_rope(model: PreTrainedModel) -> None:

@@ -345,7 +345,7 @@ def test_sixteen_bits_may_round_but_not_err() -> None:
 
 
 def test_slower_path_is_no_proof(trial: doctor_build.Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_llm.huggingface.generate.obstacle", lambda *_: "some reason")
+    monkeypatch.setattr("compiled_llm.huggingface.call.obstacle", lambda *_: "some reason")
     with pytest.raises(RuntimeError, match=r"did not take the fast loop.*some reason"):
         trial.run("eager")
 

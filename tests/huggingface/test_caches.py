@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.execution.device_model import PagedModel
-from compiled_llm.huggingface.cache_columns import additions, with_additions, without_changes
+from compiled_llm.huggingface.cache_columns import row_updates, with_only_kept, with_updates
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.kvcache.pool import OutOfPagesError
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
@@ -241,18 +241,18 @@ def test_an_interrupted_call_leaves_the_cache_as_it_was(after, options, models, 
 def test_additions_keep_what_a_mask_leaves_as_it_is():
     stored = np.array([[0, 1, 1, 1], [1, 1, 1, 1], [1, 0, 1, 1]], dtype=bool)
     mask = np.array([[0, 1, 1, 1, 1, 0, 1], [1, 1, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 1, 1]], dtype=bool)
-    rows = additions(stored, mask, 0, 7)
+    rows = row_updates(stored, mask, 0, 7)
     assert [(row.kept, row.unchanged, row.columns.tolist()) for row in rows] == [
         (3, 4, [4, 6]),
         (2, 2, [4, 5, 6]),
         (1, 1, [1, 2, 5, 6]),
     ]
-    assert np.array_equal(with_additions(stored, rows, 7), mask)
-    assert without_changes(stored, rows).astype(int).tolist() == [[0, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]]
+    assert np.array_equal(with_updates(stored, rows, 7), mask)
+    assert with_only_kept(stored, rows).astype(int).tolist() == [[0, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]]
     with pytest.raises(ValueError, match="row 2 needs token 1 again"):
-        additions(stored, mask, 4, 7)
-    assert [row.columns.tolist() for row in additions(stored, None, 4, 6)] == [[4, 5]] * 3
-    assert [row.columns.tolist() for row in additions(stored, mask[:, 4:], 4, 7)] == [[4, 6], [4, 5, 6], [5, 6]]
+        row_updates(stored, mask, 4, 7)
+    assert [row.columns.tolist() for row in row_updates(stored, None, 4, 6)] == [[4, 5]] * 3
+    assert [row.columns.tolist() for row in row_updates(stored, mask[:, 4:], 4, 7)] == [[4, 6], [4, 5, 6], [5, 6]]
 
 
 # ---- a cache does what HuggingFace's do

@@ -9,50 +9,20 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from compiled_llm.compat import CompiledGraph, compiled_graphs
 from compiled_llm.explaining.dump.bytecode import readable
-from compiled_llm.explaining.dump.links import Link, links_of
+from compiled_llm.explaining.dump.dump_page import write_pages
+from compiled_llm.explaining.dump.files import ATEN, BYTECODE, GRAPH, GUARDS, INDUCTOR, STAGES, DumpedProgram
+from compiled_llm.explaining.dump.links import links_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import BrokenPrograms, Sandbox, Trace
 
-BYTECODE, GUARDS, GRAPH, ATEN, INDUCTOR = (
-    "1_bytecode.py",
-    "2_guards.txt",
-    "3_graph.py",
-    "4_aten_graph.py",
-    "5_inductor.py",
-)
-STAGES = {
-    BYTECODE: "what Dynamo runs in the function's place",
-    GUARDS: "what the graph relies on, checked at each call",
-    GRAPH: "Dynamo's graph, with the line of each operation",
-    ATEN: "the same in operators, after Inductor's rewriting",
-    INDUCTOR: "Inductor's code: the kernels, and their calls in order",
-}
 _PROVENANCE = "inductor_provenance_tracking_node_mappings.json"
 _MOVED = {ATEN: "fx_graph_transformed.py", INDUCTOR: "output_code.py"}
-
-
-@dataclass
-class DumpedProgram:
-    """One program's files.
-
-    Attributes:
-        name: the program.
-        folder: where they lie.
-        files: name and what it is, in order.
-        links: lines, nodes and kernels; empty where there is no one graph.
-    """
-
-    name: str
-    folder: Path
-    files: dict[str, str] = field(default_factory=dict)
-    links: list[Link] = field(default_factory=list)
 
 
 def new_folder(path: Path) -> Path:
@@ -118,8 +88,6 @@ class Dump:
 
     def finish(self, report: Report) -> Path:
         """Write the report and the index; returns the path of the index."""
-        from compiled_llm.explaining.dump.dump_page import write_pages
-
         (self.root / "report.json").write_text(json.dumps(report.data, indent=1), encoding="utf-8")
         report.to_html(self.root / "report.html")
         return write_pages(self.root, self.programs, report)

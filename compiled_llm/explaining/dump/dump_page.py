@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from compiled_llm.explaining.dump.dump import GRAPH, INDUCTOR, DumpedProgram
+from compiled_llm.explaining.dump.files import GRAPH, INDUCTOR, DumpedProgram
 from compiled_llm.explaining.dump.links import Link, lines_of_kernels, lines_of_nodes
 from compiled_llm.explaining.page import document
 from compiled_llm.explaining.places import Place
-
-if TYPE_CHECKING:
-    from compiled_llm.explaining.report import Report
+from compiled_llm.explaining.report import Report
 
 _PAGES = "pages"
 

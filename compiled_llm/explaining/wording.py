@@ -1,0 +1,61 @@
+"""What the text report and the page say alike: places, changes, timings and history in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from compiled_llm.execution.events import Miss
+from compiled_llm.explaining.places import Place
+from compiled_llm.explaining.profile.breakdown import Breakdown, Kernel, Kind
+
+
+def place_of(finding: dict[str, Any]) -> str:
+    """Return where it is, in words."""
+    return str(Place(finding["file"], finding["line"], finding["function"]))
+
+
+def change_of(finding: dict[str, Any]) -> str:
+    """Return what changed, in words; empty where nothing did."""
+    if not finding["pinned_by"]:
+        return ""
+    values = f": {finding['old'] or '?'} → {finding['new'] or 'another'}" if finding["old"] or finding["new"] else ""
+    return f"the graph relies on {finding['pinned_by']}{values}"
+
+
+def title_of(timing: dict[str, Any]) -> str:
+    """Return what was timed, in words."""
+    rows = f"{timing['rows']} row{'s' * (timing['rows'] > 1)}"
+    if timing["program"] == "prefill":
+        return f"prefill of {rows}, {timing['tokens']} tokens"
+    return f"decode, {rows} of about {timing['tokens']} tokens"
+
+
+def host_of(timing: dict[str, Any]) -> str:
+    """Return what a step costs the host, in words."""
+    speed = f"{timing['read_bandwidth'] / 1e9:,.1f} GB/s are read at best."
+    if timing["host_us"] is None:
+        return f"{speed} Host and device are one here." if timing["measured"] == "operators" else speed
+    return f"{speed} Launching a step takes the host {timing['host_us']:,.0f} us."
+
+
+def breakdown_of(timing: dict[str, Any]) -> Breakdown:
+    """Return a timing's data as the record it was."""
+    names = [field.name for field in dataclasses.fields(Breakdown)]
+    lists = {
+        "kinds": [Kind(**kind) for kind in timing["kinds"]],
+        "kernels": [Kernel(**kernel) for kernel in timing["kernels"]],
+    }
+    return Breakdown(**{**{name: timing[name] for name in names}, **lists})
+
+
+def history_rows(history: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield names and values, those that say nothing left out."""
+    for name, value in history.items():
+        if name == "misses":
+            for miss in value:
+                yield f"waited for {miss['what']}", f"{Miss(**miss).call}: {miss['cause']}"
+        elif value not in ({}, [], None):
+            shown = ", ".join(f"{key} {count}" for key, count in value.items()) if isinstance(value, dict) else value
+            yield name.replace("_", " "), str(shown)

@@ -1,0 +1,45 @@
+"""The call of ``generate`` that this thread is inside: the paths it has taken and what it has read of its inputs."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from compiled_llm.execution.stats import Path
+from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.host_copies import HostCopies
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """A call of ``generate`` in progress.
+
+    Attributes:
+        taken: the paths that it has taken, together with the calls inside it.
+        copies: what it has read of its inputs.
+    """
+
+    taken: list[Path]
+    copies: HostCopies = field(default_factory=HostCopies)
+
+    @classmethod
+    def inside(cls, outer: GenerateCall | None) -> GenerateCall:
+        """Return a new call, made by ``outer`` if there is one: an assistant's drafts, for example."""
+        return cls([] if outer is None else outer.taken)
+
+
+current_call: ContextVar[GenerateCall | None] = ContextVar("current_call", default=None)
+"""None outside ``generate``; forwards inside it are not counted one by one."""
+
+
+def copies() -> HostCopies:
+    """Return what the current call has read of its inputs; empty if a decoding method is called by itself."""
+    call = current_call.get()
+    return HostCopies() if call is None else call.copies
+
+
+def took(runtime: CompiledModel, path: Path, reason: str | None = None) -> None:
+    """Count the path that a call of ``generate`` takes, with the reason if it is not the fast loop."""
+    if (call := current_call.get()) is not None:
+        call.taken.append(path)
+    runtime.counters.took(path, reason)

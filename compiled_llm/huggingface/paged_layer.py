@@ -1,0 +1,83 @@
+"""One layer of a ``PagedCache``, as HuggingFace asks about it.
+
+Shapes: B rows, C tokens a row has been given, K kv heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+
+class LayerSource(Protocol):
+    """What a layer asks of its cache."""
+
+    @property
+    def seen(self) -> int:
+        """How many tokens a row has been given, masked ones included."""
+        ...
+
+    def copied(self, layer: int) -> Tensor:
+        """Return ``[2, B, K, C, D]``, copies of a layer's keys and values."""
+        ...
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer as HuggingFace asks about it; its keys and values lie in the pages."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: LayerSource, index: int) -> None:
+        """Answer for layer ``index`` of ``cache``."""
+        self._cache = weakref.ref(cache)  # a cycle would keep the rows' pages until the garbage collector comes by
+        self._index = index
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """``[B, K, C, D]``, a copy of the keys; zeros where a token is masked. None while there are none."""
+        return self._copied(0)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """``[B, K, C, D]``, a copy of the values; zeros where a token is masked. None while there are none."""
+        return self._copied(1)
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether there are tokens."""
+        return self.get_seq_length() > 0
+
+    def _copied(self, part: int) -> Tensor | None:
+        cache = self._cache()
+        return None if cache is None or not cache.seen else cache.copied(self._index)[part]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: pages exist already."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refuse: keys and values enter the pages inside the compiled forward only.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "a PagedCache belongs to the wrapped model that made it and is filled by that model's own forward; "
+            "pass a DynamicCache to other models"
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length and offset of keys under a mask for ``query_length`` new tokens."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens a row has been given, masked ones included."""
+        cache = self._cache()
+        return 0 if cache is None else cache.seen
+
+    def get_max_length(self) -> int:
+        """Return -1: rows grow as far as pages go."""
+        return -1
