@@ -13,14 +13,13 @@ if TYPE_CHECKING:
     from compiled_llm.kvcache.pool import OutOfPagesError
     from compiled_llm.model.layer_probe import UnsupportedModelError
 
-from compiled_llm import logs
-from compiled_llm.env import Env
+from compiled_llm.env import Env, enable_logs
 
 __version__ = "0.1.0"
 
 __all__ = ["OutOfPagesError", "Stats", "UnsupportedModelError", "WrapConfig", "explain", "unwrap", "wrap"]
 
-# Imported at first use: torch and transformers take seconds, which `compiled-llm --help` need not.
+# Imported at first use: torch and transformers take seconds, for which `compiled-llm --help` should not wait.
 _HOMES = {
     "OutOfPagesError": "compiled_llm.kvcache.pool",
     "Stats": "compiled_llm.execution.stats",
@@ -31,8 +30,7 @@ _HOMES = {
     "wrap": "compiled_llm.huggingface.wrap",
 }
 
-
-logs.enable(Env.from_environ().logs)
+enable_logs(Env.from_environ().logs)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,18 @@
-"""Every environment variable that the project reads."""
+"""Every environment variable that the project reads, and the logging that one of them turns on.
+
+Without it, everything goes through Python's `logging` as usual.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+LOGS = ("uploads", "graphs", "pages")
+"""What ``COMPILED_LLM_LOGS`` can name: the loggers ``compiled_llm.uploads``, ``.graphs`` and ``.pages``."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +31,23 @@ class Env:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Env:
-        """Read the variables; an empty one counts as unset."""
-        base = Path(environ.get("XDG_CACHE_HOME") or "~/.cache")
-        cache = Path(environ.get("COMPILED_LLM_CACHE") or base / "compiled_llm")
+        """Read the variables; an empty one counts as unset. No value is an error: `import compiled_llm` reads them."""
+        base = environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+        cache = environ.get("COMPILED_LLM_CACHE") or os.path.join(base, "compiled_llm")
         logs = tuple(name.strip() for name in environ.get("COMPILED_LLM_LOGS", "").split(",") if name.strip())
-        return cls(cache=cache.expanduser().absolute(), logs=logs)
+        # Path.expanduser raises if there is no home.
+        return cls(cache=Path(os.path.expanduser(cache)), logs=logs)
+
+
+def enable_logs(names: Iterable[str]) -> None:
+    """Write all that the named loggers say to stderr, and a warning about a name that is no logger's."""
+    for name in names:
+        if name not in LOGS:
+            logging.getLogger("compiled_llm").warning("COMPILED_LLM_LOGS: %r is none of %s", name, ", ".join(LOGS))
+            continue
+        logger = logging.getLogger(f"compiled_llm.{name}")
+        logger.setLevel(logging.DEBUG)
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False  # or a handler of the application's would say it again

@@ -43,6 +43,52 @@ print(expected.shape[1])
     assert list(tmp_path.iterdir()) == []
 
 
+def test_importing_the_package_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    code = "import sys, compiled_llm; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    done = run_fresh(code, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"COMPILED_LLM_LOGS": "graphs,uplods"}, "COMPILED_LLM_LOGS: 'uplods' is none of uploads, graphs, pages\n"),
+        ({"COMPILED_LLM_LOGS": " , ,"}, ""),
+        ({"COMPILED_LLM_CACHE": "~nobody/cache"}, ""),
+        ({"COMPILED_LLM_CACHE": "relative"}, ""),
+    ],
+)
+def test_no_environment_variable_keeps_the_package_from_being_imported(
+    environ: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    code = "import os; os.rmdir(os.getcwd()); import compiled_llm"  # nor does a working directory that is gone
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-I", "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, said)
+
+
+def test_public_names_stay_themselves_when_every_submodule_is_imported_first(tmp_path: Path) -> None:
+    code = """
+import importlib, inspect, pkgutil, compiled_llm
+for found in pkgutil.walk_packages(compiled_llm.__path__, "compiled_llm."):
+    importlib.import_module(found.name)
+for name in compiled_llm.__all__:
+    value = getattr(compiled_llm, name)
+    assert inspect.isclass(value) or inspect.isfunction(value), (name, value)
+    assert value is getattr(importlib.import_module(value.__module__), name)
+assert issubclass(compiled_llm.OutOfPagesError, Exception)
+for call in (compiled_llm.explain, compiled_llm.wrap, compiled_llm.unwrap):
+    try:
+        call("no model")
+    except (AttributeError, TypeError, ValueError):
+        pass
+assert compiled_llm.WrapConfig().mode == "cuda-graphs"
+"""
+    done = run_fresh(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_ops_import_without_transformers_and_flashinfer(tmp_path: Path) -> None:
     code = """
 import sys

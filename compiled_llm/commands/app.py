@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 from compiled_llm.commands.bench.commands import app as bench
+from compiled_llm.commands.choices import Device, Dtype
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.explain import explain
 from compiled_llm.commands.generate import Request, SamplingFlags, run
@@ -19,23 +19,6 @@ app.add_typer(bench, name="bench")
 app.command()(explain)
 
 _INPUT, _SAMPLING, _MODEL, _OUTPUT = "Input", "Sampling", "Model", "Output"
-
-
-class Dtype(str, Enum):
-    """What `--dtype` takes."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Device(str, Enum):
-    """What `--device` takes."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 def _show_version(wanted: bool) -> None:

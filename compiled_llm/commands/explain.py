@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from compiled_llm.commands.choices import Device, Dtype
 from compiled_llm.commands.errors import readable_errors
+from compiled_llm.execution.progress import ProgressDisplay
 
 
 def explain(
@@ -25,16 +27,17 @@ def explain(
             metavar="DIR", help="Write bytecode, guards, graphs and Inductor's code into a new folder, with an index."
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto: CUDA if there is a device.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.")] = Dtype.auto,
+    device: Annotated[Device, typer.Option(help="auto: CUDA if there is a device.")] = Device.auto,
 ) -> None:
     """Say which lines keep a model from running as one graph, and what to do; exits 1 if there are any."""
     with readable_errors():
         sizes = _sizes(timings)
-        from compiled_llm.commands.loading import load
-        from compiled_llm.explaining.explainer import explain as explain_model
+        with ProgressDisplay(enabled=True).task("importing torch and transformers"):
+            from compiled_llm.commands.loading import load
+            from compiled_llm.explaining.explainer import explain as explain_model
 
-        loaded, _ = load(model, dtype, device)
+        loaded, _ = load(model, dtype.value, device.value)
         report = explain_model(loaded.eval(), timings=sizes, dump=dump)
         typer.echo(str(report))
         if dump is not None:

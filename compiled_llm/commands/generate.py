@@ -5,9 +5,7 @@ Torch and transformers are imported inside, so that --help is quick.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 import math
 import time
@@ -20,6 +18,7 @@ from rich.console import Console
 
 from compiled_llm.commands.prompt import encode
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,7 +153,7 @@ def run(request: Request) -> None:
         RuntimeError: the model cannot be loaded or run.
     """
     console = Console(stderr=True, highlight=False, quiet=request.quiet)
-    with console.status("importing torch and transformers"):
+    with ProgressDisplay(not request.quiet).task("importing torch and transformers"):
         import torch
         from transformers import TextStreamer
 
@@ -162,8 +161,7 @@ def run(request: Request) -> None:
         from compiled_llm.commands.loading import load
         from compiled_llm.execution.limits import check_fits
 
-    with _no_progress() if request.quiet else contextlib.nullcontext():
-        loaded, tokenizer = load(request.model, request.dtype, request.device)
+    loaded, tokenizer = load(request.model, request.dtype, request.device, progress=not request.quiet)
     inputs = {
         name: tensor.to(loaded.device)
         for name, tensor in encode(tokenizer, request.prompt, request.chat, request.system).items()
@@ -183,10 +181,6 @@ def run(request: Request) -> None:
         typer.echo(json.dumps({**answer, **streamer.numbers(), "stats": _as_dict(model.compiled.stats())}))
     else:
         console.print(f"{streamer.figures()}, {_counts(model.compiled.stats())}", style="dim", soft_wrap=True)
-
-
-def _no_progress() -> contextlib.AbstractContextManager[Any]:
-    return contextlib.redirect_stderr(io.StringIO())
 
 
 def _answer(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from compiled_llm.commands import demo
+from compiled_llm.execution.progress import ProgressDisplay
 
 
 class Source(NamedTuple):
@@ -35,14 +34,18 @@ class Source(NamedTuple):
 
 
 def load(
-    model: str = "demo", dtype: torch.dtype | str = "auto", device: torch.device | str = "auto"
+    model: str = "demo",
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "auto",
+    progress: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal LM and its tokenizer, showing progress on stderr.
+    """Load a causal LM and its tokenizer.
 
     Args:
         model: ``demo`` (see `compiled_llm.commands.demo`), a folder, a GGUF file or a hub id.
         dtype: a torch dtype, its name, or ``auto``: float32 on the CPU, bfloat16 elsewhere.
         device: a torch device, its name, or ``auto``: CUDA if there is one, else the CPU.
+        progress: show on stderr what is downloaded and loaded.
 
     Raises:
         FileNotFoundError: there is no such folder or file.
@@ -51,14 +54,16 @@ def load(
     """
     device = _device(device)
     dtype = _dtype(dtype, device)
-    source = _locate(model)
+    source = _locate(model, progress)
+    shows_bars = progress and not source.is_local  # of a download from the hub, HuggingFace's bars tell most
+    display = ProgressDisplay(progress, animated=not shows_bars)
     options = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
     try:
-        with _progress(source) as show:
-            show("loading the tokenizer")
-            tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
-            show("loading the weights")
-            loaded: Any = AutoModelForCausalLM.from_pretrained(source.location, dtype=dtype, **options)
+        with nullcontext() if shows_bars else _without_bars():
+            with display.task("loading the tokenizer"):
+                tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
+            with display.task("loading the weights"):
+                loaded: Any = AutoModelForCausalLM.from_pretrained(source.location, dtype=dtype, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise RuntimeError(f"{model} cannot be loaded as a causal LM: {_first_line(error)}") from error
     _prepare_for_batches(tokenizer, source.pad_token)
@@ -86,10 +91,10 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
     return chosen
 
 
-def _locate(model: str) -> Source:
+def _locate(model: str, progress: bool) -> Source:
     if model == "demo":
         _require_gguf()
-        return Source(str(demo.fetch()), demo.GGUF_NAME, pad_token=demo.PAD_TOKEN)
+        return Source(str(demo.fetch(progress)), demo.GGUF_NAME, pad_token=demo.PAD_TOKEN)
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -123,19 +128,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _progress(source: Source) -> Iterator[Callable[[str], object]]:
-    """Yield a function that shows what is being done; of a hub download HuggingFace's own bars tell more."""
-    console = Console(stderr=True)
-    animated = source.is_local and console.is_terminal
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    silence = _silence_bars() if source.is_local else nullcontext()
-    with silence, Progress(*columns, console=console, transient=True, disable=not animated) as progress:
-        task = progress.add_task("", total=None)
-        yield (lambda doing: progress.update(task, description=doing)) if animated else console.print
-
-
-@contextmanager
-def _silence_bars() -> Iterator[None]:
+def _without_bars() -> Iterator[None]:
     """Keep transformers' bars from fighting ours for the terminal's last line."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

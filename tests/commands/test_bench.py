@@ -861,21 +861,13 @@ def test_gguf_is_not_for_engines() -> None:
     assert "reads no GGUF file" in (contender.obstacle(setup) or "")
 
 
-def test_package_and_help_import_neither_the_bench_nor_matplotlib(tmp_path: Path) -> None:
+def test_the_package_imports_neither_the_bench_nor_matplotlib(tmp_path: Path) -> None:
     code = """
 import sys
 import compiled_llm
 compiled_llm.wrap
 assert "torch" in sys.modules
-assert not [name for name in sys.modules if name.startswith(("compiled_llm.commands.bench", "matplotlib"))]
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    code = """
-import sys
-from compiled_llm.commands.app import app
-app(["bench", "latency", "--help"], standalone_mode=False)
-assert not {"torch", "transformers", "matplotlib"} & set(sys.modules)
+assert not [name for name in sys.modules if name.startswith(("compiled_llm.commands", "matplotlib"))]
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

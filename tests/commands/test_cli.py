@@ -348,9 +348,22 @@ def test_help_shows_every_option_in_its_panel() -> None:
         assert re.findall(r"^\w+|(?<=│ )--[\w-]+", panel) == names.split()
 
 
-def test_help_needs_neither_torch_nor_transformers() -> None:
-    code = "import sys, compiled_llm.commands.app; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+@pytest.mark.parametrize("command", ["", "generate", "explain", "doctor", "bench", "bench latency"])
+def test_help_needs_neither_torch_nor_transformers_nor_matplotlib(command: str) -> None:
+    code = """
+import sys
+from compiled_llm.commands.app import app
+app(sys.argv[1:], standalone_mode=False)
+assert not {"torch", "transformers", "matplotlib"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code, *command.split(), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--help" in done.stdout
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "compiled_llm", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"compiled-llm {version('compiled-llm')}\n", "")
 
 
 def test_version() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compiled_llm.commands.choices import Device
 from compiled_llm.commands.errors import readable_errors
 
 if TYPE_CHECKING:
@@ -27,14 +28,6 @@ app = typer.Typer(
     "decode is the rate after it; end to end is everything; best and median of all runs. The ceiling is what the read "
     "bandwidth, measured in the same run, allows.",
 )
-
-
-class Device(str, Enum):
-    """What `--device` takes."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 class Decoding(str, Enum):
@@ -207,7 +200,6 @@ class _Run:
 
     def use(self, device: Device) -> str:
         """Choose the device; returns its type."""
-        self._log("importing torch and transformers")
         import torch
 
         name = device.value

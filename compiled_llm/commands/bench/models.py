@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,17 +63,11 @@ def build(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0) ->
     if is_random(name):
         model = _random(SHAPES[name], device, dtype, seed)
     else:
-        with _quiet():
-            model, _ = load(name, dtype, device)
+        model, _ = load(name, dtype, device, progress=False)
     model.config.eos_token_id = None
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.eval()
     return model
-
-
-def _quiet() -> AbstractContextManager[object]:
-    """Where stderr is no terminal, loading says each thing it does in a line."""
-    return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
 
 
 def _random(shape: dict[str, Any], device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:

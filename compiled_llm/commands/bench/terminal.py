@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
 from compiled_llm.commands.bench import markdown
 from compiled_llm.commands.bench.contender import Log
 from compiled_llm.commands.bench.report import Report
 from compiled_llm.commands.bench.tables import Table, footer, header, tables_of
+from compiled_llm.execution.progress import ProgressDisplay
 
 
 def show(report: Report) -> None:
@@ -51,11 +52,6 @@ def progress(verbose: bool) -> Iterator[Log]:
     Args:
         verbose: one line for each step, and no spinner.
     """
-    console = Console(stderr=True, highlight=False)
-    if verbose:
-        yield lambda line: console.print(f"bench: {line}", soft_wrap=True, markup=False)
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
-        task = shown.add_task("", total=None)
-        yield lambda line: shown.update(task, description=line)
+    display = ProgressDisplay(verbose or sys.stderr.isatty(), animated=not verbose)
+    with display.task("importing torch and transformers") as log:
+        yield log
