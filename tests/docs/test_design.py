@@ -1,0 +1,100 @@
+"""docs/design.md is true: a real call follows "the way of a token", and each room says what the page says."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import compiled_llm
+import compiled_llm_ops
+from support.tiny_models import tiny_qwen3
+
+CHECKOUT = Path(__file__).parents[2]
+DESIGN = (CHECKOUT / "docs" / "design.md").read_text()
+PACKAGES = [Path(str(package.__file__)).parent for package in (compiled_llm, compiled_llm_ops)]
+
+
+class Stop(NamedTuple):
+    """A row of "the way of a token"."""
+
+    number: int
+    file: str
+    function: str
+    on_cuda: bool
+
+
+WAY = [
+    Stop(int(number), file, function, bool(on_cuda))
+    for number, file, function, on_cuda in re.findall(
+        r"^\| (\d+) \| `([\w/]+\.py)` \| `(\w+)`( on CUDA)? \| .{20,} \|$", DESIGN, re.MULTILINE
+    )
+]
+
+
+def source_of(file: str) -> Path:
+    """The installed file behind a path of the repository."""
+    folder, _, rest = file.removeprefix("ops/").partition("/")
+    (package,) = (package for package in PACKAGES if package.name == folder)
+    return package / rest
+
+
+def test_the_way_is_numbered_and_every_row_is_read() -> None:
+    section = DESIGN.partition("## The way of a token")[2].partition("\n## ")[0]
+    assert [stop.number for stop in WAY] == list(range(1, section.count("\n| ")))  # less the head
+    assert len(WAY) > 15
+
+
+@pytest.mark.parametrize("stop", WAY, ids=lambda stop: f"{stop.number}-{stop.function}")
+def test_each_stop_of_the_way_is_a_function_in_its_file(stop: Stop) -> None:
+    tree = ast.parse(source_of(stop.file).read_text())
+    assert stop.function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_call_of_generate_follows_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In mode eager on the CPU, where nothing is compiled and Python sees every function."""
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None, num_hidden_layers=1), mode="eager", progress=False)
+    files = {str(source_of(stop.file)): stop.file for stop in WAY}
+    calls: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename in files:
+            calls.append((files[frame.f_code.co_filename], frame.f_code.co_name))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False)
+    finally:
+        sys.setprofile(before)
+
+    rest = iter(calls)
+    for stop in WAY:
+        if not stop.on_cuda:
+            assert (stop.file, stop.function) in rest, f"stop {stop.number} is not reached after those before it"
+
+
+# ---- rooms
+
+ROOMS = dict(re.findall(r"^\| `((?:\w+/)+)` \| (.+) \|$", DESIGN, re.MULTILINE))
+
+
+def first_line(package: Path) -> str:
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    return " ".join(docstring.partition("\n\n")[0].split()).replace("``", "`")
+
+
+def test_each_room_says_what_the_page_says() -> None:
+    for room, said in ROOMS.items():
+        assert first_line(source_of(f"{room}__init__.py").parent) == said, room
+
+
+def test_the_page_names_every_room() -> None:
+    rooms = {f"compiled_llm/{path.parent.name}/" for path in PACKAGES[0].glob("*/__init__.py")}
+    assert set(ROOMS) == {*rooms, "ops/compiled_llm_ops/"}
