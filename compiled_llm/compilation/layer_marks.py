@@ -12,22 +12,26 @@ from torch import Tensor, fx
 from compiled_llm_ops.library import define
 
 
-def _left_out(*_: Any) -> Tensor:
+class _LayerBegins(NamedTuple):
+    hidden: Tensor
+    own: list[Tensor]
+    layer: int
+
+
+class _LayerEnds(NamedTuple):
+    hidden: Tensor
+    layer: int
+    like: int
+
+
+def _left_out(_: object) -> Tensor:
     raise RuntimeError("this layer was left out of a graph and not put back")
 
 
 _begins = define(
-    "layer_begins(Tensor hidden, Tensor[] own, int layer) -> Tensor",
-    fake=lambda hidden, own, layer: torch.empty_like(hidden),
-    cpu=_left_out,
-    cuda=_left_out,
+    "layer_begins", _LayerBegins, fake=lambda args: torch.empty_like(args.hidden), cpu=_left_out, cuda=_left_out
 )
-_ends = define(
-    "layer_ends(Tensor hidden, int layer, int like) -> Tensor",
-    fake=lambda hidden, layer, like: torch.empty_like(hidden),
-    cpu=_left_out,
-    cuda=_left_out,
-)
+_ends = define("layer_ends", _LayerEnds, fake=lambda args: torch.empty_like(args.hidden), cpu=_left_out, cuda=_left_out)
 
 
 @functools.cache

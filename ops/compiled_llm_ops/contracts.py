@@ -1,4 +1,9 @@
-"""Plans: what FlashInfer decided on the host about one prefill, and how a launcher finds it inside a graph.
+"""What the ops take, and what they and their kernels agree on.
+
+The fields of an op's tuple, their order and defaults are its schema (see ``library.define``); what they mean stands
+with the public function. Kernels and backends import nothing but this page.
+
+Plans: what FlashInfer decided on the host about one prefill, and how a launcher finds it inside a graph.
 
 A launcher runs inside a compiled, possibly captured, graph. It may not take a Python integer that
 names a bucket (one symbolic graph serves them all), so it finds its plan by what it really sees:
@@ -54,6 +59,122 @@ class PageTable(NamedTuple):
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
+
+
+def check_int32(op: str, **columns: Tensor) -> None:
+    """Check the columns of a page table, which kernels read by their address.
+
+    Raises:
+        ValueError: one is not int32.
+    """
+    for name, column in columns.items():
+        if column.dtype != torch.int32:
+            raise ValueError(f"{op}: {name} must be int32; got {column.dtype}")
+
+
+class AppendPagedKv(NamedTuple):
+    """What ``append_paged_kv`` takes."""
+
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    token_rows: Tensor
+    token_positions: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+class PagedAttention(NamedTuple):
+    """What ``paged_attention`` and ``paged_attention_lse`` take."""
+
+    query: Tensor
+    pages: Tensor
+    qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    scale: float
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+
+    @property
+    def table(self) -> PageTable:
+        """The page table."""
+        return PageTable(self.qo_indptr, self.indptr, self.indices, self.last_page_len)
+
+
+class DecodeAttention(NamedTuple):
+    """What ``decode_attention`` and ``decode_attention_lse`` take."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    scale: float
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    epsilon: float = 0.0
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    overlap: bool = False
+
+
+class AddRmsNorm(NamedTuple):
+    """What ``add_rms_norm`` takes."""
+
+    states: Tensor
+    update: Tensor
+    weight: Tensor
+    epsilon: float
+    overlap: bool = False
+
+
+class SkinnyLinear(NamedTuple):
+    """What ``skinny_linear`` takes."""
+
+    rows: Tensor
+    weight: Tensor
+    overlap: bool = False
+    ahead: bool = False
+
+
+class NormedLinear(NamedTuple):
+    """What ``normed_linear`` takes."""
+
+    states: Tensor
+    update: Tensor
+    norm: Tensor
+    epsilon: float
+    weight: Tensor
+    gated: bool = False
+    overlap: bool = False
+
+
+class SampleTokens(NamedTuple):
+    """What ``sample_tokens`` takes."""
+
+    logits: Tensor
+    uniform: Tensor
+    slots: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    penalty: Tensor
+    seen: Tensor
+
+
+class UniformNumbers(NamedTuple):
+    """What ``uniform_numbers`` takes."""
+
+    seeds: Tensor
+    positions: Tensor
 
 
 class AttentionPlan(Protocol):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm_ops.contracts import SampleTokens, UniformNumbers
 from compiled_llm_ops.library import define
 
 NOT_A_TOKEN = -1
@@ -65,59 +66,41 @@ def sample_tokens(
     return chosen
 
 
-def _check(
-    logits: Tensor,
-    uniform: Tensor,
-    slots: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    penalty: Tensor,
-    seen: Tensor,
-) -> None:
+def _check(args: SampleTokens) -> None:
+    logits = args.logits
     if logits.dim() != 2 or not logits.dtype.is_floating_point:
         raise ValueError(f"sample_tokens: logits must be [B, V] floats; got {list(logits.shape)} {logits.dtype}")
     rows, vocabulary = logits.shape
-    entries = temperature.shape[0]
+    entries = args.temperature.shape[0]
     expected = {
-        "uniform": (uniform, [rows], torch.float64),
-        "slots": (slots, [rows], torch.int64),
-        "temperature": (temperature, [entries], torch.float32),
-        "top_k": (top_k, [entries], torch.int32),
-        "top_p": (top_p, [entries], torch.float32),
-        "min_p": (min_p, [entries], torch.float32),
-        "penalty": (penalty, [entries], torch.float32),
-        "seen": (seen, [entries, vocabulary], torch.bool),
+        "uniform": ([rows], torch.float64),
+        "slots": ([rows], torch.int64),
+        "temperature": ([entries], torch.float32),
+        "top_k": ([entries], torch.int32),
+        "top_p": ([entries], torch.float32),
+        "min_p": ([entries], torch.float32),
+        "penalty": ([entries], torch.float32),
+        "seen": ([entries, vocabulary], torch.bool),
     }
-    for name, (given, shape, dtype) in expected.items():
-        if list(given.shape) != shape or given.dtype != dtype or not given.is_contiguous():
+    for name, (shape, dtype) in expected.items():
+        tensor = getattr(args, name)
+        if list(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
-                f"sample_tokens: {name} must be {shape} {dtype}, contiguous; got {list(given.shape)} {given.dtype}"
+                f"sample_tokens: {name} must be {shape} {dtype}, contiguous; got {list(tensor.shape)} {tensor.dtype}"
             )
 
 
-def _cpu(
-    logits: Tensor,
-    uniform: Tensor,
-    slots: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    penalty: Tensor,
-    seen: Tensor,
-) -> Tensor:
-    _check(logits, uniform, slots, temperature, top_k, top_p, min_p, penalty, seen)
-    temperature = temperature[slots]
-    scores = _scores(logits, temperature, penalty[slots], seen, slots)
+def _cpu(args: SampleTokens) -> Tensor:
+    _check(args)
+    slots, temperature = args.slots, args.temperature[args.slots]
+    scores = _scores(args.logits, temperature, args.penalty[slots], args.seen, slots)
     best, chosen = scores.max(dim=-1)
     usable = (best > -math.inf) & (best < math.inf)  # both are False for NaN
     if not bool((temperature == 0).all()):
-        drawn = _draw(scores, best, uniform, top_k[slots], top_p[slots], min_p[slots])
+        drawn = _draw(scores, best, args.uniform, args.top_k[slots], args.top_p[slots], args.min_p[slots])
         chosen = torch.where(temperature == 0, chosen, drawn)
     chosen = torch.where(usable, chosen, NOT_A_TOKEN)
-    seen[slots[usable], chosen[usable]] = True
+    args.seen[slots[usable], chosen[usable]] = True
     return chosen
 
 
@@ -199,53 +182,21 @@ def _nucleus(scores: Tensor, weights: Tensor, smallest: Tensor, top_p: Tensor, l
     return found
 
 
-def _cuda(
-    logits: Tensor,
-    uniform: Tensor,
-    slots: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    penalty: Tensor,
-    seen: Tensor,
-) -> Tensor:
+def _cuda(args: SampleTokens) -> Tensor:
     from compiled_llm_ops.kernels import sampling as triton_sampling
 
-    _check(logits, uniform, slots, temperature, top_k, top_p, min_p, penalty, seen)
-    with torch.cuda.device_of(logits):
-        return triton_sampling.sample_tokens(
-            logits.float() if logits.dtype == torch.float64 else logits,
-            uniform,
-            slots,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            penalty,
-            seen,
-            NOT_A_TOKEN,
-        )
-
-
-def _fake(
-    logits: Tensor,
-    uniform: Tensor,
-    slots: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    penalty: Tensor,
-    seen: Tensor,
-) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+    _check(args)
+    if args.logits.dtype == torch.float64:
+        args = args._replace(logits=args.logits.float())
+    with torch.cuda.device_of(args.logits):
+        return triton_sampling.sample_tokens(args, NOT_A_TOKEN)
 
 
 _sample_tokens = define(
-    "sample_tokens(Tensor logits, Tensor uniform, Tensor slots, Tensor temperature, Tensor top_k, Tensor top_p, "
-    "Tensor min_p, Tensor penalty, Tensor(a!) seen) -> Tensor",
-    fake=_fake,
+    "sample_tokens",
+    SampleTokens,
+    writes=("seen",),
+    fake=lambda args: args.logits.new_empty(args.logits.shape[0], dtype=torch.int64),
     cpu=_cpu,
     cuda=_cuda,
 )
@@ -300,7 +251,8 @@ def philox(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _check_uniform(seeds: Tensor, positions: Tensor) -> None:
+def _check_uniform(args: UniformNumbers) -> None:
+    seeds, positions = args
     if seeds.shape != positions.shape or not seeds.dtype == positions.dtype == torch.int64:
         raise ValueError(
             f"uniform_numbers: seeds and positions must be int64 of one shape; got {seeds.dtype} {list(seeds.shape)} "
@@ -308,9 +260,9 @@ def _check_uniform(seeds: Tensor, positions: Tensor) -> None:
         )
 
 
-def _uniform_cpu(seeds: Tensor, positions: Tensor) -> Tensor:
-    _check_uniform(seeds, positions)
-    seed, low = (tensor.numpy().astype(np.uint64) for tensor in (seeds, positions))
+def _uniform_cpu(args: UniformNumbers) -> Tensor:
+    _check_uniform(args)
+    seed, low = (tensor.numpy().astype(np.uint64) for tensor in args)
     key, high, low = seed & np.uint64(_MASK), seed >> np.uint64(32), low & np.uint64(_MASK)
     for _ in range(_ROUNDS):
         product = low * np.uint64(_MULTIPLIER)
@@ -320,18 +272,15 @@ def _uniform_cpu(seeds: Tensor, positions: Tensor) -> Tensor:
     return torch.from_numpy(np.asarray(bits.astype(np.float64) * 2.0**-53))
 
 
-def _uniform_cuda(seeds: Tensor, positions: Tensor) -> Tensor:
-    _check_uniform(seeds, positions)
-    return uniform_of(seeds, positions)
-
-
-def _uniform_fake(seeds: Tensor, positions: Tensor) -> Tensor:
-    return seeds.new_empty(seeds.shape, dtype=torch.float64)
+def _uniform_cuda(args: UniformNumbers) -> Tensor:
+    _check_uniform(args)
+    return uniform_of(args.seeds, args.positions)
 
 
 _uniform_numbers = define(
-    "uniform_numbers(Tensor seeds, Tensor positions) -> Tensor",
-    fake=_uniform_fake,
+    "uniform_numbers",
+    UniformNumbers,
+    fake=lambda args: args.seeds.new_empty(args.seeds.shape, dtype=torch.float64),
     cpu=_uniform_cpu,
     cuda=_uniform_cuda,
 )

@@ -21,7 +21,7 @@ from compiled_llm.compilation.passes.patterns import Formula
 from compiled_llm.compilation.passes.products import OuterProducts
 from compiled_llm.config import WrapConfig
 from compiled_llm_ops import decode_attention, decode_attention_lse
-from compiled_llm_ops.attention.decode import Arguments
+from compiled_llm_ops.contracts import DecodeAttention
 from support.families import FAMILIES, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_llama, tiny_qwen3
@@ -64,7 +64,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
 
 def attentions_in(graph: fx.Graph) -> list[Any]:
     found: list[Any] = [node.args for node in graph.nodes if node.target in ATTENTIONS]
-    return [Arguments(*arguments) for arguments in found]
+    return [DecodeAttention(*arguments) for arguments in found]
 
 
 def norms_in(graph: fx.Graph) -> int:

@@ -419,8 +419,12 @@ def test_every_op_has_a_fake_kernels_a_docstring_and_an_opcheck_case(name):
     public = getattr(compiled_llm_ops, name)
     documented = inspect.getdoc(public)
     assert documented is not None
+    check_signature(packet.default._schema, inspect.signature(public))
     returns = len(getattr(packet, packet.overloads()[0])._schema.returns) > 0
     sections = ["Args:", *(["Returns:"] if returns else []), "Raises:", "Source:"]
+    referred = re.search(r"\nArgs: those of ``(\w+)``\.\n", documented)
+    if referred is not None:
+        documented = documented.replace(referred[0], arguments_section(getattr(compiled_llm_ops, referred[1])))
     found = [documented.find(f"\n{section}\n") for section in sections]
     assert -1 not in found
     assert found == sorted(found)
@@ -431,9 +435,23 @@ def test_every_op_has_a_fake_kernels_a_docstring_and_an_opcheck_case(name):
             assert "[" in line or "like ``key``" in line, f"the shape of {argument.name}"
     assert re.search(r"int32|int64|dtype", arguments)
     assert "https://" in documented[found[-1] :] or name == "skinny_linear", "the measurement is our own"
-    assert [argument.name for argument in packet.default._schema.arguments] == list(
-        inspect.signature(public).parameters
-    )
+
+
+def check_signature(schema: torch.FunctionSchema, signature: inspect.Signature) -> None:
+    """A public function takes what its op takes: names, order, types and defaults."""
+    types = {"Tensor": "Tensor", "Tensor | None": "Optional[Tensor]"}
+    taken = [
+        (name, types.get(entry.annotation, entry.annotation), None if entry.default is entry.empty else entry.default)
+        for name, entry in signature.parameters.items()
+    ]
+    assert taken == [(entry.name, str(entry.type), entry.default_value) for entry in schema.arguments]
+
+
+def arguments_section(function: Callable[..., Any]) -> str:
+    """What an op that takes the same arguments refers to."""
+    documented = inspect.getdoc(function)
+    assert documented is not None
+    return documented[documented.index("\nArgs:\n") : documented.index("\nReturns:\n")]
 
 
 @pytest.mark.parametrize("name", ops_of_the_namespace())

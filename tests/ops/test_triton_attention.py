@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compiled_llm_ops import paged_attention_lse
-from compiled_llm_ops.attention.decode import Arguments, _prepared
+from compiled_llm_ops.attention.decode import _prepared
+from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels import attention_tiling
 from compiled_llm_ops.kernels.attention_tiling import MOST_ROWS, MOST_SHARES, Tiling, choose
 from support.interpreting import INTERPRETED, check_interpreted, interpreted, needs_triton, not_interpreted
@@ -116,7 +117,7 @@ def launch(
 
     tiling = tiling_of(batch, tiling) if isinstance(tiling, int) else tiling
     lse = torch.empty(batch.query.shape[:2])
-    given = Arguments(*batch, SCALE, window_left, soft_cap, **preparation)
+    given = DecodeAttention(*batch, SCALE, window_left, soft_cap, **preparation)
     return decode(given, lse, tiling=tiling, pdl=False), lse
 
 
@@ -250,7 +251,7 @@ def test_log_sum_exp_may_be_left_out(seed: int) -> None:
 
     batch = batch_of([40, 700], 17, 16, 64)
     out, _ = launch(batch, 3)
-    assert torch.equal(out, decode(Arguments(*batch, SCALE), None, tiling=tiling_of(batch, 3), pdl=False))
+    assert torch.equal(out, decode(DecodeAttention(*batch, SCALE), None, tiling=tiling_of(batch, 3), pdl=False))
 
 
 @interpreted
@@ -301,7 +302,7 @@ def test_queries_and_keys_are_normed_and_turned_first(
         preparation["key_norm"] = torch.randn(head_dim).half()
     if given in ("positions", "both"):
         preparation |= {"cos": angles.cos().half(), "sin": angles.sin().half()}
-    arguments = Arguments(*batch, SCALE, **preparation)
+    arguments = DecodeAttention(*batch, SCALE, **preparation)
     query, key = (
         _prepared(states.float(), None if norm is None else norm.float(), arguments)
         for states, norm in ((batch.query, arguments.query_norm), (batch.key, arguments.key_norm))

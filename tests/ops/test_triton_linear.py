@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_llm_ops import normed_linear
 from compiled_llm_ops.kernels.linear_tiling import Tiling
 from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 
@@ -64,7 +65,6 @@ ONE_ROW = [
 @pytest.mark.parametrize("n", [46, 208], ids="N={}".format)
 def test_one_row_is_normed_and_gated(tiling: Tiling, n: int, gated: bool, normed: bool, seed: int) -> None:
     from compiled_llm_ops.kernels.linear import Normed, multiply_few
-    from compiled_llm_ops.linear.normed_linear import _composed
 
     k = 700
     if normed and tiling.early * tiling.inputs < k:
@@ -72,7 +72,7 @@ def test_one_row_is_normed_and_gated(tiling: Tiling, n: int, gated: bool, normed
     states, update = torch.randn(2, 1, k).half()
     norm, weight = torch.randn(k).half(), torch.randn(n, k).half() / 20
     total = torch.full_like(states, torch.nan)
-    expected_total, expected = _composed(states, update, norm, 0.01, weight, gated, False)
+    expected_total, expected = normed_linear(states, update, norm, 0.01, weight, gated)
     row = states if normed else torch.nn.functional.rms_norm(expected_total, (k,), norm, 0.01)
     given = Normed(update, norm, 0.01, total) if normed else None
     out = multiply_few(row, weight, tiling, normed=given, gated=gated, pdl=False)

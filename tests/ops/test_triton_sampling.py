@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm_ops import sample_tokens
+from compiled_llm_ops.contracts import SampleTokens
 from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles
 
@@ -58,7 +59,7 @@ def test_kernels_compile_without_a_gpu(
 def launch(*given: Any) -> Tensor:
     from compiled_llm_ops.kernels import sampling as triton_sampling
 
-    return triton_sampling.sample_tokens(*given, NOT_A_TOKEN)
+    return triton_sampling.sample_tokens(SampleTokens(*given), NOT_A_TOKEN)
 
 
 @interpreted

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from compiled_llm.compat import example_of
+from compiled_llm.compilation.passes.arguments import arguments_of, set_arguments
 from compiled_llm.compilation.passes.patterns import RMS_NORM, ROTARY, is_norm_of
-from compiled_llm_ops.attention.decode import Arguments
+from compiled_llm_ops.contracts import DecodeAttention
 
 _DECODE_ATTENTIONS = (
     torch.ops.compiled_llm.decode_attention.default,
@@ -29,12 +30,13 @@ class PreparedInAttention:
         attentions = [node for node in graph.nodes if node.target in _DECODE_ATTENTIONS]
         flat: dict[fx.Node, fx.Node] = {}
         for node in attentions:
-            query, key = map(_raw, node.args[:2])
+            args = arguments_of(node, DecodeAttention)
+            query, key = _raw(args.query), _raw(args.key)
             if query is not None and key is not None and query.goes_with(key):
                 _prepare_inside(graph, node, query, key, flat)
         if attentions and _table_is_settled(attentions):
             for node in attentions:
-                node.args = _arguments(node)._replace(overlap=True)
+                set_arguments(node, arguments_of(node, DecodeAttention)._replace(overlap=True))
 
 
 class _Raw(NamedTuple):
@@ -97,7 +99,7 @@ def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: _Raw, key: _Raw,
                 flat[angles] = graph.call_method("squeeze", (angles, 1))
     with graph.inserting_before(attention):
         packed = [graph.call_method("squeeze", (raw.states, 1)) for raw in (query, key)]
-    attention.args = _arguments(attention)._replace(
+    arguments = arguments_of(attention, DecodeAttention)._replace(
         query=packed[0],
         key=packed[1],
         query_norm=query.norm,
@@ -106,20 +108,17 @@ def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: _Raw, key: _Raw,
         cos=flat[query.cos],
         sin=flat[query.sin],
     )
+    set_arguments(attention, arguments)
     for node in (*reversed(key.own), *reversed(query.own)):
         if not node.users:
             graph.erase_node(node)
 
 
-def _arguments(attention: fx.Node) -> Any:
-    """Return what an attention is given, nodes in place of tensors."""
-    arguments: Any = attention.args
-    return Arguments(*arguments)
-
-
 def _table_is_settled(attentions: Sequence[fx.Node]) -> bool:
     """Return whether nothing in the graph touches a page table before the last attention has read it."""
-    columns: list[Any] = [entry for node in attentions for entry in node.args[4:7]]
-    tables = set(columns)
+    tables: set[Any] = set()
+    for node in attentions:
+        args = arguments_of(node, DecodeAttention)
+        tables |= {args.indptr, args.indices, args.last_page_len}
     users = {user for entry in tables for user in entry.users if user < attentions[-1]}
     return all(entry.op == "placeholder" for entry in tables) and users <= set(attentions)

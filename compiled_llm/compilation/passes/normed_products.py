@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compiled_llm.compat import example_of
+from compiled_llm.compilation.passes.arguments import arguments_of
+from compiled_llm_ops.contracts import AddRmsNorm, NormedLinear
 from compiled_llm_ops.linear import linear
 
 NORMED_LINEAR = torch.ops.compiled_llm.normed_linear.default
@@ -33,7 +35,7 @@ class NormedProducts:
 
 
 def _is_one_row(sums: fx.Node) -> bool:
-    states = example_of(cast(fx.Node, sums.args[0]))
+    states = example_of(arguments_of(sums, AddRmsNorm).states)
     return bool(states.numel() == states.shape[-1])
 
 
@@ -42,13 +44,18 @@ def _multiply_normed(graph: fx.Graph, sums: fx.Node, total: fx.Node, normed: fx.
     product = _only_user(normed)
     if product is None or product.target is not _LINEAR or product.kwargs or product.args[0] is not normed:
         return
-    weight, *bias = (entry for entry in product.args[1:] if entry is not None)
+    parameters: list[Any] = [entry for entry in product.args[1:] if entry is not None]
+    weight, *bias = parameters
     example = _example_of_weight(weight)
     if example is None or not linear.has_kernel(example, rows=1) or any(user < product for user in total.users):
         return
     gate = None if bias else _gate(product, len(example))
+    args = arguments_of(sums, AddRmsNorm)
+    arguments = NormedLinear(
+        args.states, args.update, args.weight, args.epsilon, weight, gated=gate is not None, overlap=True
+    )
     with graph.inserting_before(product):
-        both = graph.call_function(NORMED_LINEAR, (*sums.args[:4], weight, gate is not None, True))
+        both = graph.call_function(NORMED_LINEAR, tuple(arguments))
         new_total, result = (graph.call_function(operator.getitem, (both, number)) for number in range(2))
         new_total.meta.update(total.meta)
         if bias:

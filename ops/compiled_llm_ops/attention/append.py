@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.library import check_int32, define
+from compiled_llm_ops.contracts import AppendPagedKv, PageTable, check_int32
+from compiled_llm_ops.library import define
 
 
 def append_paged_kv(
@@ -46,15 +47,8 @@ def append_paged_kv(
     _append_paged_kv(key, value, pages, token_rows, token_positions, indptr, indices, last_page_len)
 
 
-def _check(
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    token_rows: Tensor,
-    token_positions: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-) -> None:
+def _check(args: AppendPagedKv) -> None:
+    key, value, pages = args.key, args.value, args.pages
     if key.shape != value.shape or key.dim() != 3 or key.dtype != value.dtype:
         raise ValueError(
             f"append_paged_kv: key and value must be [T, K, D] of one shape and dtype; got {tuple(key.shape)} "
@@ -65,73 +59,45 @@ def _check(
             f"append_paged_kv: pages must be [P, 2, {key.shape[1]}, S, D >= {key.shape[2]}] for a key of "
             f"{tuple(key.shape)}; got {tuple(pages.shape)}"
         )
-    if token_rows.shape != key.shape[:1] or token_positions.shape != key.shape[:1]:
+    if args.token_rows.shape != key.shape[:1] or args.token_positions.shape != key.shape[:1]:
         raise ValueError(
             f"append_paged_kv: token_rows and token_positions must be [{key.shape[0]}], one entry a token; got "
-            f"{tuple(token_rows.shape)} and {tuple(token_positions.shape)}"
+            f"{tuple(args.token_rows.shape)} and {tuple(args.token_positions.shape)}"
         )
     check_int32(
         "append_paged_kv",
-        token_rows=token_rows,
-        token_positions=token_positions,
-        indptr=indptr,
-        indices=indices,
+        token_rows=args.token_rows,
+        token_positions=args.token_positions,
+        indptr=args.indptr,
+        indices=args.indices,
     )
 
 
-def _fake(
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    token_rows: Tensor,
-    token_positions: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-) -> None:
-    return None
+def _cpu(args: AppendPagedKv) -> None:
+    _check(args)
+    page_size, head_dim = args.pages.shape[3], args.key.shape[2]
+    page = args.indices[args.indptr[args.token_rows] + args.token_positions // page_size]
+    slot = args.token_positions % page_size
+    args.pages[page, :, :, slot, :head_dim] = torch.stack([args.key, args.value], dim=1).to(args.pages.dtype)
 
 
-def _cpu(
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    token_rows: Tensor,
-    token_positions: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-) -> None:
-    _check(key, value, pages, token_rows, token_positions, indptr, indices)
-    page_size, head_dim = pages.shape[3], key.shape[2]
-    page = indices[indptr[token_rows] + token_positions // page_size]
-    slot = token_positions % page_size
-    pages[page, :, :, slot, :head_dim] = torch.stack([key, value], dim=1).to(pages.dtype)
-
-
-def _cuda(
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    token_rows: Tensor,
-    token_positions: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-) -> None:
-    from compiled_llm_ops.contracts import PageTable
+def _cuda(args: AppendPagedKv) -> None:
     from compiled_llm_ops.flashinfer.append import append
 
-    _check(key, value, pages, token_rows, token_positions, indptr, indices)
-    if padding := pages.shape[4] - key.shape[2]:
-        key, value = (torch.nn.functional.pad(x, (0, padding)) for x in (key, value))
-    append(key, value, pages, token_rows, token_positions, PageTable(indptr, indptr, indices, last_page_len))
+    _check(args)
+    key, value = args.key, args.value
+    if padding := args.pages.shape[4] - key.shape[2]:
+        key, value = (torch.nn.functional.pad(states, (0, padding)) for states in (key, value))
+    table = PageTable(args.indptr, args.indptr, args.indices, args.last_page_len)
+    append(key, value, args.pages, args.token_rows, args.token_positions, table)
 
 
 _append_paged_kv = define(
-    "append_paged_kv(Tensor key, Tensor value, Tensor(a!) pages, Tensor token_rows, Tensor token_positions, "
-    "Tensor indptr, Tensor indices, Tensor last_page_len) -> ()",
-    fake=_fake,
+    "append_paged_kv",
+    AppendPagedKv,
+    writes=("pages",),
+    returns="()",
+    fake=lambda args: None,
     cpu=_cpu,
     cuda=_cuda,
 )

@@ -1,8 +1,5 @@
 """Attention over paged keys and values: ragged causal prefill and extend. Decode has ops of its own, in ``decode``.
 
-Two ops rather than an optional output: ``paged_attention``, and ``paged_attention_lse`` which also returns the
-log-sum-exp.
-
 Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension, P pages, S page size, N entries of the
 page table, L tokens of one row in the cache, Q queries of one row.
 """
@@ -11,17 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import Geometry, PageTable, find_plan
-from compiled_llm_ops.library import check_int32, define
-
-_SIGNATURE = (
-    "(Tensor query, Tensor pages, Tensor qo_indptr, Tensor indptr, Tensor indices, Tensor last_page_len, "
-    "float scale, int window_left=-1, float logits_soft_cap=0.0)"
-)
+from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.contracts import Geometry, PagedAttention, PageTable, check_int32, find_plan
+from compiled_llm_ops.library import same_arguments_as
 
 
 def paged_attention(
@@ -66,29 +60,11 @@ def paged_attention(
     return out
 
 
-def paged_attention_lse(
-    query: Tensor,
-    pages: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+@same_arguments_as(paged_attention)
+def paged_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """``paged_attention`` that also returns the log-sum-exp of each query's logits.
 
-    Args:
-        query: ``[T, H, D]``, any strides; H a multiple of K.
-        pages: ``[P, 2, K, S, D']`` with D' >= D; columns past D are zero.
-        qo_indptr: ``[B + 1]`` int32, where each row's queries begin.
-        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers.
-        last_page_len: ``[B]`` int32, tokens in each row's last page, 1 to S.
-        scale: factor on the logits before the softmax.
-        window_left: tokens visible to the left of each query; -1 for all.
-        logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
+    Args: those of ``paged_attention``.
 
     Returns:
         ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
@@ -102,12 +78,12 @@ def paged_attention_lse(
         On CUDA FlashInfer ``BatchPrefillWithPagedKVCacheWrapper`` with ``return_lse``
         (https://arxiv.org/abs/2501.01005).
     """
-    table = (qo_indptr, indptr, indices, last_page_len)
-    out, lse = _paged_attention_lse(query, pages, *table, scale, window_left, logits_soft_cap)
+    out, lse = _paged_attention_lse(*args, **kwargs)
     return out, lse
 
 
-def _check(query: Tensor, pages: Tensor, table: PageTable) -> None:
+def _check(args: PagedAttention) -> None:
+    query, pages, table = args.query, args.pages, args.table
     if query.dim() != 3 or pages.dim() != 5 or pages.shape[1] != 2:
         raise ValueError(
             "paged_attention: query must be [T, H, D] and pages [P, 2, K, S, D]; got "
@@ -144,16 +120,14 @@ def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) ->
     return keys, values
 
 
-def _rows(
-    query: Tensor, pages: Tensor, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _rows(query: Tensor, pages: Tensor, table: PageTable) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield each row's queries as a slice, and its keys and values ``[K, L, D]`` gathered from its pages."""
     page_size, head_dim = pages.shape[3], query.shape[2]
-    starts, ends = qo_indptr.tolist(), indptr.tolist()
-    for row, last in enumerate(last_page_len.tolist()):
+    starts, ends = table.qo_indptr.tolist(), table.indptr.tolist()
+    for row, last in enumerate(table.last_page_len.tolist()):
         if starts[row] == starts[row + 1]:
             continue
-        keys, values = gather(pages, indices[ends[row] : ends[row + 1]], head_dim, query.dtype)
+        keys, values = gather(pages, table.indices[ends[row] : ends[row + 1]], head_dim, query.dtype)
         length = (ends[row + 1] - ends[row] - 1) * page_size + last
         yield slice(starts[row], starts[row + 1]), keys[:, :length], values[:, :length]
 
@@ -202,134 +176,50 @@ def _attend_lse(
     return out.reshape(queries, heads, head_dim), lse.reshape(queries, heads) / math.log(2)
 
 
-def _cpu(
-    query: Tensor,
-    pages: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> Tensor:
-    if logits_soft_cap > 0:
-        return _cpu_lse(query, pages, qo_indptr, indptr, indices, last_page_len, scale, window_left, logits_soft_cap)[0]
-    _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len))
-    out = torch.empty(query.shape, dtype=query.dtype)
-    for tokens, keys, values in _rows(query, pages, qo_indptr, indptr, indices, last_page_len):
-        out[tokens] = _attend(query[tokens], keys, values, scale, window_left)
-    return out
-
-
-def _cpu_lse(
-    query: Tensor,
-    pages: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    _check(query, pages, PageTable(qo_indptr, indptr, indices, last_page_len))
-    out = torch.empty(query.shape, dtype=query.dtype)
-    lse = torch.empty(query.shape[:2], dtype=torch.float32)
-    for tokens, key, value in _rows(query, pages, qo_indptr, indptr, indices, last_page_len):
-        visible = _visible(tokens.stop - tokens.start, key.shape[1], window_left)
-        out[tokens], lse[tokens] = _attend_lse(query[tokens], key, value, scale, visible, logits_soft_cap)
-    return out, lse
-
-
-# ---- CUDA: FlashInfer's kernels with the plan that was made for this page table
-
-
-def _launch(
+def attend_row_by_row(
     query: Tensor,
     pages: Tensor,
     table: PageTable,
     scale: float,
     window_left: int,
     logits_soft_cap: float,
-    lse: Tensor | None,
-) -> Tensor:
-    tokens, heads, head_dim = query.shape
-    _, _, kv_heads, page_size, padded = pages.shape
-    geometry = Geometry(heads, kv_heads, padded, page_size, window_left, logits_soft_cap, query.dtype, pages.dtype)
-    plan = find_plan(table.indptr, table.last_page_len.shape[0], geometry)
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``[T, H, D]`` and, if it is wanted, the log-sum-exp ``[T, H]`` in base 2."""
+    out = torch.empty(query.shape, dtype=query.dtype)
+    lse = torch.empty(query.shape[:2], dtype=torch.float32)
+    for tokens, keys, values in _rows(query, pages, table):
+        if wants_lse or logits_soft_cap > 0:
+            visible = _visible(tokens.stop - tokens.start, keys.shape[1], window_left)
+            out[tokens], lse[tokens] = _attend_lse(query[tokens], keys, values, scale, visible, logits_soft_cap)
+        else:
+            out[tokens] = _attend(query[tokens], keys, values, scale, window_left)
+    return out, lse if wants_lse else None
+
+
+def _cpu(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    _check(args)
+    how = (args.scale, args.window_left, args.logits_soft_cap)
+    return attend_row_by_row(args.query, args.pages, args.table, *how, wants_lse)
+
+
+# ---- CUDA: FlashInfer's kernels with the plan that was made for this page table
+
+
+def _cuda(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    _check(args)
+    query, (tokens, heads, head_dim) = args.query, args.query.shape
+    _, _, kv_heads, page_size, padded = args.pages.shape
+    geometry = Geometry(
+        heads, kv_heads, padded, page_size, args.window_left, args.logits_soft_cap, query.dtype, args.pages.dtype
+    )
+    plan = find_plan(args.indptr, args.last_page_len.shape[0], geometry)
     query = torch.nn.functional.pad(query, (0, padded - head_dim)) if padded != head_dim else query.contiguous()
     out = torch.empty((tokens, heads, padded), dtype=query.dtype, device=query.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if wants_lse else None
     # The op's own columns, not those that were planned: functionalisation may have put new lengths into a new tensor.
-    plan.run(query, pages, out, lse, scale, table)
-    return out if padded == head_dim else out[..., :head_dim].contiguous()
+    plan.run(query, args.pages, out, lse, args.scale, args.table)
+    return out if padded == head_dim else out[..., :head_dim].contiguous(), lse
 
 
-def _cuda(
-    query: Tensor,
-    pages: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> Tensor:
-    table = PageTable(qo_indptr, indptr, indices, last_page_len)
-    _check(query, pages, table)
-    return _launch(query, pages, table, scale, window_left, logits_soft_cap, None)
-
-
-def _cuda_lse(
-    query: Tensor,
-    pages: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    table = PageTable(qo_indptr, indptr, indices, last_page_len)
-    _check(query, pages, table)
-    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    return _launch(query, pages, table, scale, window_left, logits_soft_cap, lse), lse
-
-
-# ---- fakes
-
-
-def _fake(
-    query: Tensor,
-    pages: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-def _fake_lse(
-    query: Tensor,
-    pages: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
-
-
-_paged_attention = define(f"paged_attention{_SIGNATURE} -> Tensor", fake=_fake, cpu=_cpu, cuda=_cuda)
-_paged_attention_lse = define(
-    f"paged_attention_lse{_SIGNATURE} -> (Tensor, Tensor)", fake=_fake_lse, cpu=_cpu_lse, cuda=_cuda_lse
-)
+_paged_attention, _paged_attention_lse = define_with_lse("paged_attention", PagedAttention, cpu=_cpu, cuda=_cuda)

@@ -19,7 +19,7 @@ P pages, S page size, N entries of the page table.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -27,11 +27,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels.attention_tiling import MOST_ROWS, MOST_SHARES, Tiling
 from compiled_llm_ops.kernels.counters import zeros
-
-if TYPE_CHECKING:
-    from compiled_llm_ops.attention.decode import Arguments
 
 MERGED_NUMBERS = 2**12
 """Numbers of partial results that are summed at a time."""
@@ -265,11 +263,11 @@ def _decode_paged_attention(
                 tl.store(arrivals + item, 0)
 
 
-def decode(given: Arguments, lse: Tensor | None, *, tiling: Tiling, pdl: bool) -> Tensor:
+def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: Tiling, pdl: bool) -> Tensor:
     """Launch attention of one query a row. All is on one device, the current one.
 
     Args:
-        given: as ``decode_attention`` takes it, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
+        args: as ``decode_attention`` takes it, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
             contiguous, with D' a power of two from 64 on; each row has a page at least.
         lse: ``[B, H]`` float32, contiguous, written: the log-sum-exp in base 2. None where it is not wanted.
         tiling: how keys are shared and read; block times D' a power of two.
@@ -285,18 +283,20 @@ def decode(given: Arguments, lse: Tensor | None, *, tiling: Tiling, pdl: bool) -
         Flash-Decoding (https://pytorch.org/blog/flash-decoding/), with its second launch folded into the first;
         results and log-sum-exp as of FlashInfer's decode kernels (https://arxiv.org/abs/2501.01005).
     """
-    if given.query.dtype not in DTYPES:
+    if args.query.dtype not in DTYPES:
         raise ValueError(
-            f"decode_attention: no kernel for {given.query.dtype} queries; use torch.bfloat16 or torch.float16"
+            f"decode_attention: no kernel for {args.query.dtype} queries; use torch.bfloat16 or torch.float16"
         )
-    if not given.pages.is_contiguous():
+    if not args.pages.is_contiguous():
         raise ValueError("decode_attention: pages must be contiguous")
-    query, key, value = (states if states.stride(2) == 1 else states.contiguous() for states in given[:3])
+    query, key, value = (
+        states if states.stride(2) == 1 else states.contiguous() for states in (args.query, args.key, args.value)
+    )
     query_norm, key_norm, cos, sin = (
         tensor if tensor is None else tensor.contiguous()
-        for tensor in (given.query_norm, given.key_norm, given.cos, given.sin)
+        for tensor in (args.query_norm, args.key_norm, args.cos, args.sin)
     )
-    (rows, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, given.pages.shape
+    (rows, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
     group = heads // kv_heads
     padded = triton.next_power_of_2(group)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -305,10 +305,10 @@ def decode(given: Arguments, lse: Tensor | None, *, tiling: Tiling, pdl: bool) -
     slots = kv_heads * tiling.programs * groups if tiling.programs > 1 else 0
     partials = torch.empty((slots, padded, stored), dtype=torch.float32, device=query.device)
     partial_lses = torch.empty((slots, padded), dtype=torch.float32, device=query.device)
-    arrivals = zeros.take(rows * kv_heads, query.device) if slots else given.indptr
-    factor, cap = given.scale * math.log2(math.e), 0.0
-    if given.logits_soft_cap > 0:
-        factor, cap = given.scale / given.logits_soft_cap, given.logits_soft_cap * math.log2(math.e)
+    arrivals = zeros.take(rows * kv_heads, query.device) if slots else args.indptr
+    factor, cap = args.scale * math.log2(math.e), 0.0
+    if args.logits_soft_cap > 0:
+        factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
     constants: dict[str, Any] = {
         "ROWS": 1 if tiling.together == 1 else MOST_ROWS, "MOST": MOST_SHARES,
         "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
@@ -317,10 +317,10 @@ def decode(given: Arguments, lse: Tensor | None, *, tiling: Tiling, pdl: bool) -
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     _decode_paged_attention[(kv_heads, groups, tiling.programs)](
-        query, key, value, given.pages, given.indptr, given.indices, given.last_page_len,
+        query, key, value, args.pages, args.indptr, args.indices, args.last_page_len,
         query_norm, key_norm, cos, sin, out, lse, partials, partial_lses, arrivals,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.together,
-        given.window_left if given.window_left >= 0 else 2**31 - 1, tiling.alone, tiling.least, factor, cap,
-        given.epsilon, **constants,
+        args.window_left if args.window_left >= 0 else 2**31 - 1, tiling.alone, tiling.least, factor, cap,
+        args.epsilon, **constants,
     )  # fmt: skip
     return out

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm_ops.contracts import SampleTokens
+
 _GROUP = tl.constexpr(64)
 _TILE = tl.constexpr(2048)
 _CHUNK = tl.constexpr(4096)
@@ -31,20 +33,17 @@ _WIDE_WARPS = 4
 _ROW_WARPS = 16
 
 
-def sample_tokens(
-    logits: Tensor,
-    uniform: Tensor,
-    slots: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    penalty: Tensor,
-    seen: Tensor,
-    not_a_token: int,
-) -> Tensor:
-    """Launch; arguments are those of ``sampling.sample_tokens``, and the number that stands for no token."""
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
+    """Launch the kernels.
+
+    Args:
+        args: as ``sampling.sample_tokens`` takes them, checked, with logits of at most 32 bits.
+        not_a_token: the number that stands for no token.
+
+    Returns:
+        ``[B]`` int64, the chosen tokens.
+    """
+    logits = args.logits if args.logits.stride(1) == 1 else args.logits.contiguous()
     rows, vocabulary = logits.shape
     groups = triton.cdiv(vocabulary, _GROUP.value)
     device = logits.device
@@ -54,11 +53,14 @@ def sample_tokens(
     candidates = torch.empty(rows, _CANDIDATES.value, dtype=torch.int32, device=device)
     candidate_scores = torch.empty(rows, _CANDIDATES.value, dtype=torch.float32, device=device)
     chosen = torch.empty(rows, dtype=torch.int64, device=device)
-    shared = (logits, logits.stride(0), slots, temperature, penalty, seen, vocabulary, largest, mass, groups)
+    shared = (
+        logits, logits.stride(0), args.slots, args.temperature, args.penalty, args.seen, vocabulary, largest, mass,
+        groups,
+    )  # fmt: skip
     _summarise_for_sampling[(rows, triton.cdiv(vocabulary, _TILE.value))](*shared, num_warps=_WIDE_WARPS)
     _sample_rows[(rows,)](
-        *shared, top_k, top_p, min_p, uniform, found, candidates, candidate_scores, chosen, not_a_token,
-        padded_groups=triton.next_power_of_2(groups), num_warps=_ROW_WARPS,
+        *shared, args.top_k, args.top_p, args.min_p, args.uniform, found, candidates, candidate_scores, chosen,
+        not_a_token, padded_groups=triton.next_power_of_2(groups), num_warps=_ROW_WARPS,
     )  # fmt: skip
     return chosen
 

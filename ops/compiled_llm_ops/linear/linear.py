@@ -10,8 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
+from compiled_llm_ops.contracts import SkinnyLinear
 from compiled_llm_ops.kernels.linear_tiling import MOST_ROWS, Tiling, choose
-from compiled_llm_ops.kernels.overlap import possible
 from compiled_llm_ops.library import define
 
 
@@ -56,7 +56,8 @@ def has_kernel(weight: Tensor, rows: int | None = None) -> bool:
     return any(tiling_of(count, weight) is not None for count in counts)
 
 
-def _check(rows: Tensor, weight: Tensor) -> None:
+def _check(args: SkinnyLinear) -> None:
+    rows, weight = args.rows, args.weight
     if rows.dim() != 2 or weight.dim() != 2 or rows.shape[1] != weight.shape[1] or rows.dtype != weight.dtype:
         raise ValueError(
             "skinny_linear: rows must be [M, I] and weight [O, I] of one dtype; got "
@@ -68,8 +69,9 @@ def _weight_goes_left(count: int, outputs: int) -> bool:
     return count <= 4 or (count <= 8 and outputs >= 8192)
 
 
-def _cpu(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bool = False) -> Tensor:
-    _check(rows, weight)
+def _cpu(args: SkinnyLinear) -> Tensor:
+    _check(args)
+    rows, weight = args.rows, args.weight
     count, outputs = rows.shape[0], weight.shape[0]
     if not _weight_goes_left(count, outputs):
         return torch.mm(rows, weight.t())
@@ -92,25 +94,24 @@ def tiling_of(count: int, weight: Tensor) -> Tiling | None:
     return choose(count, weight.shape[0], weight.shape[1], processors(weight.device))
 
 
-def _cuda(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bool = False) -> Tensor:
-    _check(rows, weight)
+def _cuda(args: SkinnyLinear) -> Tensor:
+    from compiled_llm_ops.kernels.overlap import possible
+
+    _check(args)
+    rows, weight = args.rows.contiguous(), args.weight
     tiling = tiling_of(rows.shape[0], weight)
-    rows = rows.contiguous()
     if tiling is None or not weight.is_contiguous() or rows.data_ptr() % 16 or weight.data_ptr() % 16:
         return torch.mm(rows, weight.t())
     from compiled_llm_ops.kernels.linear import multiply
 
     with torch.cuda.device(rows.device):  # Triton launches on the current one
-        return multiply(rows, weight, tiling, ahead=ahead, pdl=overlap and possible(rows.device))
-
-
-def _fake(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bool = False) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[0])
+        return multiply(rows, weight, tiling, ahead=args.ahead, pdl=args.overlap and possible(rows.device))
 
 
 _skinny_linear = define(
-    "skinny_linear(Tensor rows, Tensor weight, bool overlap=False, bool ahead=False) -> Tensor",
-    fake=_fake,
+    "skinny_linear",
+    SkinnyLinear,
+    fake=lambda args: args.rows.new_empty(args.rows.shape[0], args.weight.shape[0]),
     cpu=_cpu,
     cuda=_cuda,
 )

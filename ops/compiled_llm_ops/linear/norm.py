@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.kernels.overlap import possible
+from compiled_llm_ops.contracts import AddRmsNorm
 from compiled_llm_ops.library import define
 
 
@@ -39,7 +39,7 @@ def add_rms_norm(
     return total, normed
 
 
-def check(states: Tensor, update: Tensor, weight: Tensor) -> None:
+def check_norm(states: Tensor, update: Tensor, weight: Tensor) -> None:
     """Check what is added and normed.
 
     Raises:
@@ -54,36 +54,30 @@ def check(states: Tensor, update: Tensor, weight: Tensor) -> None:
         raise ValueError(f"add_rms_norm: all must be of one dtype; got {states.dtype}, {update.dtype}, {weight.dtype}")
 
 
-def _cpu(
-    states: Tensor, update: Tensor, weight: Tensor, epsilon: float, overlap: bool = False
-) -> tuple[Tensor, Tensor]:
-    check(states, update, weight)
-    total = states + update
-    numbers = total.float()
-    numbers = numbers * torch.rsqrt(numbers.pow(2).mean(-1, keepdim=True) + epsilon)
-    return total, weight * numbers.to(total.dtype)
+def _cpu(args: AddRmsNorm) -> tuple[Tensor, Tensor]:
+    check_norm(args.states, args.update, args.weight)
+    total = args.states + args.update
+    values = total.float()
+    values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + args.epsilon)
+    return total, args.weight * values.to(total.dtype)
 
 
-def _cuda(
-    states: Tensor, update: Tensor, weight: Tensor, epsilon: float, overlap: bool = False
-) -> tuple[Tensor, Tensor]:
-    check(states, update, weight)
+def _cuda(args: AddRmsNorm) -> tuple[Tensor, Tensor]:
     from compiled_llm_ops.kernels import norm as triton_norm
+    from compiled_llm_ops.kernels.overlap import possible
 
-    with torch.cuda.device(states.device):  # Triton launches on the current one
-        given = (states.contiguous(), update.contiguous(), weight.contiguous())
-        return triton_norm.add_rms_norm(*given, epsilon, pdl=overlap and possible(states.device))
-
-
-def _fake(
-    states: Tensor, update: Tensor, weight: Tensor, epsilon: float, overlap: bool = False
-) -> tuple[Tensor, Tensor]:
-    return states.new_empty(states.shape), states.new_empty(states.shape)
+    check_norm(args.states, args.update, args.weight)
+    tensors = (args.states.contiguous(), args.update.contiguous(), args.weight.contiguous())
+    device = args.states.device
+    with torch.cuda.device(device):  # Triton launches on the current one
+        return triton_norm.add_rms_norm(*tensors, args.epsilon, pdl=args.overlap and possible(device))
 
 
 _add_rms_norm = define(
-    "add_rms_norm(Tensor states, Tensor update, Tensor weight, float epsilon, bool overlap=False) -> (Tensor, Tensor)",
-    fake=_fake,
+    "add_rms_norm",
+    AddRmsNorm,
+    returns="(Tensor, Tensor)",
+    fake=lambda args: (args.states.new_empty(args.states.shape), args.states.new_empty(args.states.shape)),
     cpu=_cpu,
     cuda=_cuda,
 )

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_llm_ops.contracts import NormedLinear
 from compiled_llm_ops.kernels.linear_tiling import choose_normed
-from compiled_llm_ops.kernels.overlap import possible
 from compiled_llm_ops.library import define
-from compiled_llm_ops.linear import linear, norm
+from compiled_llm_ops.linear import linear
+from compiled_llm_ops.linear.norm import add_rms_norm, check_norm
 
 
 def normed_linear(
@@ -52,13 +53,14 @@ def normed_linear(
     return total, product
 
 
-def _check(states: Tensor, weight: Tensor, gated: bool) -> None:
+def _check(args: NormedLinear) -> None:
+    states, weight = args.states, args.weight
     if weight.dim() != 2 or weight.shape[1] != states.shape[-1] or weight.dtype != states.dtype:
         raise ValueError(
             "normed_linear: states must be [..., I] and weight [O, I] of one dtype; got "
             f"{tuple(states.shape)} {states.dtype} and {tuple(weight.shape)} {weight.dtype}"
         )
-    if gated and weight.shape[0] % 2:
+    if args.gated and weight.shape[0] % 2:
         raise ValueError(f"normed_linear: {weight.shape[0]} outputs have no two halves: gated takes an even number")
 
 
@@ -67,58 +69,42 @@ def _gated(product: Tensor) -> Tensor:
     return torch.nn.functional.silu(first) * second
 
 
-def _composed(
-    states: Tensor,
-    update: Tensor,
-    norm_weight: Tensor,
-    epsilon: float,
-    weight: Tensor,
-    gated: bool = False,
-    overlap: bool = False,
-) -> tuple[Tensor, Tensor]:
+def _composed(args: NormedLinear) -> tuple[Tensor, Tensor]:
     """Do one thing after the other, for any number of rows on any device."""
-    _check(states, weight, gated)
-    total, normed = norm.add_rms_norm(states, update, norm_weight, epsilon, overlap)
-    product = linear.skinny_linear(normed.view(-1, states.shape[-1]), weight, overlap)
-    product = product.view(*states.shape[:-1], -1)
-    return total, _gated(product) if gated else product
+    _check(args)
+    total, normed = add_rms_norm(args.states, args.update, args.norm, args.epsilon, args.overlap)
+    product = linear.skinny_linear(normed.view(-1, normed.shape[-1]), args.weight, args.overlap)
+    product = product.view(*args.states.shape[:-1], -1)
+    return total, _gated(product) if args.gated else product
 
 
-def _cuda(
-    states: Tensor,
-    update: Tensor,
-    norm_weight: Tensor,
-    epsilon: float,
-    weight: Tensor,
-    gated: bool = False,
-    overlap: bool = False,
-) -> tuple[Tensor, Tensor]:
-    _check(states, weight, gated)
-    norm.check(states, update, norm_weight)
-    one_row = states.numel() == states.shape[-1] and linear.has_kernel(weight, rows=1)
-    if not one_row or not all(map(_is_readable, (states, update, norm_weight, weight))):
-        return _composed(states, update, norm_weight, epsilon, weight, gated, overlap)
-    with torch.cuda.device(states.device):  # Triton launches on the current one
-        return _launch(states, update, norm_weight, epsilon, weight, gated, overlap and possible(states.device))
+def _cuda(args: NormedLinear) -> tuple[Tensor, Tensor]:
+    _check(args)
+    check_norm(args.states, args.update, args.norm)
+    one_row = args.states.numel() == args.states.shape[-1] and linear.has_kernel(args.weight, rows=1)
+    if not one_row or not all(map(_is_readable, (args.states, args.update, args.norm, args.weight))):
+        return _composed(args)
+    with torch.cuda.device(args.states.device):  # Triton launches on the current one
+        return _launch(args)
 
 
-def _launch(
-    states: Tensor, update: Tensor, norm_weight: Tensor, epsilon: float, weight: Tensor, gated: bool, pdl: bool
-) -> tuple[Tensor, Tensor]:
+def _launch(args: NormedLinear) -> tuple[Tensor, Tensor]:
+    from compiled_llm_ops.kernels import norm as triton_norm
     from compiled_llm_ops.kernels.linear import Normed, multiply_few
-    from compiled_llm_ops.kernels.norm import add_rms_norm
+    from compiled_llm_ops.kernels.overlap import possible
 
-    (outputs, inputs), processors = weight.shape, linear.processors(weight.device)
-    tiling = choose_normed(outputs, inputs, processors)
+    states, weight = args.states, args.weight
+    pdl = args.overlap and possible(states.device)
+    tiling = choose_normed(weight.shape[0], weight.shape[1], linear.processors(weight.device))
     if tiling is not None:
         total = torch.empty_like(states)
-        normed = Normed(update, norm_weight, epsilon, total)
-        product = multiply_few(states.view(1, -1), weight, tiling, normed=normed, gated=gated, pdl=pdl)
+        normed = Normed(args.update, args.norm, args.epsilon, total)
+        product = multiply_few(states.view(1, -1), weight, tiling, normed=normed, gated=args.gated, pdl=pdl)
     else:
         tiling = linear.tiling_of(1, weight)
         assert tiling is not None
-        total, row = add_rms_norm(states, update, norm_weight, epsilon, pdl=pdl)
-        product = multiply_few(row.view(1, -1), weight, tiling, gated=gated, pdl=pdl)
+        total, row = triton_norm.add_rms_norm(states, args.update, args.norm, args.epsilon, pdl=pdl)
+        product = multiply_few(row.view(1, -1), weight, tiling, gated=args.gated, pdl=pdl)
     return total, product.view(*states.shape[:-1], -1)
 
 
@@ -127,23 +113,12 @@ def _is_readable(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
-def _fake(
-    states: Tensor,
-    update: Tensor,
-    norm_weight: Tensor,
-    epsilon: float,
-    weight: Tensor,
-    gated: bool = False,
-    overlap: bool = False,
-) -> tuple[Tensor, Tensor]:
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    return states.new_empty(states.shape), states.new_empty((*states.shape[:-1], outputs))
+def _fake(args: NormedLinear) -> tuple[Tensor, Tensor]:
+    states, outputs = args.states, args.weight.shape[0]
+    product = states.new_empty((*states.shape[:-1], outputs // 2 if args.gated else outputs))
+    return states.new_empty(states.shape), product
 
 
 _normed_linear = define(
-    "normed_linear(Tensor states, Tensor update, Tensor norm, float epsilon, Tensor weight, bool gated=False, "
-    "bool overlap=False) -> (Tensor, Tensor)",
-    fake=_fake,
-    cpu=_composed,
-    cuda=_cuda,
+    "normed_linear", NormedLinear, returns="(Tensor, Tensor)", fake=_fake, cpu=_composed, cuda=_cuda
 )
