@@ -176,12 +176,30 @@ def show(
 ) -> None:
     """Show results again, as tables or as a plot: they may come from another machine."""
     with readable_errors():
-        _check_plot(plot)
+        if plot is not None:
+            _check_matplotlib("--plot")
         from compiled_llm.commands.bench.report import Report
 
         report = Report.load(results)
         _write(report, markdown, plot)
         _print(report)
+
+
+@app.command()
+def chart(
+    results: Annotated[
+        Path, typer.Argument(help="What `latency --json` wrote, or a file of results/.", exists=True, dir_okay=False)
+    ],
+    picture: Annotated[Path, typer.Argument(help="Where to draw: a .svg, .png or .pdf.", dir_okay=False)],
+) -> None:
+    """Draw greedy tokens per second, end to end, as bars for each batch size: the README's chart."""
+    with readable_errors():
+        _check_matplotlib("bench chart")
+        from compiled_llm.commands.bench import chart as pictured
+
+        speeds = pictured.read(results)
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        pictured.draw(speeds, picture)
 
 
 # ---- one run
@@ -251,7 +269,8 @@ def _run(
 ) -> Iterator[_Run]:
     """Let the block measure, then write and print what it found; exit code 1 if anything failed or nothing ran."""
     with readable_errors():
-        _check_plot(plot)
+        if plot is not None:
+            _check_matplotlib("--plot")
         from compiled_llm.commands.bench.terminal import progress
 
         with progress(verbose) as log:
@@ -264,10 +283,10 @@ def _run(
         raise typer.Exit(1)
 
 
-def _check_plot(plot: Path | None) -> None:
+def _check_matplotlib(what: str) -> None:
     """Fail before measuring rather than after."""
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'compiled-llm[bench]'")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"{what} needs matplotlib: pip install 'compiled-llm[bench]'")
 
 
 def _write(report: Report, markdown: Path | None, plot: Path | None) -> None:

@@ -14,17 +14,6 @@ Now = Callable[[], float]
 RUNS_OF_A_PERCENTILE = 100
 """With fewer, the 99th percentile would be the worst."""
 
-DEFINITIONS = {
-    "time to first token": "from the call to the first token of every row on the host, warm. A contender that cannot "
-    "stream is asked for one token in a call of its own.",
-    "decode": "the rate after it: batch x (new tokens - 1) / (end of the call - first token).",
-    "end to end": "everything: batch x new tokens / (end of the call - call).",
-    "ceiling": "the decode rate at which weights (once a step) and keys and values (at the middle of decode) would be "
-    "read at the read bandwidth measured in the same run.",
-    "best, median": "of all runs of a warm contender, each with prompts of its own. From 100 runs on, the first "
-    "token's 99th percentile as well.",
-}
-
 
 @dataclass(frozen=True)
 class Timing:
