@@ -6,16 +6,8 @@ import pytest
 import torch
 
 import compiled_llm
-from support.families import FAMILIES, make
+from support.families import FAMILIES, REFUSED, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-
-REFUSED = {
-    "Bloom": ({"n_head": 4, "n_layer": 2}, "reach the attention interface"),
-    "Nemotron": ({}, "does not hand keyword arguments"),
-    "StableLm": ({}, "does not hand keyword arguments"),
-    "XGLM": ({"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}, "reach the attention interface"),
-    "MiniMax": ({}, "reach the attention interface"),
-}
 
 
 def assert_equal_tokens(family: str, mode: str, seed: int) -> None:

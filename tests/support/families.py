@@ -56,6 +56,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SmolLM3": {},
     "Starcoder2": {},
 }
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Bloom": ({"n_head": 4, "n_layer": 2}, "reach the attention interface"),
+    "Nemotron": ({}, "does not hand keyword arguments"),
+    "StableLm": ({}, "does not hand keyword arguments"),
+    "XGLM": ({"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}, "reach the attention interface"),
+    "MiniMax": ({}, "reach the attention interface"),
+}
+"""Families that `wrap` refuses, with their settings and a part of the reason."""
 CONFIGS = {"GPT2LMHead": "GPT2Config", "Gemma3": "Gemma3TextConfig"}
 CLASSES = {"GPT2LMHead": "GPT2LMHeadModel"}
 
