@@ -1,8 +1,5 @@
 """A Triton kernel for the norms of a decode step, which may begin while the kernel in front ends (see ``overlap``)."""
 
-# Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false
-
 from __future__ import annotations
 
 import torch

@@ -9,9 +9,6 @@ Scores are multiplied by reciprocals, as PyTorch does where it divides by a numb
 Shapes: B rows, V vocabulary, G groups, C candidates, X entries of the tables of settings.
 """
 
-# Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import torch
