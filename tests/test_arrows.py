@@ -67,14 +67,8 @@ STILL: dict[str, list[str]] = {
     ],
     "compiled_llm_ops": [
         "compiled_llm_ops.attention.append -> compiled_llm_ops.flashinfer.append",
-        "compiled_llm_ops.attention.decode -> compiled_llm_ops.kernels.attention_tiling",
-        "compiled_llm_ops.attention.decode -> compiled_llm_ops.kernels.overlap",
-        "compiled_llm_ops.kernels.attention -> compiled_llm_ops.attention.decode",
         "compiled_llm_ops.linear.linear -> compiled_llm_ops.kernels.linear_tiling",
-        "compiled_llm_ops.linear.linear -> compiled_llm_ops.kernels.overlap",
-        "compiled_llm_ops.linear.norm -> compiled_llm_ops.kernels.overlap",
         "compiled_llm_ops.linear.normed_linear -> compiled_llm_ops.kernels.linear_tiling",
-        "compiled_llm_ops.linear.normed_linear -> compiled_llm_ops.kernels.overlap",
     ],
     "tests": [
         "tests/execution/test_model_gpu.py has over 600 lines",

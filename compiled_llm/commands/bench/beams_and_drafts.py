@@ -1,36 +1,29 @@
-"""Beam search, drafts, a chat and scoring: the wrapped model against HuggingFace's, on the same weights in one run.
-
-``python -m compiled_llm.commands.bench.beams_and_drafts --model qwen3-0.6b`` prints a table;
-``--json`` writes the figures.
+"""``bench beams-and-drafts``: beam search, drafts, a chat and scoring, HuggingFace's beside ours on the same weights.
 
 Shapes: B rows, T prompt tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-import compiled_llm
-from compiled_llm.commands.bench import models
-from compiled_llm.commands.bench.contender import free_memory
+from compiled_llm.commands.bench.contender import Contender, Setup
+from compiled_llm.commands.bench.latency import failure
+from compiled_llm.commands.bench.local import LocalSession
+from compiled_llm.commands.bench.report import Report, Task
+from compiled_llm.commands.bench.workload import Workload
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything.
+    """How large the tasks are.
 
     Attributes:
         prompt: T.
@@ -48,31 +41,13 @@ class Sizes:
     drafted: int = 5
     rows: int = 8
 
-
-@dataclass(frozen=True)
-class Measured:
-    """One mode of one contender.
-
-    Attributes:
-        mode: what was asked for.
-        contender: ``huggingface`` or ``compiled-llm``.
-        tokens: given out, or scored, in one run.
-        seconds: of each run, warm.
-    """
-
-    mode: str
-    contender: str
-    tokens: int
-    seconds: list[float]
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second in the median run."""
-        return self.tokens / statistics.median(self.seconds)
+    def workload(self) -> Workload:
+        """Return one that needs as many pages as the largest task."""
+        return Workload(max(self.beams, self.rows), self.turns * (self.prompt + self.new), self.new)
 
 
-class Modes:
-    """What is run; each method returns how many tokens it gave out or scored."""
+class Tasks:
+    """What is run; each method returns how many tokens it generated or scored."""
 
     def __init__(self, model: Any, draft: Any, sizes: Sizes) -> None:
         """Take a model, another of the same weights that drafts for it, and the sizes."""
@@ -82,7 +57,7 @@ class Modes:
         draft.generation_config.assistant_confidence_threshold = 0.0
 
     def all(self) -> dict[str, Callable[[], int]]:
-        """Return the modes by name."""
+        """Return the tasks by name."""
         return {
             f"beam search, {self._sizes.beams} beams": self._beams,
             f"drafts of {self._sizes.drafted}, all of them right": self._drafts,
@@ -129,80 +104,59 @@ class Modes:
 
 
 def measure(
-    name: str, device: torch.device, dtype: torch.dtype, sizes: Sizes, runs: int, **options: Any
-) -> list[Measured]:
-    """Run every mode on the unwrapped and then on the wrapped model.
+    contenders: Iterable[Contender],
+    setup: Setup,
+    sizes: Sizes,
+    runs: int,
+    report: Report,
+    save: Callable[[], object],
+) -> None:
+    """Run every task with one contender after the other, into the report.
 
     Args:
-        name: a model that ``compiled-llm bench`` knows.
-        device: where it runs.
-        dtype: of its weights.
-        sizes: how much of everything.
-        runs: how often each mode is timed, after one run that is not.
-        options: those of ``wrap``.
+        contenders: who takes part, all of them in this process.
+        setup: model, device, and the workload of ``sizes``.
+        sizes: how large the tasks are.
+        runs: timed runs of each task, after one that is not timed.
+        report: gets results and failures.
+        save: called after each result.
     """
-    model = models.build(name, device, dtype)
-    draft = copy.deepcopy(model)
-    found = _timed("huggingface", Modes(model, draft, sizes), device, runs)
-    tokens = 2 * sizes.turns * (sizes.prompt + sizes.new) + sizes.rows * sizes.prompt
-    for each in (model, draft):
-        compiled_llm.wrap(each, kv_memory=f"{sizes.beams * tokens} tokens", progress=False, **options)
-        cast(Any, each).compiled.warmup([1, sizes.beams])  # which of them a run needs depends on what is accepted
-    found += _timed("compiled-llm", Modes(model, draft, sizes), device, runs)
-    return found
+    drafts = replace(setup, _model=copy.deepcopy(setup.model()))
+    for contender in contenders:
+        try:
+            with contender.opened(setup) as session, contender.opened(drafts) as drafting:
+                assert isinstance(session, LocalSession)
+                assert isinstance(drafting, LocalSession)
+                _measure_one(contender.name, session, drafting, sizes, runs, report, save)
+        except Exception as error:
+            report.failures.append(failure(contender.name, error))
+        save()
 
 
-def _timed(contender: str, modes: Modes, device: torch.device, runs: int) -> list[Measured]:
-    found = []
-    for mode, run in modes.all().items():
+def _measure_one(
+    name: str,
+    session: LocalSession,
+    drafting: LocalSession,
+    sizes: Sizes,
+    runs: int,
+    report: Report,
+    save: Callable[[], object],
+) -> None:
+    for model in (session.model, drafting.model):
+        if hasattr(model, "compiled"):
+            model.compiled.warmup([1, sizes.beams])  # which of them a run needs depends on which drafts are accepted
+    for task, run in Tasks(session.model, drafting.model, sizes).all().items():
+        session.setup.log(f"{name}, {task}")
         torch.manual_seed(0)
-        tokens, seconds = run(), []
-        for _ in range(runs):
-            _synchronize(device)
-            start = time.perf_counter()
-            run()
-            _synchronize(device)
-            seconds.append(time.perf_counter() - start)
-        found.append(Measured(mode, contender, tokens, seconds))
-        free_memory(device)
-    return found
+        tokens = run()
+        seconds = [_seconds(run, session.setup) for _ in range(runs)]
+        report.beams_and_drafts.append(Task(name, task, tokens, seconds))
+        save()
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def table(found: Sequence[Measured]) -> Table:
-    """Return tokens a second, one line a mode."""
-    rates = {(each.mode, each.contender): each.rate for each in found}
-    lines = Table("mode", "HuggingFace", "compiled-llm", "", title="tokens a second, median")
-    for mode in dict.fromkeys(each.mode for each in found):
-        theirs, ours = rates[mode, "huggingface"], rates[mode, "compiled-llm"]
-        lines.add_row(mode, f"{theirs:,.0f}", f"{ours:,.0f}", f"{ours / theirs:.1f}x")
-    return lines
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6b" if cuda else "tiny")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
-    parser.add_argument("--mode", default="cuda-graphs", help="of wrap")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    for field, default in asdict(Sizes()).items():
-        parser.add_argument(f"--{field}", type=int, default=default)
-    given = parser.parse_args(arguments)
-    sizes = Sizes(**{field: getattr(given, field) for field in asdict(Sizes())})
-    device = torch.device(given.device)
-    found = measure(given.model, device, getattr(torch, given.dtype), sizes, given.runs, mode=given.mode)
-    Console().print(table(found))
-    if given.json is not None:
-        given.json.write_text(json.dumps([asdict(each) for each in found], indent=2))
-
-
-if __name__ == "__main__":
-    main()
+def _seconds(run: Callable[[], object], setup: Setup) -> float:
+    setup.synchronize()
+    start = time.perf_counter()
+    run()
+    setup.synchronize()
+    return time.perf_counter() - start

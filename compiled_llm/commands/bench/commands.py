@@ -169,6 +169,35 @@ def roofline(
 
 
 @app.command()
+def beams_and_drafts(
+    model: ModelName = "demo",
+    mode: Annotated[str, typer.Option(help="The mode of ours: eager, compile, reduce-overhead or cuda-graphs.")] = (
+        "cuda-graphs"
+    ),
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens in each prompt.")] = 128,
+    new: Annotated[int, typer.Option(min=2, help="New tokens of each row, in each turn of the chat.")] = 128,
+    beams: Annotated[int, typer.Option(min=2, help="Of the beam search.")] = 4,
+    drafted: Annotated[int, typer.Option(min=1, help="Tokens in each draft.")] = 5,
+    turns: Annotated[int, typer.Option(min=1, help="Of the chat.")] = 10,
+    rows: Annotated[int, typer.Option(min=1, help="Rows that are scored at once.")] = 8,
+    runs: Runs = 3,
+    device: DeviceName = Device.auto,
+    json: Json = None,
+    markdown: Markdown = None,
+    commit: Commit = None,
+    verbose: Verbose = False,
+) -> None:
+    """Beam search, drafts, prompt lookup, a chat and scoring: HuggingFace's beside ours."""
+    with _run(json, markdown, None, commit, verbose) as run:
+        from compiled_llm.commands.bench import beams_and_drafts as experiment
+
+        run.use(device)
+        sizes = experiment.Sizes(prompt, new, turns, beams, drafted, rows)
+        run.prepare(model, f"hf-eager,compiled-llm:{mode}", [sizes.workload()], None, None)
+        experiment.measure(run.contenders, run.setup, sizes, runs, run.report, run.save)
+
+
+@app.command()
 def show(
     results: Annotated[Path, typer.Argument(help="What --json wrote.", exists=True, dir_okay=False)],
     markdown: Markdown = None,

@@ -32,14 +32,20 @@ REST = "nothing of these runs"
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write a PNG of the report's first kind of result."""
+    """Write a PNG of the report's first kind of result.
+
+    Raises:
+        ValueError: that kind has no plot.
+    """
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         if report.latency:
             figure = draw_latency(report.latency)
         elif report.startup:
             figure = _draw_startup(report.startup)
-        else:
+        elif report.roofline:
             figure = _draw_roofline(report.roofline)
+        else:
+            raise ValueError("there is no plot of these results: leave --plot out")
         figure.suptitle(_caption(report), fontsize=9, color="#444444")
         figure.savefig(path, dpi=DPI, format="png")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,32 @@ class Roofline(Breakdown):
         return Workload(self.batch, self.prompt, self.new, self.sampled)
 
 
+@dataclass(frozen=True)
+class Task:
+    """One contender at one task of ``bench beams-and-drafts``.
+
+    Attributes:
+        contender: its name.
+        task: what was run.
+        tokens: generated or scored in one run.
+        seconds: of each run.
+    """
+
+    contender: str
+    task: str
+    tokens: int
+    seconds: list[float]
+
+    @property
+    def rate(self) -> Spread:
+        """Tokens/s."""
+        return Spread.of_rates(self.tokens / seconds for seconds in self.seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """What is computed from the times."""
+        return {"tokens_per_s": asdict(self.rate)}
+
+
 @dataclass
 class Report:
     """One run of the bench.
@@ -140,6 +166,7 @@ class Report:
         latency: results of ``bench latency``.
         startup: results of ``bench startup``.
         roofline: results of ``bench roofline``.
+        beams_and_drafts: results of ``bench beams-and-drafts``.
         memory: bytes on the device by contender.
         unavailable: why contenders could not take part.
         failures: what went wrong with those that did.
@@ -152,6 +179,7 @@ class Report:
     latency: list[Latency] = field(default_factory=list)
     startup: list[Startup] = field(default_factory=list)
     roofline: list[Roofline] = field(default_factory=list)
+    beams_and_drafts: list[Task] = field(default_factory=list)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -159,11 +187,11 @@ class Report:
     @property
     def empty(self) -> bool:
         """Whether nothing was measured."""
-        return not (self.latency or self.startup or self.roofline)
+        return not any(getattr(self, kind) for kind in KINDS)
 
     def save(self, path: Path) -> None:
         """Write JSON."""
-        results = {name: _with_figures(getattr(self, name)) for name in ("latency", "startup", "roofline")}
+        results = {kind: _with_figures(getattr(self, kind)) for kind in KINDS}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"schema": SCHEMA, **asdict(self), **results}, indent=1) + "\n")
 
@@ -178,23 +206,31 @@ class Report:
             found = json.loads(path.read_text())
             if found.pop("schema") != SCHEMA:
                 raise ValueError(f"schema {SCHEMA} is needed")
-            found["latency"] = [Latency(**fields) for fields in _without_figures(found["latency"])]
-            found["startup"] = [Startup(**fields) for fields in _without_figures(found["startup"])]
-            found["roofline"] = [_roofline(fields) for fields in _without_figures(found["roofline"])]
+            for kind, result in KINDS.items():
+                found[kind] = [result(**fields) for fields in _without_figures(found.get(kind, []))]
             return cls(**found)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no result of compiled-llm bench: {error}") from error
 
 
-def _with_figures(results: Iterable[Latency | Startup | Roofline]) -> list[dict[str, Any]]:
+def _roofline(**fields: Any) -> Roofline:
+    kinds = [Kind(**kind) for kind in fields["kinds"]]
+    kernels = [Kernel(**kernel) for kernel in fields["kernels"]]
+    return Roofline(**{**fields, "kinds": kinds, "kernels": kernels})
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "latency": Latency,
+    "startup": Startup,
+    "roofline": _roofline,
+    "beams_and_drafts": Task,
+}
+"""The lists of results, and what makes a result of its fields."""
+
+
+def _with_figures(results: Iterable[Any]) -> list[dict[str, Any]]:
     return [{**asdict(result), "figures": result.figures()} for result in results]
 
 
 def _without_figures(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in result.items() if name != "figures"} for result in results]
-
-
-def _roofline(fields: dict[str, Any]) -> Roofline:
-    kinds = [Kind(**kind) for kind in fields["kinds"]]
-    kernels = [Kernel(**kernel) for kernel in fields["kernels"]]
-    return Roofline(**{**fields, "kinds": kinds, "kernels": kernels})

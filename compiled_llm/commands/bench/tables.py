@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from compiled_llm.commands.bench.report import Latency, Report, Roofline, Startup
+from compiled_llm.commands.bench.report import Latency, Report, Roofline, Startup, Task
 from compiled_llm.commands.bench.timing import Spread
 from compiled_llm.explaining.profile.breakdown import columns_of, rows_of
 
@@ -38,6 +38,7 @@ def tables_of(report: Report) -> list[Table]:
         *_startup(report.startup),
         *(_roofline(result) for result in report.roofline),
         *_kernels(report.roofline),
+        *_beams_and_drafts(report.beams_and_drafts),
     ]
 
 
@@ -204,3 +205,21 @@ def _kernels(results: Sequence[Roofline]) -> Iterator[Table]:
     for result in results:
         rows = [[kernel.name[:100], f"{kernel.launches:.1f}", f"{kernel.us:,.1f}"] for kernel in result.kernels[:10]]
         yield Table(f"Longest {result.measured}, {result.contender}, {result.workload}", ["name", "a step", "us"], rows)
+
+
+# ---- beams and drafts
+
+
+def _beams_and_drafts(results: Sequence[Task]) -> Iterator[Table]:
+    """A row for each task, a column for each contender; the ratio is the last one's over the first one's."""
+    if results:
+        contenders = list(dict.fromkeys(result.contender for result in results))
+        rows = []
+        for task in dict.fromkeys(result.task for result in results):
+            rates = {result.contender: result.rate for result in results if result.task == task}
+            cells = [_pair(rates[name]) if name in rates else "" for name in contenders]
+            first, last = rates.get(contenders[0]), rates.get(contenders[-1])
+            ratio = "" if first is None or last is None else f"{last.median / first.median:.2f}"
+            rows.append([task, *cells, ratio])
+        note = f"Tokens/s, best / median of {results[0].rate.runs} runs; ratios are of medians."
+        yield Table("Beams, drafts, a chat and scoring", ["task", *contenders, f"x {contenders[0]}"], rows, note)
