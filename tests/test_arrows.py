@@ -28,7 +28,7 @@ FLOORS = [
     {"compilation"},
     {"kvcache"},
     {"model"},
-    {"compiled_llm_ops", "config", "compat", "env"},
+    {"compiled_llm_ops", "config", "compat", "huggingface_compat", "env"},
 ]
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 SIDE_BY_SIDE = [{"explaining", "engine"}]  # neither imports the other; at the bottom, config may import compat

@@ -20,7 +20,9 @@ from compiled_llm.huggingface.cache_columns import RowUpdate
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.host_copies import HostCopies
 from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.huggingface_compat import is_users_own, mask_width
 from compiled_llm.kvcache.row import Row
+from compiled_llm.model.modules import has_hooks
 
 if TYPE_CHECKING:
     from compiled_llm.execution.device_model import PagedModel
@@ -89,7 +91,7 @@ class Call(LoopArguments):
             return None
         batch, tokens = inputs.get("inputs_embeds", arguments.input_ids).shape[:2]
         if mask is None:  # HuggingFace drops one that hides nothing, and notes its width
-            mask = torch.ones(batch, getattr(arguments.config, "_mask_length", tokens), dtype=torch.long)
+            mask = torch.ones(batch, mask_width(arguments.config, tokens), dtype=torch.long)
         first = cache.seen if mask.shape[1] > tokens else 0
         updates = cache.updates(batch, copies.of(mask), first, max(cache.seen, first + tokens))
         return cls(**vars(arguments), runtime=runtime, cache=cache, copies=copies, first=first, updates=updates)
@@ -191,7 +193,7 @@ def most_new(criteria: StoppingCriteriaList, input_ids: Tensor) -> int:
 
 def returns_cache(config: GenerationConfig, cache: PagedCache) -> bool:
     """Whether the cache, rows and all, goes to the user."""
-    return bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
+    return bool(config.return_dict_in_generate or is_users_own(cache))
 
 
 def obstacle(model: PreTrainedModel, call: Call) -> str | None:
@@ -200,7 +202,7 @@ def obstacle(model: PreTrainedModel, call: Call) -> str | None:
         return "inputs_embeds"
     if not all(len(row.columns) and row.columns[-1] == call.last - 1 for row in call.updates):
         return "no token that the cache does not hold"
-    if model._forward_hooks or model._forward_pre_hooks:
+    if has_hooks(model):
         return "forward hooks on the model itself"
     if _has_own_positions(call):
         return "position_ids of your own"

@@ -35,6 +35,7 @@ from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, draw
 from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call import Call
 from compiled_llm.huggingface.processors import new_seeds
+from compiled_llm.huggingface_compat import pad_token
 from compiled_llm.kvcache.row import Row
 
 # What these do between steps is known; classes derived from them may do anything.
@@ -197,7 +198,7 @@ class _Sequences:
         self._eos = frozenset(itertools.chain(*eos))
         # Without an EOS criterion HuggingFace lets a row that another criterion ended run on, unpadded.
         self._pads = any(hasattr(entry, "eos_token_id") for entry in call.criteria)
-        pad = call.config._pad_token_tensor
+        pad = pad_token(call.config)
         self.pad_token = 0 if pad is None else int(call.copies.of(pad))
         self._custom: list[Callable[..., Any]] = [
             entry for entry in call.criteria if type(entry) not in (MaxLengthCriteria, EosTokenCriteria)

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from compiled_llm.huggingface.host_copies import HostCopies
+from compiled_llm.huggingface_compat import set_special_tokens, special_tokens
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-_TENSORS = ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor", "_decoder_start_token_tensor")
 _MOST = 256
 
 
@@ -23,36 +23,36 @@ class SpecialTokens:
     """The tensors that calls of one model had so far; safe to use from any thread."""
 
     def __init__(self) -> None:
-        """Know none yet."""
+        """Start without any."""
         self._known: dict[Hashable, list[tuple[Tensor, Tensor] | None]] = {}
 
     def prepare(
-        self, own: Callable[[], object], config: GenerationConfig, device: torch.device, copies: HostCopies
+        self, original: Callable[[], object], config: GenerationConfig, device: torch.device, copies: HostCopies
     ) -> None:
-        """Do what ``own`` does, where it would say nothing about these tokens.
+        """Do what ``original`` does; it must have nothing to say about these tokens.
 
         Args:
-            own: HuggingFace's; it sets the config's tensors.
-            config: the call's; ids of special tokens that are whole numbers from 0 on are kept.
-            device: where the tensors are to be.
-            copies: is told what they hold.
+            original: HuggingFace's method; it sets the config's tensors.
+            config: the call's; ids of special tokens are cached if they are whole numbers from 0 on.
+            device: where the tensors have to be.
+            copies: gets their values.
         """
         ids = [getattr(config, name) for name in _IDS]
         if not all(map(_are_tokens, ids)):
-            own()
+            original()
             return
         key = device, repr(ids)
-        if key not in self._known:
+        if (pairs := self._known.get(key)) is None:
             with torch.inference_mode(False):  # other calls will use them as well
-                own()
-            tensors: list[Tensor | None] = [getattr(config, name) for name in _TENSORS]
+                original()
+            pairs = [None if tensor is None else (tensor, tensor.cpu()) for tensor in special_tokens(config)]
             if len(self._known) >= _MOST:
                 self._known.clear()
-            self._known[key] = [None if tensor is None else (tensor, tensor.cpu()) for tensor in tensors]
-        for name, known in zip(_TENSORS, self._known[key], strict=True):
-            setattr(config, name, None if known is None else known[0])
-            if known is not None:
-                copies.note(*known)
+            self._known[key] = pairs
+        set_special_tokens(config, [None if pair is None else pair[0] for pair in pairs])
+        for pair in pairs:
+            if pair is not None:
+                copies.note(*pair)
 
 
 def _are_tokens(value: Any) -> bool:

@@ -1,17 +1,4 @@
-"""What a wrapped model does in place of HuggingFace's methods; the one module that overrides private ones of theirs.
-
-| HuggingFace's | why | ends when |
-| --- | --- | --- |
-| ``GenerationMixin._sample`` | the loop is ours | generate accepts a decoding method of the model's own |
-| ``._beam_search``, ``._assisted_decoding`` | pages go back at the end | a loop closes the cache it was given |
-| ``._prepare_cache_for_generation`` | rows instead of tensors | a model can name its cache class |
-| ``._prepare_generation_config`` | what takes long in it is kept | it deep-copies nothing |
-| ``._prepare_special_tokens`` | they are uploaded once | the config keeps the tensors |
-| ``._prepare_attention_mask_for_generation`` | the host knows the tokens | only 5.23 and later are supported |
-| ``._prepare_position_ids_for_generation`` | the host knows the mask | the same: prompts may be on the host there |
-| ``GenerationConfig._mask_length`` | how wide a mask of ones was (from 5.23) | the mask stays |
-| ``Cache._is_user_defined`` | whose cache it is | generate says so |
-"""
+"""What a wrapped model does in place of HuggingFace's methods; ``huggingface_compat`` says why for each private one."""
 
 from __future__ import annotations
 
@@ -24,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -40,6 +26,7 @@ from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop, run_our_loop
 from compiled_llm.huggingface.signatures import MethodSignature
+from compiled_llm.huggingface_compat import is_huggingfaces
 from compiled_llm.model.attention import set_implementations
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import Group
@@ -76,7 +63,7 @@ class WrappedModel:
 
     def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any) -> Any:
         own = super()._prepare_generation_config  # type: ignore[misc]
-        if not _is_huggingfaces(own):  # it may look at anything
+        if not is_huggingfaces(own):  # it may look at anything
             return own(generation_config, **kwargs)
         model = cast(Any, self)
         return self.compiled.settings.prepared(own, model.config, model.generation_config, generation_config, kwargs)
@@ -91,7 +78,7 @@ class WrappedModel:
         unbound = super()._prepare_special_tokens  # type: ignore[misc]
         own = functools.partial(unbound, generation_config, kwargs_has_attention_mask, device, batch_size)
         said = kwargs_has_attention_mask is False and batch_size != 1  # that a mask is missing
-        if said or not (_is_huggingfaces(unbound) and isinstance(device, torch.device)):
+        if said or not (is_huggingfaces(unbound) and isinstance(device, torch.device)):
             own()
         else:
             self.compiled.special_tokens.prepare(own, generation_config, device, copies())
@@ -101,7 +88,7 @@ class WrappedModel:
     ) -> Any:
         own = super()._prepare_attention_mask_for_generation  # type: ignore[misc]
         pad, ids = generation_config.pad_token_id, inputs_tensor
-        plain = _is_huggingfaces(own) and ids.dim() == 2 and "input_ids" not in model_kwargs
+        plain = is_huggingfaces(own) and ids.dim() == 2 and "input_ids" not in model_kwargs
         absent = pad is None or (type(pad) is int and not bool((copies().of(ids) == pad).any()))
         if not (plain and absent):
             return own(inputs_tensor, generation_config, model_kwargs)
@@ -112,7 +99,7 @@ class WrappedModel:
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
         own = super()._prepare_position_ids_for_generation  # type: ignore[misc]
         mask: Any = model_kwargs.get("attention_mask")
-        plain = _is_huggingfaces(own) and isinstance(mask, Tensor) and mask.dim() == 2
+        plain = is_huggingfaces(own) and isinstance(mask, Tensor) and mask.dim() == 2
         if not (plain and bool((copies().of(mask) == 1).all())):
             return own(inputs_tensor, model_kwargs)
         positions = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
@@ -199,12 +186,6 @@ class WrappedModel:
 WrappedModel._sample.__signature__ = MethodSignature.of(WrappedModel._sample)  # type: ignore[attr-defined]
 
 
-def _is_huggingfaces(method: Any) -> bool:
-    """Whether a bound method of the model's own class is the one that all models have."""
-    function = method.__func__
-    return function is vars(GenerationMixin).get(function.__name__)
-
-
 def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the subclass of ``base`` that wrapped models have, always the same one.
 
@@ -230,7 +211,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}
             facts = self.compiled.facts
             known = facts.layers, facts.fused_groups, self.compiled.config
-            return _blank, (base,), (state, known, facts.attention.own_implementations())
+            return _blank, (base,), (state, known, facts.attention.original_implementations())
 
         def setstate(
             self: Any,

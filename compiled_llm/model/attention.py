@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from compiled_llm.huggingface_compat import attention_implementations, set_attention_implementations
 from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
 from compiled_llm_ops import (
     append_paged_kv,
@@ -161,8 +162,7 @@ class AttentionSwitch:
     """Points a model's attention at ours while one of our calls runs.
 
     At rest a wrapped model keeps the user's own attention implementation, so that whatever does not pass through us
-    (its inner modules, training, saving) is untouched. ``_attn_implementation_internal`` is written directly because
-    ``set_attn_implementation`` walks all modules, which is too much for each step.
+    (its inner modules, training, saving) is untouched.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -186,10 +186,10 @@ class AttentionSwitch:
             with self._lock, paged_attention_in(self._configs):
                 yield
 
-    def own_implementations(self) -> list[str | None]:
+    def original_implementations(self) -> list[str | None]:
         """Return the configs' implementations as the user set them."""
         with self.original():
-            return [config._attn_implementation_internal for config in self._configs]
+            return attention_implementations(self._configs)
 
     @contextmanager
     def original(self) -> Iterator[None]:
@@ -207,21 +207,18 @@ class AttentionSwitch:
 
 def set_implementations(model: PreTrainedModel, implementations: list[str | None]) -> None:
     """Set the attention implementation of each of the model's configs."""
-    for config, implementation in zip(attention_configs(model), implementations, strict=True):
-        config._attn_implementation_internal = implementation
+    set_attention_implementations(attention_configs(model), implementations)
 
 
 @contextmanager
 def paged_attention_in(configs: list[PretrainedConfig]) -> Iterator[None]:
     """Point the configs' attention at ours for the duration."""
-    own = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = NAME
+    original = attention_implementations(configs)
+    set_attention_implementations(configs, [NAME] * len(configs))
     try:
         yield
     finally:
-        for config, implementation in zip(configs, own, strict=True):
-            config._attn_implementation_internal = implementation
+        set_attention_implementations(configs, original)
 
 
 AttentionInterface.register(NAME, attention_forward)

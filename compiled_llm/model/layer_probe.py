@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat import fake_tensors
+from compiled_llm.huggingface_compat import experts_implementation, set_experts_implementation
 from compiled_llm.model.restore import same_attributes
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
@@ -141,18 +142,14 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
 def _batched_experts(model: PreTrainedModel) -> Iterator[None]:
     """Run mixtures of experts batched: grouped products have fakes for bfloat16 only (torch 2.13)."""
     configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
-    grouped = [
-        config
-        for config in configs.values()
-        if getattr(config, "_experts_implementation_internal", None) == "grouped_mm"
-    ]
+    grouped = [config for config in configs.values() if experts_implementation(config) == "grouped_mm"]
     for config in grouped:
-        config._experts_implementation_internal = "batched_mm"
+        set_experts_implementation(config, "batched_mm")
     try:
         yield
     finally:
         for config in grouped:
-            config._experts_implementation_internal = "grouped_mm"
+            set_experts_implementation(config, "grouped_mm")
 
 
 def accepts_logits_to_keep(model: PreTrainedModel) -> bool:

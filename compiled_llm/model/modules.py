@@ -53,6 +53,11 @@ class InnerHooks:
         )
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether forward hooks are on the module itself."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def same(before: list[Any], now: list[Any]) -> bool:
     """Whether two lists hold the same objects."""
     return len(before) == len(now) and all(map(is_, before, now))

@@ -228,5 +228,5 @@ def test_all_works_under_the_users_own_depyf(tmp_path):
             report = compiled_llm.explain(plant(planted.Print))
             assert [entry["kind"] for entry in report.data["findings"] if not entry["follows"]] == ["graph break"]
             torch.testing.assert_close(greedy(model, inputs, 6), expected)
-    assert [path.name for path in own.glob("full_code_for__decode_*.py")]
+    assert [path.name for path in own.glob("full_code_for_decode_*.py")]
     assert sorted(path.name for path in (tmp_path / "ours" / "prefill").glob("*.*")) == STAGES

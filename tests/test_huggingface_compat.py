@@ -1,0 +1,215 @@
+"""Each private part of transformers that we depend on is still there and does what it is for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, DynamicCache, GenerationConfig, GenerationMixin, LlamaConfig, MixtralConfig
+
+import compiled_llm
+from compiled_llm import huggingface_compat as compat
+from compiled_llm.huggingface.wrapped_model import WrappedModel
+from support.tiny_models import tiny_llama
+
+pytestmark = pytest.mark.core
+
+OVERRIDDEN = sorted(name for name in vars(WrappedModel) if re.match(r"_[a-z]", name))
+IDS = torch.tensor([[5, 6, 7, 5, 6]])
+CALLS: dict[str, dict[str, Any]] = {
+    "_beam_search": {"num_beams": 2},
+    "_assisted_decoding": {"prompt_lookup_num_tokens": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_llama(num_hidden_layers=1)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[dict[str, Any]]]:
+    """Have a method of `GenerationMixin` note the arguments of its calls, by name, `self` left out."""
+
+    def watch(name: str) -> list[dict[str, Any]]:
+        original, seen = getattr(GenerationMixin, name), []
+
+        def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append({**dict(zip(list(inspect.signature(original).parameters)[1:], args, strict=False)), **kwargs})
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(GenerationMixin, name, noting)
+        return seen
+
+    return watch
+
+
+def generate(model: Any, **options: Any) -> Any:
+    return model.generate(**{"input_ids": IDS, "max_new_tokens": 3, "do_sample": False, **options})
+
+
+# ---- methods that are overridden
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_generate_still_calls_each_method_that_we_override(name, model, watched):
+    calls = watched(name)
+    generate(model, **CALLS.get(name, {}))
+    assert calls, f"generate no longer calls GenerationMixin.{name}"
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_each_method_that_we_override_takes_what_ours_takes(name):
+    ours = inspect.signature(getattr(WrappedModel, name)).parameters.values()
+    named = [parameter.name for parameter in ours if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert set(named) <= inspect.signature(getattr(GenerationMixin, name)).parameters.keys(), name
+
+
+def test_the_table_names_each_method_that_we_override():
+    assert compat.__doc__ is not None
+    table = compat.__doc__.partition("Attributes")[0]
+    assert sorted(re.findall(r"^\| ``(_\w+)``", table, re.MULTILINE)) == OVERRIDDEN
+
+
+def test_the_loops_get_what_they_need_by_name(model, watched):
+    """`_sample` and the others are given everything but the ids by name, the cache among the model's inputs."""
+    for name in ("_sample", "_beam_search", "_assisted_decoding"):
+        calls = watched(name)
+        generate(model, **CALLS.get(name, {}))
+        wanted = {"input_ids", "logits_processor", "stopping_criteria", "generation_config", "past_key_values"}
+        assert wanted <= calls[0].keys(), name
+
+
+def test_a_prepared_config_comes_with_the_models_inputs(model):
+    config, inputs = model._prepare_generation_config(None, max_new_tokens=3, attention_mask=IDS)
+    assert type(config) is GenerationConfig
+    assert config.max_new_tokens == 3
+    assert inputs.keys() == {"attention_mask"}
+
+
+def test_a_method_of_the_models_own_is_told_from_huggingfaces(model):
+    class Own(type(model)):
+        def _prepare_special_tokens(self, *args: Any, **kwargs: Any) -> None:
+            return super()._prepare_special_tokens(*args, **kwargs)
+
+    own = Own(model.config)
+    assert not compat.is_huggingfaces(own._prepare_special_tokens)
+    assert compat.is_huggingfaces(own._prepare_generation_config)
+
+
+# ---- attributes
+
+
+def test_attention_goes_where_the_config_is_set_to_point(model):
+    reached = []
+
+    def attention(module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **_: Any) -> Any:
+        reached.append(module)
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("compiled_llm_contract", attention)
+    before = compat.attention_implementations([model.config])
+    assert before == [model.config._attn_implementation]
+    try:
+        compat.set_attention_implementations([model.config], ["compiled_llm_contract"])
+        model(IDS)
+    finally:
+        compat.set_attention_implementations([model.config], before)
+    assert len(reached) == 1
+    model(IDS)
+    assert len(reached) == 1
+
+
+def test_experts_have_the_implementation_that_is_set():
+    config = MixtralConfig(num_hidden_layers=1)
+    config._experts_implementation = "grouped_mm"
+    assert compat.experts_implementation(config) == "grouped_mm"
+    compat.set_experts_implementation(config, "batched_mm")
+    assert config._experts_implementation == "batched_mm"
+    assert compat.experts_implementation(LlamaConfig()) in (None, "grouped_mm", "eager", "batched_mm")
+
+
+def test_a_call_has_its_special_tokens_as_tensors(model, watched):
+    calls = watched("_sample")
+    generate(model, pad_token_id=3, eos_token_id=[8, 9], bos_token_id=4)
+    config = calls[0]["generation_config"]
+    found = [None if tensor is None else tensor.tolist() for tensor in compat.special_tokens(config)]
+    assert found[:3] == [4, [8, 9], 3]
+    pad = compat.pad_token(config)
+    assert pad is not None
+    assert int(pad) == 3
+    compat.set_special_tokens(config, [None] * 4)
+    assert compat.special_tokens(config) == [None] * 4
+    assert compat.pad_token(config) is None
+
+
+def test_a_mask_that_hides_nothing_is_there_or_its_width_is_noted(model, watched):
+    calls = watched("_sample")
+    generate(model, attention_mask=torch.ones_like(IDS))
+    (call,) = calls
+    mask = call.get("attention_mask")
+    assert (compat.mask_width(call["generation_config"], -1) if mask is None else mask.shape[1]) == IDS.shape[1]
+    assert compat.mask_width(GenerationConfig(), 17) == 17
+
+
+def test_a_users_cache_is_told_from_one_that_generate_made(model, watched):
+    calls = watched("_sample")
+    cache = DynamicCache(config=model.config)
+    assert not compat.is_users_own(cache)
+    generate(model, past_key_values=cache)
+    generate(model)
+    assert [compat.is_users_own(call["past_key_values"]) for call in calls] == [True, False]
+
+
+# ---- nowhere else
+
+ELSEWHERE = {
+    "_asdict",  # named tuples
+    "_fields",
+    "_replace",
+    "_buffers",  # modules of torch
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_modules",
+    "_parameters",
+    "_exit",  # os
+    "_dynamo",  # torch, which test_compat.py looks at
+}
+"""Names of others that begin with an underscore and have nothing to do with transformers."""
+
+
+def private_names(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """The names with one underscore that a file looks up in objects, and those that it defines."""
+    used, defined = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            stored = isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "cls")
+            is_super = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super"
+            (defined if stored else set() if is_super else used).add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            used |= {node.args[1].value} if isinstance(node.args[1], ast.Constant) else set()
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.keyword) and node.arg is not None:  # attributes of copies of layers
+            defined.add(node.arg)
+        elif isinstance(node, (ast.Name, ast.alias)):
+            defined.add(node.id if isinstance(node, ast.Name) else node.asname or node.name)
+    return {name for name in used if re.match(r"_[a-z]", str(name))}, defined
+
+
+def test_private_parts_of_transformers_are_used_in_one_module_only():
+    package = Path(str(compiled_llm.__file__)).parent
+    names = {file: private_names(ast.parse(file.read_text())) for file in package.rglob("*.py")}
+    defined = set[str]().union(*(own for _, own in names.values()))
+    used = {
+        file.relative_to(package).as_posix(): found - defined - ELSEWHERE
+        for file, (found, _) in names.items()
+        if file.name not in ("compat.py", "huggingface_compat.py")
+    }
+    assert {file: found for file, found in used.items() if found} == {}
