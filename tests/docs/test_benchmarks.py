@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 import pytest
+
+from compiled_llm.commands.bench import chart
 
 CHECKOUT = Path(__file__).parents[2]
 PAGE = CHECKOUT / "BENCHMARKS.md"
@@ -92,3 +95,26 @@ def test_a_result_says_how_it_was_made(path: Path) -> None:
 def test_every_result_is_linked_from_the_page() -> None:
     linked = re.findall(r"\(results/(\S+\.json)\)", PAGE.read_text())
     assert sorted(set(linked)) == [path.name for path in RESULTS]
+
+
+# ---- the README's chart
+
+SPEED = CHECKOUT / "results" / "d414b6d-latency-qwen3-0.6b.json"
+
+
+def test_the_readme_says_what_its_chart_shows() -> None:
+    alternative = re.search(r"^!\[(.+)\]\(docs/speed\.svg\)$", (CHECKOUT / "README.md").read_text(), re.MULTILINE)
+    assert alternative is not None
+    speeds = chart.read(SPEED)
+    for contender in speeds.contenders:
+        rates = ", ".join(f"{speeds.rates[batch][contender]:,.0f}" for batch in sorted(speeds.rates))
+        assert f" {chart.NAMES[contender]}: {rates}." in alternative[1]
+
+
+def test_the_chart_is_drawn_from_its_run(tmp_path: Path) -> None:
+    """`compiled-llm bench chart` gives the same bytes, as long as matplotlib is the same."""
+    drawn = (CHECKOUT / "docs" / "speed.svg").read_text()
+    if f"Matplotlib v{matplotlib.__version__}," not in drawn:
+        pytest.skip("drawn by another matplotlib")
+    chart.draw(chart.read(SPEED), tmp_path / "speed.svg")
+    assert (tmp_path / "speed.svg").read_text() == drawn
