@@ -1,4 +1,4 @@
-"""The backend behind ``torch.compile``: our passes over Dynamo's graph, then Inductor, over the whole or in pieces."""
+"""The backend of ``torch.compile``: our passes over Dynamo's graph, then Inductor, on the whole graph or piecewise."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ Pass = Callable[[fx.Graph], object]
 
 
 class Inductor:
-    """Compiles a graph as Dynamo has made it, of a model or of an outline of one.
+    """Compiles a graph as Dynamo has made it, of a model or of its outline.
 
     Attributes:
-        in_pieces: whether pieces that are alike are compiled once.
+        piecewise: whether equal regions are compiled once.
     """
 
-    def __init__(self, options: Mapping[str, Any], passes: Sequence[Pass] = (), *, in_pieces: bool) -> None:
+    def __init__(self, options: Mapping[str, Any], passes: Sequence[Pass] = (), *, piecewise: bool) -> None:
         """Prepare.
 
         Args:
             options: Inductor's.
             passes: each rewrites the whole graph in place, before Inductor sees any of it.
-            in_pieces: compile pieces that are alike once. Each costs the host close to 0.1 ms at every call, which a
-                recorded graph does not pay.
+            piecewise: compile equal regions once. Each region costs the host close to 0.1 ms a call, which the replay
+                of a CUDA graph does not pay.
         """
         self._options = dict(options)
         self._passes = passes
-        self.in_pieces = in_pieces
+        self.piecewise = piecewise
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """Return the compiled graph; ``inputs`` are those of the call that it is compiled for."""
+        """Return the compiled graph; ``inputs`` are those of the first call."""
         fill(module.graph)
         for rewrite in self._passes:
             rewrite(module.graph)
-        if not self.in_pieces:
+        if not self.piecewise:
             module.recompile()
             return compile_with_inductor(module, inputs, self._options)
-        return self._compile_pieces(module)
+        return self._compile_piecewise(module)
 
-    def _compile_pieces(self, module: fx.GraphModule) -> Compiled:
-        pieces, examples = cut(module), Examples(module)
+    def _compile_piecewise(self, module: fx.GraphModule) -> Compiled:
+        regions, examples = cut(module), Examples(module)
         known: dict[str, Compiled] = {}
         functions = []
-        for piece in pieces:
-            takes = examples.of(piece)
-            description = piece.describe(takes)
+        for region in regions:
+            inputs = examples.of(region)
+            description = region.describe(inputs)
             compiled_for = without_symbols(description)
             if compiled_for not in known:
-                known[compiled_for] = self._compile_piece(fx.GraphModule(module, piece.graph), takes)
+                known[compiled_for] = self._compile_region(fx.GraphModule(module, region.graph), inputs)
             functions.append(known[compiled_for])
-            examples.follow(piece, description)
-        return join(pieces, functions, module.graph).forward
+            examples.follow(region, description)
+        return join(regions, functions, module.graph).forward
 
-    def _compile_piece(self, module: fx.GraphModule, takes: Sequence[Any]) -> Compiled:
-        note_examples(module.graph, takes)
-        return compile_with_inductor(module, takes, self._options)
+    def _compile_region(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        note_examples(module.graph, inputs)
+        return compile_with_inductor(module, inputs, self._options)

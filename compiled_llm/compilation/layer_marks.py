@@ -1,4 +1,4 @@
-"""Marks around layers: Dynamo traces what stands between them, or nothing, and the rest is filled in later."""
+"""Marks around layers: Dynamo traces what stands between them, or nothing, and ``fill`` puts in what is missing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from compiled_llm.compilation.passes.arguments import arguments_of
 from compiled_llm_ops.library import define
 
 
 class _LayerBegins(NamedTuple):
     hidden: Tensor
-    own: list[Tensor]
+    tensors: list[Tensor]
     layer: int
 
 
@@ -24,29 +25,34 @@ class _LayerEnds(NamedTuple):
     like: int
 
 
-def _left_out(_: object) -> Tensor:
+def _not_filled(_: object) -> Tensor:
     raise RuntimeError("this layer was left out of a graph and not put back")
 
 
 _begins = define(
-    "layer_begins", _LayerBegins, fake=lambda args: torch.empty_like(args.hidden), cpu=_left_out, cuda=_left_out
+    "layer_begins", _LayerBegins, fake=lambda args: torch.empty_like(args.hidden), cpu=_not_filled, cuda=_not_filled
 )
-_ends = define("layer_ends", _LayerEnds, fake=lambda args: torch.empty_like(args.hidden), cpu=_left_out, cuda=_left_out)
+_ends = define(
+    "layer_ends", _LayerEnds, fake=lambda args: torch.empty_like(args.hidden), cpu=_not_filled, cuda=_not_filled
+)
 
 
 @functools.cache
 def marked_class(kind: Any) -> Any:
-    """Return a class of layers between marks, which do nothing where another one stands for them."""
+    """Return a subclass of a layer's class that stands between marks, and does nothing if another layer equals it.
+
+    Its instances have ``_tensors``, ``_number``, and the number of the layer that they are ``_like``.
+    """
 
     def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        hidden = _begins(hidden, self._own, self._number)
+        hidden = _begins(hidden, self._tensors, self._number)
         if self._like == self._number:
             hidden = kind.forward(self, hidden, *args, **kwargs)
         ended: Tensor = _ends(hidden, self._number, self._like)
         return ended
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Without what ``nn.Module`` does around a forward, where there is none: it is traced as well."""
+        """Without what ``nn.Module`` does around a forward if there is none: Dynamo would trace that as well."""
         called = kind.__call__ if self._like == self._number else forward
         out: Tensor = called(self, *args, **kwargs)
         return out
@@ -56,13 +62,14 @@ def marked_class(kind: Any) -> Any:
 
 def fill(graph: fx.Graph) -> None:
     """Put each layer between its marks, and take the marks out; a graph without marks stays as it is."""
-    begins = {node.args[2]: node for node in graph.find_nodes(op="call_function", target=_begins)}
-    ends = graph.find_nodes(op="call_function", target=_ends)
-    marks = {end.args[1]: _Marks(begins[end.args[1]], end) for end in ends}
-    for _, end in list(marks.values()):
-        _, number, like = end.args
-        if like != number:
-            _fill_like(graph, marks[number], marks[like])
+    begins = {
+        arguments_of(node, _LayerBegins).layer: node for node in graph.find_nodes(op="call_function", target=_begins)
+    }
+    ends = {node: arguments_of(node, _LayerEnds) for node in graph.find_nodes(op="call_function", target=_ends)}
+    marks = {args.layer: _Marks(begins[args.layer], end) for end, args in ends.items()}
+    for args in ends.values():
+        if args.like != args.layer:
+            _fill_like(graph, marks[args.layer], marks[args.like])
     for mark in chain.from_iterable(marks.values()):
         mark.replace_all_uses_with(_hidden(mark))
         graph.erase_node(mark)
@@ -74,7 +81,8 @@ class _Marks(NamedTuple):
 
 
 def _fill_like(graph: fx.Graph, empty: _Marks, filled: _Marks) -> None:
-    copies = dict(zip(_entries(filled), _entries(empty), strict=True))
+    """Copy what stands between the marks of one layer between those of another."""
+    copies = dict(zip(_inputs(filled), _inputs(empty), strict=True))
     nodes = list(graph.nodes)
     with graph.inserting_before(empty.end):
         for node in nodes[nodes.index(filled.begin) + 1 : nodes.index(filled.end)]:
@@ -87,6 +95,6 @@ def _hidden(mark: fx.Node) -> fx.Node:
     return cast(fx.Node, mark.args[0])
 
 
-def _entries(marks: _Marks) -> list[fx.Node]:
-    """Return what differs from layer to layer: what comes in, and the layer's own tensors."""
+def _inputs(marks: _Marks) -> list[fx.Node]:
+    """Return what differs from layer to layer: the hidden states, and the layer's own tensors."""
     return [marks.begin, *cast(list[fx.Node], marks.begin.args[1])]

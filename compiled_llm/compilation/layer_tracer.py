@@ -1,4 +1,4 @@
-"""Notes what the layers of a model do in one run on fake tensors."""
+"""A run of a model on fake tensors, in which each layer is noted by what it does."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ class NoOutlineError(Exception):
 
 @functools.cache
 def traced_class(kind: Any) -> Any:
-    """Return a class of layers that tell a watch what they do."""
+    """Return a subclass of a layer's class that tells its ``_tracer`` what it does."""
 
     def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        inside = functools.partial(kind.forward, self)
-        watch: LayerTracer = self._watch
-        return watch.see(self._number, inside, hidden, *args, **kwargs)
+        original = functools.partial(kind.forward, self)
+        tracer: LayerTracer = self._tracer
+        return tracer.trace(self._number, original, hidden, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
 class LayerTracer(TorchFunctionMode):
-    """Sees what the layers of a model do in one run.
+    """Notes what the layers of a model do in one run.
 
     Attributes:
-        calls: for each layer the functions that it called, and on what.
+        calls: for each layer the functions that it has called, and their arguments.
     """
 
-    def __init__(self, own: Sequence[Sequence[Tensor]], faked: Callable[[Any], Any]) -> None:
+    def __init__(self, tensors: Sequence[Sequence[Tensor]], faked: Callable[[Any], Any]) -> None:
         """Nothing has been called yet.
 
         Args:
-            own: each layer's tensors.
+            tensors: each layer's own.
             faked: puts fake tensors in place of others, so that nothing is written to those.
         """
         super().__init__()
         self._faked = faked
         self.calls: list[Hashable] = []
-        self._kept: list[object] = [own]  # so that nothing takes another's identity
-        self._names: dict[int, tuple[int | None, str, tuple[int, ...]]] = {}  # a layer, and what it is to that
+        self._kept: list[object] = [tensors]  # so that no id is used twice
+        self._names: dict[int, tuple[int | None, str, tuple[int, ...]]] = {}  # by id: layer, role, number
         self._layer: int | None = None
         self._lines: list[Hashable] = []
-        for layer, tensors in enumerate(own):
-            for number, tensor in enumerate(tensors):
+        for layer, own in enumerate(tensors):
+            for number, tensor in enumerate(own):
                 self._names[id(tensor)] = layer, "own", (number,)
 
-    def see(self, layer: int, inside: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a layer and note what it does.
+    def trace(self, layer: int, original: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a layer's ``original`` forward and note what it does.
 
         Raises:
-            NoOutlineError: it is not the next one, or does not give what it takes, changed.
+            NoOutlineError: it is not the next layer, or its output is not like ``hidden``.
         """
         if layer != len(self.calls) or self._layer is not None:
             raise NoOutlineError("layers are not called one after the other")
@@ -66,7 +66,7 @@ class LayerTracer(TorchFunctionMode):
         self._name(hidden, "hidden")
         others = {name: value for name, value in kwargs.items() if name != BATCH_ARGUMENT}
         self._lines.append((self._describe(args), self._describe(others), id(kwargs.get(BATCH_ARGUMENT))))
-        out = inside(hidden, *args, **kwargs)
+        out = original(hidden, *args, **kwargs)
         if not isinstance(out, Tensor) or layout(out) != layout(hidden):
             raise NoOutlineError("a layer gives something else than it takes")
         self._lines.append(self._describe(out))

@@ -1,8 +1,8 @@
-"""A graph in pieces: what lies between two attentions is the same in all layers, but for the weights.
+"""Piecewise compilation: a graph is cut into regions before each attention, and equal regions are compiled once.
 
-Dynamo's graph of a model is the same operations over and over. Cut in front of each attention, which Inductor fuses
-with nothing, all pieces but the first and the last are alike, so that one compiled function serves them all. What they
-read beyond that (weights, pages, cosines) comes in as inputs.
+Dynamo's graph of a model is the same operations again and again. Cut before each attention, which Inductor fuses with
+nothing, all regions but the first and the last are equal but for the weights, so one compiled function serves them all.
+Weights, pages and cosines are its inputs.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _VIEWS = ("squeeze", "transpose", "view", torch.narrow)
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
-class Piece(NamedTuple):
+class Region(NamedTuple):
     """A part of a graph.
 
     Attributes:
-        graph: computes ``gives`` from ``takes``.
-        takes: nodes of the whole graph that are read here, and given to it or computed by an earlier piece.
-        gives: nodes of the whole graph that are computed here, and read by a later piece or given back.
+        graph: computes ``outputs`` from ``inputs``.
+        inputs: nodes of the whole graph that are read here: its own inputs, or computed by an earlier region.
+        outputs: nodes of the whole graph that are computed here, and read by a later region or returned.
     """
 
     graph: fx.Graph
-    takes: list[fx.Node]
-    gives: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
 
     def describe(self, examples: Sequence[Any]) -> str:
-        """Return all that decides what the piece gives for ``examples``; names of nodes make no difference.
+        """Return all that decides what the region computes from ``examples``; names of nodes make no difference.
 
         Args:
-            examples: of what it takes, fake tensors and symbolic sizes.
+            examples: of its inputs, fake tensors and symbolic sizes.
         """
         nodes = {node: _Name(f"%{number}") for number, node in enumerate(self.graph.nodes)}
         lines = [_describe_value(value) for value in examples]
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 
 
 class _Name(str):
-    """Shown without quotes, unlike a string that is an argument."""
+    """A node's name, shown without quotes, unlike a string that is an argument."""
 
     __repr__ = str.__str__
 
@@ -72,7 +72,7 @@ def _describe_value(value: Any) -> str:
 
 
 def without_symbols(description: str) -> str:
-    """Return all that a compiled piece depends on: names of symbolic sizes make no difference to it."""
+    """Return all that a compiled region depends on: the names of symbolic sizes make no difference to it."""
     numbers = {symbol: f"symbol{number}" for number, symbol in enumerate(_symbols(description))}
     return _SYMBOL.sub(lambda found: numbers[found[0]], description)
 
@@ -81,8 +81,8 @@ def _symbols(description: str) -> list[str]:
     return list(dict.fromkeys(_SYMBOL.findall(description)))
 
 
-def cut(module: fx.GraphModule) -> list[Piece]:
-    """Cut a graph in front of each attention; the pieces run one after the other."""
+def cut(module: fx.GraphModule) -> list[Region]:
+    """Cut a graph before each attention; the regions run one after the other."""
     numbers: dict[fx.Node, int] = {}
     count = 1
     for node in module.graph.nodes:
@@ -90,70 +90,70 @@ def cut(module: fx.GraphModule) -> list[Piece]:
         if node.op not in ("placeholder", "output"):
             numbers[node] = count - 1
     for node in reversed(numbers):
-        # Views are made where they are read: a piece that gives tensors of its own only is like others of its kind.
+        # Views are made in the region that reads them: one that returns its own tensors only is equal to others.
         if node.target in _VIEWS and node.users:
             numbers[node] = min(numbers.get(user, numbers[node]) for user in node.users)
     parts: list[list[fx.Node]] = [[] for _ in range(count)]
     for node, number in numbers.items():
         parts[number].append(node)
-    return [_piece(nodes, numbers) for nodes in parts]
+    return [_region(nodes, numbers) for nodes in parts]
 
 
-def _piece(nodes: Sequence[fx.Node], numbers: Mapping[fx.Node, int]) -> Piece:
-    own = set(nodes)
-    takes = list(dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in own))
-    gives = [node for node in nodes if any(numbers.get(user) != numbers[node] for user in node.users)]
+def _region(nodes: Sequence[fx.Node], numbers: Mapping[fx.Node, int]) -> Region:
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in inside))
+    outputs = [node for node in nodes if any(numbers.get(user) != numbers[node] for user in node.users)]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in takes:
+    for node in inputs:
         copies[node] = graph.placeholder(node.name)
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in gives))
-    return Piece(graph, takes, gives)
+    graph.output(tuple(copies[node] for node in outputs))
+    return Region(graph, inputs, outputs)
 
 
 class Examples:
-    """What each piece takes and gives, as fake tensors and symbolic sizes."""
+    """Examples of each region's inputs and outputs: fake tensors and symbolic sizes."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        """Take the whole graph as Dynamo has made it.
+        """Start from the inputs of the whole graph as Dynamo has made it.
 
-        What it notes of nodes that are not inputs may have been true before a pass, and is not read.
+        The examples that it keeps for other nodes may be from before a pass, and are not read.
         """
         self._module = module
         self._values = {node: example_of(node) for node in module.graph.find_nodes(op="placeholder")}
         self._known: dict[str, tuple[list[str], list[Any]]] = {}
 
-    def of(self, piece: Piece) -> list[Any]:
-        """Return what a piece takes; all pieces before it have been passed to ``follow``."""
-        return [self._values[node] for node in piece.takes]
+    def of(self, region: Region) -> list[Any]:
+        """Return examples of a region's inputs; all regions before it have been passed to ``follow``."""
+        return [self._values[node] for node in region.inputs]
 
-    def follow(self, piece: Piece, description: str) -> None:
-        """Find out what a piece gives: the same as an earlier one of its ``description``, which takes less time."""
+    def follow(self, region: Region, description: str) -> None:
+        """Find out a region's outputs: quickly if an earlier region had the same ``description``."""
         with running_on(self._values.values()):
-            gives = self._as_before(description) or self._run(piece, description)
-        self._values.update(zip(piece.gives, gives, strict=True))
+            outputs = self._as_before(description) or self._run(region, description)
+        self._values.update(zip(region.outputs, outputs, strict=True))
 
     def _as_before(self, description: str) -> list[Any] | None:
-        symbols, gives = self._known.get(without_symbols(description), ([], []))
+        symbols, outputs = self._known.get(without_symbols(description), ([], []))
         renamed = {old for old, new in zip(symbols, _symbols(description), strict=False) if old != new}
-        if renamed & set(_symbols(" ".join(map(_describe_value, gives)))):
+        if renamed & set(_symbols(" ".join(map(_describe_value, outputs)))):
             return None
-        return _others_like(gives)
+        return _others_like(outputs)
 
-    def _run(self, piece: Piece, description: str) -> list[Any]:
-        takes = self.of(piece)
-        gives = list(fx.Interpreter(fx.GraphModule(self._module, piece.graph)).run(*takes))
-        if _all_new([*takes, *gives], len(takes)):
-            self._known[without_symbols(description)] = _symbols(description), gives
-        return gives
+    def _run(self, region: Region, description: str) -> list[Any]:
+        inputs = self.of(region)
+        outputs = list(fx.Interpreter(fx.GraphModule(self._module, region.graph)).run(*inputs))
+        if _can_be_made_again([*inputs, *outputs], len(inputs)):
+            self._known[without_symbols(description)] = _symbols(description), outputs
+        return outputs
 
 
-def _all_new(values: Sequence[Any], count: int) -> bool:
-    """Return whether all ``values`` but the first ``count`` are tensors in new memory, whose likes can be made.
+def _can_be_made_again(values: Sequence[Any], count: int) -> bool:
+    """Whether all ``values`` but the first ``count`` are freshly allocated tensors that their layout says all about.
 
-    Parts of one product share theirs.
+    The parts of a fused matmul share memory.
     """
     made = values[count:]
     if not all(isinstance(value, Tensor) for value in made):
@@ -173,21 +173,21 @@ def _by_memory(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _is_whole(sharing: Sequence[Tensor]) -> bool:
-    """Whether there is one tensor, whose numbers lie one next to the other in whatever order."""
+    """Whether there is one tensor, dense in whatever order of its dimensions."""
     (tensor, *others) = sharing
-    # As text: to compare symbolic sizes would guard them. What is not dense has no like with its strides.
+    # As text: to compare symbolic sizes would guard them. ``empty_like`` keeps the strides of dense tensors only.
     return (
         not others and tensor.storage_offset() == 0 and str(torch.empty_like(tensor).stride()) == str(tensor.stride())
     )
 
 
 def _is_known(sharing: Sequence[Tensor]) -> bool:
-    """Whether tensors of one type lie in memory of a known size."""
+    """Whether tensors of one dtype share memory of a known size."""
     return len({tensor.dtype for tensor in sharing}) == 1 and isinstance(sharing[0].untyped_storage().nbytes(), int)
 
 
 def _others_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in new memory, laid out and shared in the same way."""
+    """Return freshly allocated tensors with the same layouts, sharing memory in the same way."""
     others: dict[int, Tensor] = {}
     for sharing in _by_memory(tensors):
         if _is_whole(sharing):
@@ -204,14 +204,14 @@ def _others_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [others[id(tensor)] for tensor in tensors]
 
 
-def join(pieces: Sequence[Piece], functions: Sequence[Callable[..., Any]], graph: fx.Graph) -> fx.GraphModule:
-    """Return ``graph`` with a call of a function in place of each piece; what none reads any more is freed at once."""
+def join(regions: Sequence[Region], functions: Sequence[Callable[..., Any]], graph: fx.Graph) -> fx.GraphModule:
+    """Return ``graph`` with a call of a function in place of each region; each value is freed after its last use."""
     joined = fx.Graph()
     copies = {node: joined.node_copy(node) for node in graph.find_nodes(op="placeholder")}
-    calls = {f"piece_{number}": _Call(function) for number, function in enumerate(functions)}
-    for name, piece in zip(calls, pieces, strict=True):
-        found = joined.call_module(name, tuple(copies[node] for node in piece.takes))
-        for number, node in enumerate(piece.gives):
+    calls = {f"region_{number}": _Call(function) for number, function in enumerate(functions)}
+    for name, region in zip(calls, regions, strict=True):
+        found = joined.call_module(name, tuple(copies[node] for node in region.inputs))
+        for number, node in enumerate(region.outputs):
             copies[node] = joined.call_function(operator.getitem, (found, number))
     (end,) = graph.find_nodes(op="output")
     joined.node_copy(end, copies.__getitem__)

@@ -81,8 +81,8 @@ class Programs:
     def _compiled(self, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         decodes = function in (self.decode_one_function, self.decode_many_function)
         passes = passes_for(self._config, self._device, self._fused, decodes)
-        backend = Inductor(options, passes, in_pieces=self._config.records_on(self._device.type))
-        if backend.in_pieces:
+        backend = Inductor(options, passes, piecewise=self._config.records_on(self._device.type))
+        if backend.piecewise:
             self._outlines[function] = Outline(function, self._known_state)
         return compiled(function, self._config, backend)
 

@@ -37,7 +37,7 @@ from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import LinearWatch
 from compiled_llm.model.inputs import check_prompt
 from compiled_llm.model.layer_probe import UnpagedCallError, UnsupportedModelError, probe_layers
-from compiled_llm.model.restore import unchanged
+from compiled_llm.model.restore import restored
 
 _INTERFACE = (
     "Use the model unwrapped; or let its attention layers call ALL_ATTENTION_FUNCTIONS[config._attn_implementation], "
@@ -85,7 +85,7 @@ def explain(
     dumped = None if dump is None else Dump(new_folder(Path(dump)))
     runtime = runtime_of(model)
     history, happened = (None, []) if runtime is None else history_of(runtime)
-    with unchanged(model):
+    with restored(model):
         subject = _Subject(model, runtime)
         facts = subject.facts(findings)
         if facts is not None:
@@ -137,7 +137,7 @@ class _Subject:
         for fake in (True, False):
             try:
                 with (
-                    unchanged(self.model),
+                    restored(self.model),
                     self._paged(),
                     LinearWatch() as watch,
                 ):  # not one fake tensor may stay behind

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat import fake_tensors
 from compiled_llm.huggingface_compat import experts_implementation, set_experts_implementation
-from compiled_llm.model.restore import same_attributes
+from compiled_llm.model.restore import attributes_restored
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
 _HARMLESS = frozenset({"position_ids", "is_causal"})
@@ -111,7 +111,7 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
     forward = type(model).forward
     # What forward stores in modules is fake as well, and must not stay.
     mode = fake_tensors() if fake else nullcontext()
-    with same_attributes(model), torch.inference_mode(False), torch.no_grad(), mode, _batched_experts(model):
+    with attributes_restored(model), torch.inference_mode(False), torch.no_grad(), mode, _batched_experts(model):
         ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
         positions = torch.arange(tokens, device=model.device)[None]
         try:

@@ -1,4 +1,4 @@
-"""The modules inside a model, looked at in every call: a walk over them takes longer than a step takes to launch."""
+"""The modules inside a model, checked in every call: to walk over them would take longer than to launch a step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 
 
 class Children:
-    """The modules that others hold, and whether they are still the same."""
+    """The children of modules, and whether they are still the same."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Remember those that ``modules`` hold."""
+        """Remember the children of ``modules``."""
         self._children = [module._modules for module in modules if module._modules]
         self._known = self._now()
 
-    def hold(self) -> bool:
+    def valid(self) -> bool:
         """Whether none was added, removed or replaced."""
         return same(self._known, self._now())
 
@@ -33,14 +33,14 @@ class InnerHooks:
     """
 
     def __init__(self) -> None:
-        """Look at nothing yet."""
+        """Prepare; the first call of ``of`` walks over the model."""
         self._children: Children | None = None
         self._modules: list[int] = []
         self._hooks: list[dict[int, Any]] = []
 
     def of(self, model: nn.Module) -> frozenset[tuple[int, int]]:
-        """Return what identifies each hook; the model is the same one each time."""
-        if self._children is None or not self._children.hold():
+        """Return an id for each hook; ``model`` must be the same one each time."""
+        if self._children is None or not self._children.valid():
             modules = list(model.modules())
             self._children = Children(modules)
             inner = [module for module in modules if module is not model]

@@ -1,4 +1,4 @@
-"""Leaves a model as it was, after its forward was run only to be watched: it may write to anything it can reach."""
+"""Restores a model's attributes after a trial run of its forward, which may write to anything it can reach."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CONTAINERS = (dict, list, set)
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put attributes, containers and tensors of all modules, parameters excepted, back afterwards."""
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore attributes, containers and tensors of all modules afterwards, but not parameters."""
     tensors = _tensors(model)
-    with same_attributes(model):
+    with attributes_restored(model):
         try:
             yield
         finally:
@@ -27,19 +27,19 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def same_attributes(model: nn.Module) -> Iterator[None]:
-    """Put attributes and containers of all modules back afterwards; what was written into tensors stays.
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Restore attributes and containers of all modules afterwards; what was written into tensors stays.
 
-    Enough for fake tensors, which nothing can be written through, and as quick as the model has modules.
+    Enough for fake tensors, which have no values; it takes as long as the model has modules.
     """
     saved = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
     try:
         yield
     finally:
         for module, attributes, contents in saved:
-            _put_back(module.__dict__, attributes)
+            _restore(module.__dict__, attributes)
             for name, content in contents.items():
-                _put_back(attributes[name], content)
+                _restore(attributes[name], content)
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _contents(module: nn.Module) -> dict[str, Any]:
 
 
 def _tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors in attributes and containers, each with a copy; parameters are too big, and not written."""
+    """Return the tensors in attributes and containers, each with a copy; parameters are too big, and never written."""
     found: dict[int, Tensor] = {}
     for module in model.modules():
         for value in module.__dict__.values():
@@ -59,8 +59,8 @@ def _tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return [(tensor, tensor.detach().clone()) for tensor in found.values()]
 
 
-def _put_back(container: Any, content: Any) -> None:
-    """Fill a container as it was; one that has not changed is left alone, since other threads may look at it."""
+def _restore(container: Any, content: Any) -> None:
+    """Fill a container with what it held; if nothing has changed leave it alone: other threads may be reading it."""
     if _entries(container) == _entries(content):
         return
     if isinstance(container, list):

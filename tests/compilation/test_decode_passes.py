@@ -17,7 +17,7 @@ from compiled_llm.compilation.backend import Pass
 from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.normed_products import NormedProducts
 from compiled_llm.compilation.passes.norms import NormedSums
-from compiled_llm.compilation.passes.patterns import Formula
+from compiled_llm.compilation.passes.patterns import Pattern
 from compiled_llm.compilation.passes.products import OuterProducts
 from compiled_llm.config import WrapConfig
 from compiled_llm_ops import decode_attention, decode_attention_lse
@@ -126,7 +126,7 @@ def test_what_the_ops_do_in_a_step(family, steps, seed):
 
 @pytest.mark.slow
 def test_compiled_steps_choose_the_same_tokens(seed, monkeypatch):
-    monkeypatch.setattr(programs, "Inductor", lambda *args, **_: inductor.Inductor(*args, in_pieces=True))
+    monkeypatch.setattr(programs, "Inductor", lambda *args, **_: inductor.Inductor(*args, piecewise=True))
     for model in (tiny_qwen3(num_hidden_layers=3, eos_token_id=None), tiny_llama(eos_token_id=None)):
         inputs = mixed_prompts([5, 19, 11], 128, seed)
         expected = greedy(model, inputs, 12)
@@ -501,31 +501,31 @@ def test_other_products_stay_as_they_are(seed):
         assert module.graph.find_nodes(op="call_function", target=operator.matmul), shapes
 
 
-# ---- formulas
+# ---- patterns
 
 
-def matched(formula: Callable[..., Any], function: Callable[..., Any]) -> dict[str, Any] | None:
+def matched(pattern: Callable[..., Any], function: Callable[..., Any]) -> dict[str, Any] | None:
     (output,) = fx.symbolic_trace(function).graph.find_nodes(op="output")
-    match = Formula(formula).match(output.args[0])
+    match = Pattern(pattern).match(output.args[0])
     return None if match is None else {name: getattr(value, "name", value) for name, value in match[0].items()}
 
 
-def test_a_formula_finds_what_its_parameters_stand_for():
-    def formula(x: Tensor, y: Tensor, half: int) -> Tensor:
+def test_a_pattern_finds_what_its_parameters_stand_for():
+    def pattern(x: Tensor, y: Tensor, half: int) -> Tensor:
         return torch.cat((x[..., :half], y), dim=-1) * x
 
-    assert matched(formula, lambda a, b: torch.cat((a[..., :3], b), dim=-1) * a) == {"x": "a", "y": "b", "half": 3}
-    assert matched(formula, lambda a, b: torch.cat((a[..., :3], b), dim=-1) * b) is None, "another tensor"
-    assert matched(formula, lambda a, b: torch.cat((a[..., :3:2], b), dim=-1) * a) is None, "another slice"
-    assert matched(formula, lambda a, b: torch.cat((a[..., :3], b), dim=0) * a) is None, "another number"
-    assert matched(formula, lambda a, b: torch.stack((a[..., :3], b), dim=-1) * a) is None, "another function"
-    assert matched(formula, lambda a, b: torch.cat((a[..., :3], b, b), dim=-1) * a) is None, "more of them"
+    assert matched(pattern, lambda a, b: torch.cat((a[..., :3], b), dim=-1) * a) == {"x": "a", "y": "b", "half": 3}
+    assert matched(pattern, lambda a, b: torch.cat((a[..., :3], b), dim=-1) * b) is None, "another tensor"
+    assert matched(pattern, lambda a, b: torch.cat((a[..., :3:2], b), dim=-1) * a) is None, "another slice"
+    assert matched(pattern, lambda a, b: torch.cat((a[..., :3], b), dim=0) * a) is None, "another number"
+    assert matched(pattern, lambda a, b: torch.stack((a[..., :3], b), dim=-1) * a) is None, "another function"
+    assert matched(pattern, lambda a, b: torch.cat((a[..., :3], b, b), dim=-1) * a) is None, "more of them"
 
 
 def test_a_parameter_stands_for_one_thing():
-    def formula(x: Tensor, n: int) -> Tensor:
+    def pattern(x: Tensor, n: int) -> Tensor:
         return x[:n] + x[n:]
 
-    assert matched(formula, lambda a: a[:2] + a[2:]) == {"x": "a", "n": 2}
-    assert matched(formula, lambda a: a[:2] + a[3:]) is None
-    assert matched(formula, lambda a: a[:1] + a[True:]) is None, "true is not one"
+    assert matched(pattern, lambda a: a[:2] + a[2:]) == {"x": "a", "n": 2}
+    assert matched(pattern, lambda a: a[:2] + a[3:]) is None
+    assert matched(pattern, lambda a: a[:1] + a[True:]) is None, "true is not one"

@@ -46,10 +46,10 @@ def tracing(patch: pytest.MonkeyPatch) -> Graphs:
     given.traced = []
 
     class Backend(inductor.Inductor):
-        def __init__(self, *args: Any, in_pieces: bool) -> None:
-            super().__init__(*args, in_pieces=True)
+        def __init__(self, *args: Any, piecewise: bool) -> None:
+            super().__init__(*args, piecewise=True)
 
-        def _compile_pieces(self, module: fx.GraphModule) -> Callable[..., Any]:
+        def _compile_piecewise(self, module: fx.GraphModule) -> Callable[..., Any]:
             given.append(module)
             module.recompile()
             return module.forward
@@ -75,9 +75,9 @@ def model_of(**overrides: Any) -> PreTrainedModel:
 
 def descriptions(module: fx.GraphModule) -> list[str]:
     examples, found = Examples(module), []
-    for piece in cut(module):
-        description = piece.describe(examples.of(piece))
-        examples.follow(piece, description)
+    for region in cut(module):
+        description = region.describe(examples.of(region))
+        examples.follow(region, description)
         found.append(without_symbols(description))
     return found
 
@@ -323,29 +323,29 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
 
     outline = outlines[decode]
     monkeypatch.setitem(outlines, decode, copy.copy(outline))  # it looks at its layers no longer once one has changed
-    hold, layer = watch_of(outlined), outlined.model.layers[number]
-    assert hold()
+    valid, layer = validity_of(outlined), outlined.model.layers[number]
+    assert valid()
     assert not traced_whole()
     with undone(layer):
         change(layer)
-        assert not hold()
+        assert not valid()
         assert traced_whole() == (change is not replace_a_weight)  # which is an input
     assert not traced_whole()
 
 
-def watch_of(model: PreTrainedModel) -> Callable[[], bool]:
+def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
     """Return the check of what a recording of decode takes for granted."""
     paged = model.compiled.paged()
     arguments = (model, paged.buffers.bucket(2), paged.sampler.tables, paged.pages)
 
     @torch.no_grad()
-    def hold() -> bool:
+    def valid() -> bool:
         with paged_attention_in(attention_configs(model)):
-            return weights.hold() and guards.hold()
+            return weights.valid() and guards.valid()
 
     with torch.no_grad(), paged_attention_in(attention_configs(model)):
         weights, guards = Weights(model), paged.programs.guards(*arguments)
-    return hold
+    return valid
 
 
 def test_outlines_share_what_they_know_only_where_they_saw_the_same():
@@ -357,12 +357,12 @@ def test_outlines_share_what_they_know_only_where_they_saw_the_same():
     scale(modules[1])
     second = known.of(modules)
     assert second is not first
-    assert second.hold(glance=1)
-    assert not first.hold(glance=1)
+    assert second.valid(glance=1)
+    assert not first.valid(glance=1)
     modules[1].self_attn.scaling = before
-    assert second.hold(glance=1)  # nobody can have changed it meanwhile, a glance says
-    assert first.hold(glance=2)
-    assert not second.hold(glance=2)
+    assert second.valid(glance=1)  # nobody can have changed it meanwhile, a glance says
+    assert first.valid(glance=2)
+    assert not second.valid(glance=2)
     assert known.of(modules[1:]) is not second
 
 

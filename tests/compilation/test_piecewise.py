@@ -1,4 +1,4 @@
-"""Graphs in pieces: layers that are alike are compiled once, and nothing that differs is taken for the same."""
+"""Piecewise compilation: equal regions are compiled once, and nothing that differs is taken for the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import compiled_llm
 from compiled_llm.compat import storage_number
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.compilation import programs as programs
-from compiled_llm.compilation.piecewise import Examples, Piece, cut, join, without_symbols
+from compiled_llm.compilation.piecewise import Examples, Region, cut, join, without_symbols
 from compiled_llm_ops import paged_attention
 from support.families import FAMILIES, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
@@ -34,7 +34,7 @@ PREFILL_AND_DECODE = 2
 @pytest.fixture(autouse=True)
 def pieces_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are cut where they are recorded, which is on CUDA."""
-    monkeypatch.setattr(programs, "Inductor", lambda *args, in_pieces: inductor.Inductor(*args, in_pieces=True))
+    monkeypatch.setattr(programs, "Inductor", lambda *args, piecewise: inductor.Inductor(*args, piecewise=True))
 
 
 @pytest.fixture
@@ -65,13 +65,13 @@ def check(model: PreTrainedModel, seed: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("layers", "fuse"), [(2, False), (5, True)])
-def test_a_model_takes_three_pieces_however_many_layers_it_has(layers, fuse, compiles, seed, monkeypatch):
+def test_a_model_takes_three_regions_however_many_layers_it_has(layers, fuse, compiles, seed, monkeypatch):
     looked_at: list[Any] = []
     run = Examples._run
     monkeypatch.setattr(Examples, "_run", lambda self, *given: looked_at.append(given) or run(self, *given))
     check(tiny_qwen3(num_hidden_layers=layers, eos_token_id=None), seed, fuse_projections=fuse)
     assert len(compiles) == 3 * PREFILL_AND_DECODE
-    assert len(looked_at) == 3 * PREFILL_AND_DECODE, "what a piece gives is known from the first of its kind"
+    assert len(looked_at) == 3 * PREFILL_AND_DECODE, "what a region computes is known from the first like it"
 
 
 def test_a_layer_that_computes_something_else_is_compiled_for_itself(compiles, seed):
@@ -92,13 +92,13 @@ def test_windows_are_told_apart(compiles, seed):
 
 
 @pytest.mark.parametrize("family", ["Gemma3", "GptOss", "Qwen3Moe"])
-def test_pieces_of_other_families_fit_together(family, compiles, seed):
+def test_regions_of_other_families_fit_together(family, compiles, seed):
     check(make(family, FAMILIES[family], seed), seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["OPT", "Phi"])
-def test_compiled_pieces_of_other_families_fit_together(family, seed):
+def test_compiled_regions_of_other_families_fit_together(family, seed):
     """OPT hands a part of a fused product straight to attention: it crosses the cut with that product's strides.
 
     Phi computes its MLP beside attention, of what is in front of the cut.
@@ -106,7 +106,7 @@ def test_compiled_pieces_of_other_families_fit_together(family, seed):
     check(make(family, FAMILIES[family], seed), seed, fuse_projections=True)
 
 
-def test_compiled_pieces_fit_together_and_what_was_compiled_once_is_not_even_lowered_again(seed):
+def test_compiled_regions_fit_together_and_what_was_compiled_once_is_not_even_lowered_again(seed):
     """A warm start: traced, but everything behind Dynamo comes out of caches."""
     counts = torch._dynamo.utils.counters["aot_autograd"]
     inputs = mixed_prompts([5, 19, 11], 128, seed)
@@ -121,7 +121,7 @@ def test_compiled_pieces_fit_together_and_what_was_compiled_once_is_not_even_low
             assert counts[f"autograd_cache_{'hit' if start == 'warm' else 'miss'}"] == 3 * PREFILL_AND_DECODE, counts
 
 
-def test_what_a_piece_gives_is_told_from_an_earlier_one_like_it(seed):
+def test_what_a_region_computes_is_told_from_an_earlier_one_like_it(seed):
     def layers(to: Inputs, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, ...]:
         query = attend(attend(attend(to.query, to) + 1, to, pages=first) + 1, to) + 1
         sums = []  # pages have a symbol of their own in each layer, and so have these
@@ -152,10 +152,10 @@ def test_parts_of_one_product_share_memory_in_what_is_told_too(seed):
 
     module, _ = traced(layers, inputs_of())
     told, run = Examples(module), Examples(module)
-    for piece in both_ways(module, told, run):
+    for region in both_ways(module, told, run):
         layouts = [
             [(storage_number(value), value.shape, value.stride(), value.storage_offset()) for value in each]
-            for each in ([examples._values[node] for node in piece.gives] for examples in (told, run))
+            for each in ([examples._values[node] for node in region.outputs] for examples in (told, run))
         ]
         sharing = [[first[0] == second[0] for first, second in product(each, each)] for each in layouts]
         assert sharing[0] == sharing[1]
@@ -185,33 +185,33 @@ def attend(query: Tensor, to: Inputs, scale: float = 0.25, pages: Tensor | None 
     return paged_attention(query, pages, to.indptr, to.indptr, to.indices, to.last_page_len, scale)
 
 
-def both_ways(module: fx.GraphModule, told: Examples, run: Examples) -> Iterator[Piece]:
-    """Go through the pieces with results told from the first of a kind, and with those of each piece itself."""
-    for number, piece in enumerate(cut(module)):
-        description = piece.describe(told.of(piece))
-        assert piece.describe(run.of(piece)) == description
-        told.follow(piece, description)
-        run.follow(piece, f"{description} of its own {number}")
-        yield piece
+def both_ways(module: fx.GraphModule, told: Examples, run: Examples) -> Iterator[Region]:
+    """Go through the regions with results told from an earlier region like it, and with those of each region itself."""
+    for number, region in enumerate(cut(module)):
+        description = region.describe(told.of(region))
+        assert region.describe(run.of(region)) == description
+        told.follow(region, description)
+        run.follow(region, f"{description} of its own {number}")
+        yield region
 
 
 def descriptions(function: Callable[..., Any], *inputs: Any) -> list[str]:
     module, _ = traced(function, *inputs)
     examples = Examples(module)
     found = []
-    for piece in cut(module):
-        description = piece.describe(examples.of(piece))
-        examples.follow(piece, description)
+    for region in cut(module):
+        description = region.describe(examples.of(region))
+        examples.follow(region, description)
         found.append(without_symbols(description))
     return found
 
 
-def run(piece: Piece, module: fx.GraphModule) -> Callable[..., Any]:
-    forward: Callable[..., Any] = fx.GraphModule(module, piece.graph).forward
+def run(region: Region, module: fx.GraphModule) -> Callable[..., Any]:
+    forward: Callable[..., Any] = fx.GraphModule(module, region.graph).forward
     return forward
 
 
-def test_pieces_run_one_after_the_other_compute_what_the_whole_does(seed):
+def test_regions_run_one_after_the_other_compute_what_the_whole_does(seed):
     def function(to: Inputs, count: Tensor) -> tuple[Tensor, Tensor]:
         count.add_(1)  # an input that is written in front of a cut and read behind it
         first = attend(to.query * count, to)
@@ -219,9 +219,9 @@ def test_pieces_run_one_after_the_other_compute_what_the_whole_does(seed):
 
     inputs, count = inputs_of(), torch.ones(1)
     module, given = traced(function, inputs, count)
-    pieces = cut(module)
-    assert len(pieces) == 3
-    joined = join(pieces, [run(piece, module) for piece in pieces], module.graph)
+    regions = cut(module)
+    assert len(regions) == 3
+    joined = join(regions, [run(region, module) for region in regions], module.graph)
     assert count == 2
     found = joined(*given)
     assert count == 3
@@ -233,7 +233,7 @@ def test_what_no_later_piece_reads_is_freed(seed):
         return attend(attend(to.query * 2, to) * 2, to) * 2
 
     module, given = traced(function, inputs_of())
-    pieces = cut(module)
+    regions = cut(module)
     alive: list[weakref.ref[Tensor]] = []
     seen: list[int] = []
 
@@ -246,9 +246,9 @@ def test_what_no_later_piece_reads_is_freed(seed):
 
         return call
 
-    join(pieces, [watched(run(piece, module)) for piece in pieces], module.graph)(*given)
+    join(regions, [watched(run(region, module)) for region in regions], module.graph)(*given)
     gc.collect()
-    assert [len(piece.gives) for piece in pieces] == [1, 1, 1]
+    assert [len(region.outputs) for region in regions] == [1, 1, 1]
     assert seen == [0, 1, 1], "each reads what the one in front of it computed, and nothing older is left"
 
 

@@ -99,9 +99,9 @@ def test_every_change_of_what_tensors_there_are_is_noticed(change: Callable[[nn.
     model.model.loose = torch.zeros(3)
     model.model.several, model.model.named = [1, torch.zeros(3)], {"there": torch.zeros(3), "nor": "this"}
     weights = Weights(model)
-    assert weights.hold()
+    assert weights.valid()
     change(model)
-    assert not weights.hold()
+    assert not weights.valid()
 
 
 def test_what_changes_in_place_is_read_where_it_lies() -> None:
@@ -111,7 +111,7 @@ def test_what_changes_in_place_is_read_where_it_lies() -> None:
         model.lm_head.weight.mul_(2)
     model.load_state_dict(tiny_qwen3(seed=7).state_dict())
     model.train()
-    assert weights.hold()
+    assert weights.valid()
 
 
 def scaled(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -134,15 +134,15 @@ def guarded() -> tuple[nn.Module, Guards, Callable[..., torch.Tensor]]:
 def test_guards_hold_until_an_attribute_or_the_grad_mode_changes(guarded) -> None:
     model, guards, _ = guarded
     with torch.no_grad():
-        assert guards.hold()
+        assert guards.valid()
         model.factor = 3.0
-        assert not guards.hold()
+        assert not guards.valid()
         model.factor = 2.0
-        assert guards.hold()
+        assert guards.valid()
         model.train()
-        assert not guards.hold()
+        assert not guards.valid()
         model.eval()
-    assert not guards.hold()
+    assert not guards.valid()
 
 
 def test_guards_stay_those_of_the_recording_when_another_graph_is_compiled(guarded) -> None:
@@ -150,9 +150,9 @@ def test_guards_stay_those_of_the_recording_when_another_graph_is_compiled(guard
     with torch.no_grad():
         model.factor = 3.0
         compiled(model, (torch.ones(3),))
-        assert not guards.hold()
+        assert not guards.valid()
         model.factor = 2.0
-        assert guards.hold()
+        assert guards.valid()
 
 
 def test_arguments_that_nothing_was_compiled_for_are_named() -> None:

@@ -38,7 +38,7 @@ class StandIn(Recording[Any, Any]):
         self._weights, self._launch, self._outputs = weights, launch, None
 
     def replay(self) -> Any:
-        assert self._weights.hold(), "a replay would read weights where they no longer are"
+        assert self._weights.valid(), "a replay would read weights where they no longer are"
         new = self._launch()
         self._outputs = self._outputs or new
         for output, value in zip(self._outputs, new, strict=True):

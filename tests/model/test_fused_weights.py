@@ -419,7 +419,7 @@ def test_two_models_may_share_parameters(seed):
 
 def run_fused(module: nn.Module, x: Tensor, weights: FusedWeights) -> Any:
     torch._dynamo.reset()
-    backend = Inductor({}, [FusedProducts(weights)], in_pieces=False)
+    backend = Inductor({}, [FusedProducts(weights)], piecewise=False)
     compiled = torch.compile(module, fullgraph=True, backend=backend)
     with torch.no_grad():
         return compiled(x)

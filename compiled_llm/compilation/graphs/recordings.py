@@ -97,11 +97,11 @@ class Recordings:
 
     def weights_hold(self) -> bool:
         """Whether there are recordings, and all modules and tensors of the model are where those read them."""
-        return self._weights is not None and self._weights.hold()
+        return self._weights is not None and self._weights.valid()
 
     def guards_hold(self, key: Key, glance: int) -> bool:
         """Whether all else about the model is as it was when a step was recorded; ``glance`` as in ``Guards``."""
-        return self._steps[key].guards.hold(glance)
+        return self._steps[key].guards.valid(glance)
 
     def forget(self) -> set[Key]:
         """Drop all of them; returns which there were."""

@@ -1,7 +1,7 @@
-"""Whether a model is still what a CUDA graph was recorded from: a replay notices nothing by itself.
+"""Whether a CUDA graph may still be replayed: a replay would not notice that the model has changed.
 
-Two things are looked at. ``Guards`` are Dynamo's own, about everything that the compiled program takes for granted
-(attributes, hooks, grad mode, sizes and types of tensors). They say nothing of *which* tensors there are, since a
+Two things are checked. ``Guards`` are Dynamo's own, about everything that the compiled program takes for granted
+(attributes, hooks, grad mode, sizes and types of tensors). They say nothing about *which* tensors there are, since a
 compiled program takes any that fit: ``Weights`` does.
 """
 
@@ -18,37 +18,37 @@ from compiled_llm.model.modules import Children, same
 
 
 class Guards:
-    """Dynamo's guards of a compiled function, for the arguments that it was recorded with."""
+    """Dynamo's guards of a compiled function, for the arguments that it was captured with."""
 
     def __init__(
         self,
         function: Callable[..., Any],
         arguments: dict[str, Any],
-        anew: Callable[[int | None], dict[str, Any]] = lambda glance: {},
+        rebuild: Callable[[int | None], dict[str, Any]] = lambda glance: {},
     ) -> None:
-        """Find the compiled entry that serves these arguments.
+        """Find what was compiled for these arguments.
 
         Args:
             function: made by ``own_copy``, and called with the arguments before.
             arguments: by name.
-            anew: returns those that are made anew for each glance.
+            rebuild: returns those that are made again for each check, given its ``glance``.
         """
         self._arguments = arguments
-        self._anew = anew
-        self._check = guards_for(function, arguments | anew(None))
+        self._rebuild = rebuild
+        self._check = guards_for(function, arguments | rebuild(None))
 
-    def hold(self, glance: int | None = None) -> bool:
+    def valid(self, glance: int | None = None) -> bool:
         """Whether a call would run the same compiled code as before.
 
         Args:
-            glance: a number for a while in which nobody can change the model, so that guards which look at the same
-                parts of it need not do so one after the other.
+            glance: numbers a period in which nobody can change the model. What several guards check is then checked
+                once; None checks everything.
         """
-        return bool(self._check(self._arguments | self._anew(glance)))
+        return bool(self._check(self._arguments | self._rebuild(glance)))
 
 
 class Weights:
-    """The tensors of a model and where they lie."""
+    """The tensors of a model and their addresses."""
 
     def __init__(self, model: nn.Module) -> None:
         """Remember them."""
@@ -62,10 +62,10 @@ class Weights:
         self._existing = [tensor for tensor in self._known_tensors if tensor is not None]
         self._addresses = self._addresses_now()
 
-    def hold(self) -> bool:
+    def valid(self) -> bool:
         """Whether all modules, parameters, buffers and tensors in attributes are the same, at the same addresses."""
         return (
-            self._children.hold()
+            self._children.valid()
             and same(self._known_tensors, self._tensors_now())
             and self._addresses == self._addresses_now()
         )
@@ -87,7 +87,7 @@ def _attributes_with_tensors(module: nn.Module) -> list[str]:
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield an attribute's tensor, or those in a list, tuple or dict."""
+    """Yield an attribute if it is a tensor, or the tensors in it if it is a list, tuple or dict."""
     entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
     for entry in entries:  # type: ignore[attr-defined]
         if isinstance(entry, Tensor):

@@ -1,4 +1,4 @@
-"""The pass that leaves norm and rotary embedding of queries and keys to decode attention."""
+"""The pass that moves norm and rotary embedding of queries and keys into decode attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 
 from compiled_llm.compat import example_of
 from compiled_llm.compilation.passes.arguments import arguments_of, set_arguments
-from compiled_llm.compilation.passes.patterns import RMS_NORM, ROTARY, is_norm_of
+from compiled_llm.compilation.passes.patterns import RMS_NORM, ROTARY, norms_each_column
 from compiled_llm_ops.contracts import DecodeAttention
 
 _DECODE_ATTENTIONS = (
@@ -20,9 +20,9 @@ _DECODE_ATTENTIONS = (
 
 
 class PreparedInAttention:
-    """Leaves norm and rotary embedding of queries and keys to decode attention, which has them in hand anyway.
+    """Moves norm and rotary embedding of queries and keys into decode attention, which reads them anyway.
 
-    It runs over the graph as Dynamo made it, before any other pass: what nodes say of their tensors is still true.
+    It runs on the graph as Dynamo made it, before any other pass: the examples of its nodes are still true.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -40,15 +40,15 @@ class PreparedInAttention:
 
 
 class _Raw(NamedTuple):
-    """Queries or keys of one token a row, before they are normed and turned.
+    """Queries or keys of one token a row, before they are normed and rotated.
 
     Attributes:
         states: ``[B, 1, heads, D]``.
         cos: ``[B, 1, D]``.
         sin: likewise.
-        norm: ``[D]``, the weight of their norm; None where they have none.
+        norm: ``[D]``, the weight of their norm; None without one.
         epsilon: what the norm adds; 0.0 without one.
-        own: the nodes that norm and turn them, inputs first.
+        nodes: those that norm and rotate them, inputs first.
     """
 
     states: fx.Node
@@ -56,20 +56,20 @@ class _Raw(NamedTuple):
     sin: fx.Node
     norm: fx.Node | None
     epsilon: float
-    own: list[fx.Node]
+    nodes: list[fx.Node]
 
     def goes_with(self, other: _Raw) -> bool:
-        """Whether both are turned alike, and normed alike if both are."""
+        """Whether both are rotated by the same angles, and normed with the same epsilon if both are normed."""
         both_normed = self.norm is not None and other.norm is not None
         return (self.cos, self.sin) == (other.cos, other.sin) and (self.epsilon == other.epsilon or not both_normed)
 
 
 def _raw(packed: Any) -> _Raw | None:
-    """Return what ``[B, heads, D]`` was made of, if it is normed and turned, or only turned, as the op does it."""
+    """Return what ``[B, heads, D]`` was made of, if it is rotated as the op does it, with or without a norm before."""
     match = ROTARY.match(packed)
     if match is None:
         return None
-    found, own = match
+    found, nodes = match
     states, cos, sin = (found[name] for name in ("states", "cos", "sin"))
     example, angles = example_of(states), [example_of(cos), example_of(sin)]
     rows, tokens, _, size = example.shape
@@ -78,20 +78,20 @@ def _raw(packed: Any) -> _Raw | None:
     if any(angle.shape != (rows, 1, size) or angle.dtype != example.dtype for angle in angles):
         return None
     normed = RMS_NORM.match(states)
-    if normed is None or not is_norm_of(normed[0], example):
-        return _Raw(states, cos, sin, None, 0.0, own)
-    return _Raw(normed[0]["states"], cos, sin, normed[0]["weight"], normed[0]["epsilon"], [*normed[1], *own])
+    if normed is None or not norms_each_column(normed[0], example):
+        return _Raw(states, cos, sin, None, 0.0, nodes)
+    return _Raw(normed[0]["states"], cos, sin, normed[0]["weight"], normed[0]["epsilon"], [*normed[1], *nodes])
 
 
 def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: _Raw, key: _Raw, flat: dict[fx.Node, fx.Node]) -> None:
-    """Let an attention norm and turn its queries and keys.
+    """Let an attention norm and rotate its queries and keys.
 
     Args:
         graph: what all of them are in.
-        attention: gets arguments that say with what.
+        attention: gets their norms and angles as arguments.
         query: what its queries are made of.
         key: what its keys are made of.
-        flat: cosines and sines as ``[B, D]``, by what they are in the graph; extended.
+        flat: cosines and sines as ``[B, D]``, by their nodes; extended.
     """
     for angles in (query.cos, query.sin):
         if angles not in flat:
@@ -109,13 +109,13 @@ def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: _Raw, key: _Raw,
         sin=flat[query.sin],
     )
     set_arguments(attention, arguments)
-    for node in (*reversed(key.own), *reversed(query.own)):
+    for node in (*reversed(key.nodes), *reversed(query.nodes)):
         if not node.users:
             graph.erase_node(node)
 
 
 def _table_is_settled(attentions: Sequence[fx.Node]) -> bool:
-    """Return whether nothing in the graph touches a page table before the last attention has read it."""
+    """Whether nothing in the graph touches a page table before the last attention has read it."""
     tables: set[Any] = set()
     for node in attentions:
         args = arguments_of(node, DecodeAttention)

@@ -1,4 +1,4 @@
-"""The pass that makes one op of a sum and its norm."""
+"""The pass that fuses a sum with its norm."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import fx
 
 from compiled_llm.compat import example_of
-from compiled_llm.compilation.passes.patterns import RMS_NORM, Found, is_norm_of
+from compiled_llm.compilation.passes.patterns import RMS_NORM, Found, norms_each_column
 
 _ADD_RMS_NORM = torch.ops.compiled_llm.add_rms_norm.default
 
 
 class NormedSums:
-    """Makes one op of a sum and its norm, which lie between the products of a layer.
+    """Makes one op of a sum and its norm, which stand between the matmuls of a layer.
 
-    It runs over the graph as Dynamo made it, like ``PreparedInAttention``.
+    It runs on the graph as Dynamo made it, like ``PreparedInAttention``.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -28,14 +28,14 @@ class NormedSums:
                 _norm_sum(graph, node, *match)
 
 
-def _norm_sum(graph: fx.Graph, normed: fx.Node, found: Found, own: Sequence[fx.Node]) -> None:
-    """Replace a norm, and the sum that is normed if it is one of two tensors alike."""
+def _norm_sum(graph: fx.Graph, normed: fx.Node, found: Found, nodes: Sequence[fx.Node]) -> None:
+    """Replace a norm and the sum that it norms, if that is of two tensors of one shape and dtype."""
     total = found["states"]
     if total.target is not operator.add or not all(isinstance(entry, fx.Node) for entry in total.args):
         return
     example = example_of(total)
     summands = map(example_of, total.args)
-    if not is_norm_of(found, example):
+    if not norms_each_column(found, example):
         return
     if any((summand.shape, summand.dtype) != (example.shape, example.dtype) for summand in summands):
         return
@@ -45,6 +45,6 @@ def _norm_sum(graph: fx.Graph, normed: fx.Node, found: Found, own: Sequence[fx.N
             result = graph.call_function(operator.getitem, (both, number))
             result.meta.update(node.meta)
             node.replace_all_uses_with(result)
-    for node in (*reversed(own), total):
+    for node in (*reversed(nodes), total):
         if not node.users:
             graph.erase_node(node)
