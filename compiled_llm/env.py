@@ -1,4 +1,4 @@
-"""Every environment variable that the project reads, and the logging that one of them turns on.
+"""Every environment variable that the library reads, and the logging that one of them turns on.
 
 Without it, everything goes through Python's `logging` as usual.
 """

@@ -41,14 +41,14 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            help="The text to continue; with --chat, the message to answer. `-`, or nothing in a pipe: stdin.",
+            help="The text to continue, or with --chat the message to answer. `-`, or none in a pipe, reads stdin.",
             show_default=False,
         ),
     ] = None,
     file: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH", help="Read the prompt from a file, without its last line end.", rich_help_panel=_INPUT
+            metavar="PATH", help="Read the prompt from a file; its final newline is dropped.", rich_help_panel=_INPUT
         ),
     ] = None,
     chat: Annotated[
@@ -61,35 +61,36 @@ def generate(
         bool | None,
         typer.Option(
             "--sample/--greedy",
-            help="Draw each token, or take the most likely one. Greedy, unless a flag below is given.",
+            help="Sample each token, or take the most likely one. Greedy unless an option below is given.",
             rich_help_panel=_SAMPLING,
         ),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Above 1 evens probabilities out, below 1 sharpens them.", rich_help_panel=_SAMPLING),
+        typer.Option(help="Above 1 flattens the distribution, below 1 sharpens it.", rich_help_panel=_SAMPLING),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Draw among the k most likely; 0 for all.", rich_help_panel=_SAMPLING)
+        int | None, typer.Option(help="Sample among the k most likely tokens; 0 for all.", rich_help_panel=_SAMPLING)
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Draw among the most likely that together have this probability.", rich_help_panel=_SAMPLING),
+        typer.Option(help="Sample among the fewest tokens that add up to this probability.", rich_help_panel=_SAMPLING),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            help="Draw among those at least this times as likely as the most likely.", rich_help_panel=_SAMPLING
+            help="Sample among tokens at least this fraction as likely as the likeliest.",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None,
     repetition_penalty: Annotated[
         float | None,
         typer.Option(
-            help="Above 1 makes tokens seen before less likely; goes with --greedy as well.", rich_help_panel=_SAMPLING
+            help="Above 1 makes earlier tokens less likely; works with --greedy too.", rich_help_panel=_SAMPLING
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed draws the same text.", rich_help_panel=_SAMPLING)
+        int | None, typer.Option(help="The same seed gives the same text.", rich_help_panel=_SAMPLING)
     ] = None,
     model: Annotated[
         str,
@@ -107,23 +108,24 @@ def generate(
     device: Annotated[
         Device, typer.Option(help="auto: CUDA if there is a device.", rich_help_panel=_MODEL)
     ] = Device.auto,
-    max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens.", rich_help_panel=_OUTPUT)] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.", rich_help_panel=_OUTPUT)] = 64,
     stop: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Stop once the new text holds TEXT, which stays in it. May be given several times.",
+            help="Stop once the new text contains TEXT, which is kept. Can be given several times.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Write one JSON object at the end, and no text.", rich_help_panel=_OUTPUT)
+        bool,
+        typer.Option("--json", help="Write one JSON object at the end, not the text.", rich_help_panel=_OUTPUT),
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Show neither progress nor figures.", rich_help_panel=_OUTPUT)
+        bool, typer.Option("--quiet", "-q", help="Show no progress and no figures.", rich_help_panel=_OUTPUT)
     ] = False,
 ) -> None:
-    """Write the model's text to stdout as it comes, then one line of figures to stderr."""
+    """Write the model's text to stdout as it is generated, then one line of figures to stderr."""
     with readable_errors():
         sampling = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
         request = Request(
@@ -145,7 +147,7 @@ def generate(
 
 @app.command()
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Do not try to build kernels and run a model.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip building kernels and running a model.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
 ) -> None:
     """Show what this machine has and what is missing, and try whether kernels build and a model runs.

@@ -10,7 +10,7 @@ import typer
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """Turn errors that this package raised into one line: exit code 2 for what cannot be asked, 1 for what failed.
+    """Turn errors that this package raised into one line: exit code 2 for a bad request, 1 for a failure.
 
     Any other error is a bug, and keeps its traceback.
     """

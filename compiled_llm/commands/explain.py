@@ -14,11 +14,11 @@ from compiled_llm.execution.progress import ProgressDisplay
 
 def explain(
     model: Annotated[str, typer.Argument(help="A folder, a GGUF file, a hub id, or `demo`.")],
-    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the report as a page as well.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Also write the report as an HTML page.")] = None,
     timings: Annotated[
         str,
         typer.Option(
-            metavar="BATCHES", help="Also say where the time of prefill and decode goes, at these batch sizes: 1,8,32."
+            metavar="BATCHES", help="Also show where the time of prefill and decode goes at these batch sizes: 1,8,32."
         ),
     ] = "",
     dump: Annotated[
@@ -30,7 +30,7 @@ def explain(
     dtype: Annotated[Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.")] = Dtype.auto,
     device: Annotated[Device, typer.Option(help="auto: CUDA if there is a device.")] = Device.auto,
 ) -> None:
-    """Say which lines keep a model from running as one graph, and what to do; exits 1 if there are any."""
+    """Show which lines keep a model from running as one graph, and what to do; exits with 1 if there are any."""
     with readable_errors():
         sizes = _sizes(timings)
         with ProgressDisplay(enabled=True).task("importing torch and transformers"):
@@ -53,5 +53,5 @@ def _sizes(text: str) -> list[int]:
     except ValueError:
         sizes = [0]
     if any(size < 1 for size in sizes):
-        raise ValueError(f"--timings {text!r}: give batch sizes from 1, with commas between")
+        raise ValueError(f"--timings {text!r}: give comma-separated batch sizes from 1")
     return sizes

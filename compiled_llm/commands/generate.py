@@ -40,10 +40,10 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """How to choose tokens; None where the model's own generation config decides.
+    """How to choose tokens; None if the model's own generation config decides.
 
     Attributes:
-        sample: draw, or take the most likely token; where None, draw if any other flag is given.
+        sample: sample, or take the most likely token; None: sample if any other option is given.
     """
 
     sample: bool | None = None

@@ -21,7 +21,7 @@ def read_prompt(argument: str | None, file: str | None) -> str:
         file: a path; `-` is stdin.
 
     Raises:
-        ValueError: there is none, there are two, or it is no text.
+        ValueError: there is no prompt, there are two, or it is not text.
     """
     if argument is not None and file is not None:
         raise ValueError("PROMPT and --file were both given: the prompt comes from one place")

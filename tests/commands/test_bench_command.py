@@ -83,7 +83,7 @@ def test_results_are_shown_again(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["latency", "--contenders", "nosuch"], "no nosuch; there are hf-eager"),
-        (["latency", "--batches", "1,x"], "--batches '1,x': give integers"),
+        (["latency", "--batches", "1,x"], "--batches '1,x': give comma-separated integers"),
         (["latency", "--batches", "0"], "--batches '0': each must be at least 1"),
         (["latency", "--new", "1"], "at least 2 are needed"),
         (["latency", "--contexts", "10"], "context 10"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.commands.bench.contender import Contender, Setup
-from compiled_llm.commands.bench.latency import failure
+from compiled_llm.commands.bench.experiment import Save, run_each
 from compiled_llm.commands.bench.local import LocalSession
 from compiled_llm.commands.bench.report import Report, Task
 from compiled_llm.commands.bench.workload import Workload
@@ -109,7 +109,7 @@ def measure(
     sizes: Sizes,
     runs: int,
     report: Report,
-    save: Callable[[], object],
+    save: Save,
 ) -> None:
     """Run every task with one contender after the other, into the report.
 
@@ -122,15 +122,14 @@ def measure(
         save: called after each result.
     """
     drafts = replace(setup, _model=copy.deepcopy(setup.model()))
-    for contender in contenders:
-        try:
-            with contender.opened(setup) as session, contender.opened(drafts) as drafting:
-                assert isinstance(session, LocalSession)
-                assert isinstance(drafting, LocalSession)
-                _measure_one(contender.name, session, drafting, sizes, runs, report, save)
-        except Exception as error:
-            report.failures.append(failure(contender.name, error))
-        save()
+
+    def measure_one(contender: Contender) -> None:
+        with contender.opened(setup) as session, contender.opened(drafts) as drafting:
+            assert isinstance(session, LocalSession)
+            assert isinstance(drafting, LocalSession)
+            _measure_one(contender.name, session, drafting, sizes, runs, report, save)
+
+    run_each(contenders, setup, report, save, measure_one)
 
 
 def _measure_one(
@@ -140,7 +139,7 @@ def _measure_one(
     sizes: Sizes,
     runs: int,
     report: Report,
-    save: Callable[[], object],
+    save: Save,
 ) -> None:
     for model in (session.model, drafting.model):
         if hasattr(model, "compiled"):

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     help="Measure speed: contenders side by side on this machine, in one go.",
-    epilog="Definitions: time to first token is from the call to the first token of every row on the host, warm; "
-    "decode is the rate after it; end to end is everything; best and median of all runs. The ceiling is what the read "
-    "bandwidth, measured in the same run, allows.",
+    epilog="Definitions: the time to first token runs from the call until every row's first token is on the host, "
+    "warm; decode is the rate after that; end to end is the whole call. Figures are the best and the median of all "
+    "runs. The ceiling is the decode rate that the read bandwidth allows, measured in the same run.",
 )
 
 
@@ -50,18 +50,18 @@ ContenderNames = Annotated[
     str,
     typer.Option(
         "--contenders",
-        help="With commas between: hf-eager, hf-static, compiled-llm:eager, compiled-llm:compile, "
+        help="Comma-separated: hf-eager, hf-static, compiled-llm:eager, compiled-llm:compile, "
         "compiled-llm:reduce-overhead, compiled-llm:cuda-graphs, vllm, sglang; `all`; or `default`: all on CUDA, "
         "HuggingFace and ours on a CPU.",
     ),
 ]
 DeviceName = Annotated[Device, typer.Option("--device", help="auto: CUDA if there is a device.")]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each workload, after warming up.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all figures; rewritten after each result.")]
-Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the tables.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Draw a PNG; needs matplotlib, the extra `bench`.")]
-Commit = Annotated[str | None, typer.Option("--commit", help="What to record where there is no git checkout.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Say on stderr what is being done, a line for each step.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file, after each result.")]
+Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw a PNG; needs matplotlib (the extra `bench`).")]
+Commit = Annotated[str | None, typer.Option("--commit", help="The commit to record if this is no git checkout.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Write a line to stderr for each step.")]
 VLLM = Annotated[
     str | None,
     typer.Option("--vllm", envvar="COMPILED_LLM_VLLM", help="A Python that has vLLM: 'env PYTHONPATH=... python3'."),
@@ -72,15 +72,13 @@ SGLang = Annotated[str | None, typer.Option("--sglang", envvar="COMPILED_LLM_SGL
 @app.command()
 def latency(
     model: ModelName = "demo",
-    batches: Annotated[
-        str, typer.Option(help="Batch sizes, with commas between (1,8,32,64 on CUDA, 1,4 on a CPU).")
-    ] = "",
+    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated (1,8,32,64 on CUDA, 1,4 on a CPU).")] = "",
     prompts: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "128",
     contexts: Annotated[
-        str, typer.Option(help="Further prompt lengths, said as the tokens in a row in the middle of decode.")
+        str, typer.Option(help="More prompt lengths, given as the tokens that a row has in the middle of decode.")
     ] = "",
     new: Annotated[str, typer.Option(help="Output lengths, in tokens (256 on CUDA, 64 on a CPU).")] = "",
-    decoding: Annotated[Decoding, typer.Option(help="Which choice of tokens.")] = Decoding.greedy,
+    decoding: Annotated[Decoding, typer.Option(help="How tokens are chosen.")] = Decoding.greedy,
     contenders: ContenderNames = "default",
     runs: Runs = 5,
     device: DeviceName = Device.auto,
@@ -92,7 +90,7 @@ def latency(
     commit: Commit = None,
     verbose: Verbose = False,
 ) -> None:
-    """Time to first token, decode and end to end, over batch sizes, prompts, contexts and outputs."""
+    """Measure the time to first token, decode and end to end, over batch sizes, prompts, contexts and outputs."""
     with _run(json, markdown, plot, commit, verbose) as run:
         from compiled_llm.commands.bench import latency as experiment
         from compiled_llm.commands.bench.workload import workloads
@@ -116,7 +114,7 @@ def startup(
     model: ModelName = "demo",
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens in each prompt.")] = 128,
-    new: Annotated[int, typer.Option(min=2, help="New tokens, which tells when everything is compiled.")] = 16,
+    new: Annotated[int, typer.Option(min=2, help="New tokens; once they have come, everything is compiled.")] = 16,
     contenders: ContenderNames = "default",
     cold_runs: Annotated[int, typer.Option(min=1, help="Starts with empty caches.")] = 1,
     runs: Annotated[int, typer.Option(min=0, help="Starts with warm caches.")] = 5,
@@ -129,7 +127,7 @@ def startup(
     commit: Commit = None,
     verbose: Verbose = False,
 ) -> None:
-    """From the start of a process to its first token, with cold and with warm caches."""
+    """Measure the time from the start of a process to its first token, with cold and with warm caches."""
     with _run(json, markdown, plot, commit, verbose) as run:
         from compiled_llm.commands.bench import startup as experiment
         from compiled_llm.commands.bench.workload import Workload
@@ -142,10 +140,10 @@ def startup(
 @app.command()
 def roofline(
     model: ModelName = "demo",
-    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1",
+    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
     prompts: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "128",
     new: Annotated[int, typer.Option(min=4, help="New tokens; those in the middle are profiled.")] = 64,
-    decoding: Annotated[Decoding, typer.Option(help="Which choice of tokens.")] = Decoding.greedy,
+    decoding: Annotated[Decoding, typer.Option(help="How tokens are chosen.")] = Decoding.greedy,
     contenders: ContenderNames = "compiled-llm:cuda-graphs",
     runs: Runs = 5,
     device: DeviceName = Device.auto,
@@ -155,7 +153,7 @@ def roofline(
     commit: Commit = None,
     verbose: Verbose = False,
 ) -> None:
-    """Where the time of a decode step goes, by kind of kernel, against the bytes that it has to read."""
+    """Show where the time of a decode step goes, by kind of kernel, against the bytes that it has to read."""
     with _run(json, markdown, plot, commit, verbose) as run:
         from compiled_llm.commands.bench import roofline as experiment
         from compiled_llm.commands.bench.workload import workloads
@@ -171,15 +169,15 @@ def roofline(
 @app.command()
 def beams_and_drafts(
     model: ModelName = "demo",
-    mode: Annotated[str, typer.Option(help="The mode of ours: eager, compile, reduce-overhead or cuda-graphs.")] = (
+    mode: Annotated[str, typer.Option(help="This package's mode: eager, compile, reduce-overhead or cuda-graphs.")] = (
         "cuda-graphs"
     ),
     prompt: Annotated[int, typer.Option(min=1, help="Tokens in each prompt.")] = 128,
     new: Annotated[int, typer.Option(min=2, help="New tokens of each row, in each turn of the chat.")] = 128,
-    beams: Annotated[int, typer.Option(min=2, help="Of the beam search.")] = 4,
+    beams: Annotated[int, typer.Option(min=2, help="Beams of the beam search.")] = 4,
     drafted: Annotated[int, typer.Option(min=1, help="Tokens in each draft.")] = 5,
-    turns: Annotated[int, typer.Option(min=1, help="Of the chat.")] = 10,
-    rows: Annotated[int, typer.Option(min=1, help="Rows that are scored at once.")] = 8,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of the chat.")] = 10,
+    rows: Annotated[int, typer.Option(min=1, help="Rows scored at once.")] = 8,
     runs: Runs = 3,
     device: DeviceName = Device.auto,
     json: Json = None,
@@ -187,7 +185,7 @@ def beams_and_drafts(
     commit: Commit = None,
     verbose: Verbose = False,
 ) -> None:
-    """Beam search, drafts, prompt lookup, a chat and scoring: HuggingFace's beside ours."""
+    """Measure beam search, drafts, prompt lookup, a chat and scoring, with HuggingFace and with this package."""
     with _run(json, markdown, None, commit, verbose) as run:
         from compiled_llm.commands.bench import beams_and_drafts as experiment
 
@@ -203,7 +201,7 @@ def show(
     markdown: Markdown = None,
     plot: Plot = None,
 ) -> None:
-    """Show results again, as tables or as a plot: they may come from another machine."""
+    """Show results again, as tables or as a plot; they may come from another machine."""
     with readable_errors():
         if plot is not None:
             _check_matplotlib("--plot")
@@ -221,7 +219,7 @@ def chart(
     ],
     picture: Annotated[Path, typer.Argument(help="Where to draw: a .svg, .png or .pdf.", dir_okay=False)],
 ) -> None:
-    """Draw greedy tokens per second, end to end, as bars for each batch size: the README's chart."""
+    """Draw the README's chart: greedy tokens per second, end to end, as bars for each batch size."""
     with readable_errors():
         _check_matplotlib("bench chart")
         from compiled_llm.commands.bench import chart as pictured
@@ -235,7 +233,7 @@ def chart(
 
 
 class _Run:
-    """What the commands share: the header of the report, and where it goes."""
+    """What the commands share: the report's header, and the file that it goes to."""
 
     def __init__(self, json: Path | None, commit: str | None, log: Callable[[str], object]) -> None:
         self._json = json
@@ -341,7 +339,7 @@ def _numbers(option: str, text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise ValueError(f"{option} {text!r}: give integers with commas between") from None
+        raise ValueError(f"{option} {text!r}: give comma-separated integers") from None
     if any(number < 1 for number in numbers):
         raise ValueError(f"{option} {text!r}: each must be at least 1")
     return numbers

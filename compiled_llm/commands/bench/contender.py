@@ -95,7 +95,7 @@ class Session(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Return bytes on the device by what they are for; empty where that cannot be told."""
+        """Return bytes on the device by what they are for; empty if that is not known."""
         ...
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from compiled_llm.commands.bench.contender import Contender, Session, Setup
+from compiled_llm.commands.bench.experiment import Save, failure, run_each
 from compiled_llm.commands.bench.report import Latency, Report
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.explaining.profile.step_bytes import step_bytes
 
-Save = Callable[[], object]
-
 
 def measure(contenders: Iterable[Contender], setup: Setup, runs: int, report: Report, save: Save) -> None:
-    """Measure one contender after the other into the report; a failure does not take the others with it.
+    """Measure one contender after the other, into the report.
 
     Args:
         contenders: who takes part.
@@ -24,17 +23,11 @@ def measure(contenders: Iterable[Contender], setup: Setup, runs: int, report: Re
         save: called after each result.
     """
     ceilings = _ceilings(setup, report.read_bandwidth)
-    for contender in contenders:
-        reason = contender.obstacle(setup)
-        if reason is not None:
-            report.unavailable[contender.name] = reason
-            continue
-        try:
-            _measure_one(contender, setup, runs, ceilings, report, save)
-        except Exception as error:
-            report.failures.append(failure(contender.name, error))
-            setup.drop_model()  # its state is in doubt
-        save()
+
+    def measure_one(contender: Contender) -> None:
+        _measure_one(contender, setup, runs, ceilings, report, save)
+
+    run_each(contenders, setup, report, save, measure_one)
 
 
 def _measure_one(
@@ -91,9 +84,3 @@ def _ceilings(setup: Setup, bandwidth: float | None) -> dict[Workload, float | N
         known = nbytes is not None and bandwidth is not None
         ceilings[workload] = workload.batch * bandwidth / nbytes if known else None  # type: ignore[operator]
     return ceilings
-
-
-def failure(what: str, error: BaseException) -> str:
-    """Return one line that says what failed and why."""
-    message = " ".join(str(error).split())[:1000]
-    return f"{what}: {type(error).__name__}: {message}"

@@ -26,7 +26,7 @@ class LocalSession:
     Attributes:
         setup: the run's.
         model: the model.
-        versions: none; this process's own are known.
+        versions: empty; this process's own are known.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LocalSession:
         return {"peak": torch.cuda.max_memory_allocated(self.setup.device)}
 
     def host_us(self, workload: Workload) -> float | None:
-        """What launching a decode step costs the host, in microseconds; None where it cannot be told."""
+        """What launching a decode step costs the host, in microseconds; None if that is not known."""
         return None
 
     def _generate(self, ids: torch.Tensor, workload: Workload, streamer: TokenClock) -> None:

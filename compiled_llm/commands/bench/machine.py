@@ -26,7 +26,7 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
 
     Args:
         device: where models run.
-        commit: what to say where the package is in no git checkout.
+        commit: what to say if the package is in no git checkout.
     """
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),

@@ -117,7 +117,7 @@ _CONTEXT = _Axis(
 def _curves(
     panel: Axes, axis: _Axis, results: Sequence[Latency], figure: Callable[[Latency], float | None], label: str
 ) -> None:
-    """One line for each contender, dashed where sampled."""
+    """One line for each contender, dashed if sampled."""
     both = len({result.sampled for result in results}) > 1
     names = list(dict.fromkeys(result.contender for result in results))
     for number, name in enumerate(names):

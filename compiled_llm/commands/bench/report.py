@@ -27,8 +27,8 @@ class Latency:
         sampled: whether tokens were sampled.
         first_s: each run's time to the first token, in seconds.
         total_s: each run's whole time, in seconds.
-        ready_s: what compiling and warming up took before, in seconds.
-        ceiling: tokens/s that the read bandwidth allows, or None where it is not known.
+        ready_s: what compiling and warming up took, in seconds.
+        ceiling: tokens/s that the read bandwidth allows; None if it is not known.
     """
 
     contender: str
@@ -162,7 +162,7 @@ class Report:
         command: the command line.
         machine: versions, GPU, clocks, CPU, commit; see ``machine.py``.
         model: its name, weights and dtype.
-        read_bandwidth: bytes/s, measured in this run; None where nothing needed it.
+        read_bandwidth: bytes/s, measured in this run; None if nothing needed it.
         latency: results of ``bench latency``.
         startup: results of ``bench startup``.
         roofline: results of ``bench roofline``.

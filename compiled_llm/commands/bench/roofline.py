@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from compiled_llm.commands.bench.contender import Contender, Setup
-from compiled_llm.commands.bench.latency import failure
+from compiled_llm.commands.bench.experiment import Save, run_each
 from compiled_llm.commands.bench.local import LocalSession
 from compiled_llm.commands.bench.report import Report, Roofline
 from compiled_llm.commands.bench.step_profiler import StepProfiler
@@ -19,9 +19,7 @@ PROFILED = 16
 """Decode steps under the profiler; with pages of 16 tokens, one of them uploads a page table."""
 
 
-def measure(
-    contenders: Iterable[Contender], setup: Setup, runs: int, report: Report, save: Callable[[], object]
-) -> None:
+def measure(contenders: Iterable[Contender], setup: Setup, runs: int, report: Report, save: Save) -> None:
     """Profile one contender after the other, into the report.
 
     Args:
@@ -31,20 +29,14 @@ def measure(
         report: gets results, obstacles and failures; it has the read bandwidth.
         save: called after each result.
     """
-    for contender in contenders:
-        reason = contender.obstacle(setup)
-        if reason is not None:
-            report.unavailable[contender.name] = reason
-            continue
-        try:
-            _measure_one(contender, setup, runs, report, save)
-        except Exception as error:
-            report.failures.append(failure(contender.name, error))
-            setup.drop_model()  # its state is in doubt
-        save()
+
+    def measure_one(contender: Contender) -> None:
+        _measure_one(contender, setup, runs, report, save)
+
+    run_each(contenders, setup, report, save, measure_one)
 
 
-def _measure_one(contender: Contender, setup: Setup, runs: int, report: Report, save: Callable[[], object]) -> None:
+def _measure_one(contender: Contender, setup: Setup, runs: int, report: Report, save: Save) -> None:
     setup.log(f"{contender.name}: loading")
     with contender.opened(setup) as session:
         if not isinstance(session, LocalSession):

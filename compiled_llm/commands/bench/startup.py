@@ -6,11 +6,11 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from compiled_llm.commands.bench.contender import Contender, Setup
-from compiled_llm.commands.bench.latency import failure
+from compiled_llm.commands.bench.experiment import Save, run_each
 from compiled_llm.commands.bench.peer import started
 from compiled_llm.commands.bench.report import Report, Startup
 from compiled_llm.commands.bench.timing import Now
@@ -25,9 +25,9 @@ CACHES = {
     "CUDA_CACHE_PATH": "cuda",
     "VLLM_CACHE_ROOT": "vllm",
 }
-"""Where compiled things are kept; every cold run has folders of its own. Model files stay where they are.
+"""The folders of compiled code; every cold run has its own. Model files stay where they are.
 
-Byte code is among them: where packages were installed without it, each start would compile all of it again.
+Byte code is among them: if packages were installed without it, each start would compile all of it again.
 """
 
 
@@ -37,7 +37,7 @@ def measure(
     cold_runs: int,
     warm_runs: int,
     report: Report,
-    save: Callable[[], object],
+    save: Save,
 ) -> None:
     """Start one contender after the other, into the report.
 
@@ -49,18 +49,13 @@ def measure(
         report: gets results, obstacles and failures.
         save: called after each result.
     """
-    for contender in contenders:
-        reason = contender.obstacle(setup)
-        if reason is not None:
-            report.unavailable[contender.name] = reason
-            continue
-        try:
-            for result in _measure_one(contender, setup, cold_runs, warm_runs, report):
-                report.startup.append(result)
-                save()
-        except Exception as error:
-            report.failures.append(failure(contender.name, error))
-        save()
+
+    def measure_one(contender: Contender) -> None:
+        for result in _measure_one(contender, setup, cold_runs, warm_runs, report):
+            report.startup.append(result)
+            save()
+
+    run_each(contenders, setup, report, save, measure_one)
 
 
 def _measure_one(

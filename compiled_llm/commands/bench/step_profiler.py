@@ -13,8 +13,8 @@ from compiled_llm.explaining.profile.kernels import KernelProfiler
 class StepProfiler(KernelProfiler):
     """Profiles some decode steps of a call.
 
-    Between the tokens ``after`` and ``after + steps`` of the stream, a loop launches exactly ``steps`` steps, be it
-    ahead of what it streams or not; the device is idle at both ends.
+    Between the tokens ``after`` and ``after + steps`` of the stream, a loop launches exactly ``steps`` steps, whether
+    or not it runs ahead of what it streams; the device is idle at both ends.
 
     Attributes:
         clock: the streamer that starts and stops the profiler.

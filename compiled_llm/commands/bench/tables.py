@@ -1,4 +1,4 @@
-"""A report as tables, which Markdown and the terminal show alike."""
+"""A report as tables, which Markdown and the terminal both show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a contender: so many prompts of such a length, and so many new tokens.
+"""What is asked of a contender: how many prompts, how long they are, and how many new tokens each gets.
 
 Shapes: B rows, T tokens in each prompt.
 """

@@ -20,7 +20,7 @@ class Finding:
         detail: version, path, size or what is wrong.
         fix: how to get it or what to do.
         needed: nothing can run here without it.
-        seconds: how long it took, if that tells something.
+        seconds: how long it took, if that matters.
     """
 
     part: str

@@ -45,7 +45,7 @@ def has_cuda() -> bool:
         import torch
 
         return torch.cuda.is_available()
-    except Exception:  # the finding about torch tells
+    except Exception:  # the finding about torch says why
         return False
 
 

@@ -20,7 +20,7 @@ class Package(NamedTuple):
     Attributes:
         module: what is imported.
         distribution: what pip calls it.
-        extra: the extra of compiled-llm that brings it; none for what compiled-llm itself requires.
+        extra: the extra of compiled-llm that brings it; empty for what compiled-llm itself requires.
         use: what it is for.
     """
 

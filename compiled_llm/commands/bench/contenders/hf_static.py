@@ -40,7 +40,7 @@ class HFStatic:
 
 class _StaticSession(LocalSession):
     def prepare(self, workload: Workload) -> None:
-        """Compile anew: a second shape would make the graphs of all later ones symbolic, and slower."""
+        """Compile again: a second shape would make the graphs of all later ones symbolic, and slower."""
         _forget(self.model)
         free_memory(self.setup.device)
         super().prepare(workload)

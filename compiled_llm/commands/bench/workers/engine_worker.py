@@ -1,4 +1,4 @@
-"""vLLM or SGLang behind a pipe; see `compiled_llm.commands.bench.peer`.
+"""vLLM or SGLang at the end of a pipe; see `compiled_llm.commands.bench.peer`.
 
 This file runs in the engine's own environment, so it imports nothing of compiled_llm.
 """
@@ -21,7 +21,7 @@ class Engine(NamedTuple):
     """An engine with its model.
 
     Attributes:
-        generate: takes prompts, how many new tokens, and how to sample (greedy where None); returns how many came.
+        generate: takes prompts, how many new tokens, and how to sample (None: greedy); returns how many came.
         close: ends processes that it started.
     """
 

@@ -1,4 +1,4 @@
-"""A contender of this environment behind a pipe, to time how it starts; see `compiled_llm.commands.bench.peer`."""
+"""A contender of this environment at the end of a pipe, to time its start; see `compiled_llm.commands.bench.peer`."""
 
 from __future__ import annotations
 
