@@ -17,7 +17,7 @@ from compiled_llm.commands.bench import chart
 CHECKOUT = Path(__file__).parents[2]
 PAGE = CHECKOUT / "BENCHMARKS.md"
 RESULTS = sorted((CHECKOUT / "results").glob("*.json"))
-ROWS = ("latency", "startup", "roofline", "modes", "logits", "prefill_attention")
+ROWS = ("latency", "startup", "roofline", "beams_and_drafts", "logits", "prefill_attention")
 UNITS = (1.0, 1e2, 1e3, 1e-6)
 """What a table multiplies a figure by: as it is, percent, ms, MB."""
 
