@@ -51,13 +51,9 @@ STILL: dict[str, list[str]] = {
         "compiled_llm.commands.doctor.packages -> compiled_llm_ops.flashinfer.install",
     ],
     "execution": [
-        "compiled_llm.execution.device_model has over 400 lines",
-        "compiled_llm.execution.device_model is in a circle",
         "compiled_llm.execution.prefill_plans -> compiled_llm_ops.flashinfer.plan",
         "compiled_llm.execution.prefill_plans -> compiled_llm_ops.flashinfer.splitting",
         "compiled_llm.execution.prefill_plans -> compiled_llm_ops.flashinfer.workspace",
-        "compiled_llm.execution.runner has over 400 lines",
-        "compiled_llm.execution.runner is in a circle",
     ],
     "kvcache": [
         "compiled_llm.kvcache.memory -> compiled_llm_ops.flashinfer.versions",

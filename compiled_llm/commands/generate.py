@@ -168,7 +168,8 @@ def run(request: Request) -> None:
     }
     model: Any = compiled_llm.wrap(loaded, **request.wrap_options())
     prompt_tokens = inputs["input_ids"].shape[1]
-    check_fits(loaded, model.compiled.paged(), [prompt_tokens], request.max_new_tokens)  # compiling takes minutes
+    # Asked first: compiling takes minutes.
+    check_fits(loaded, model.compiled.device_model(), [prompt_tokens], request.max_new_tokens)
     model.compiled.warmup()
 
     writer = TextStreamer(tokenizer, skip_prompt=request.chat, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""What happened on the device side of a model, and why, for ``explain``."""
+"""What happened on the device side of a model, and why; ``explaining.wording`` has a sentence for each cause."""
 
 from __future__ import annotations
 
@@ -9,24 +9,15 @@ from typing import Literal
 
 logger = logging.getLogger("compiled_llm.graphs")
 
-Upload = Literal[
-    "a row entered a new page",
-    "a call moved its rows in",
-    "rows joined, left or went back",
-    "a row stopped sharing a page",
-    "a bucket was prepared",
-]
-"""Why rows and their pages were written into the decode buffers."""
+UploadCause = Literal["new_page", "call_moved_in", "rows_changed", "page_copied", "bucket_prepared"]
+"""Why rows and their page table were written into the decode buffers."""
 
-_NEVER = "warmup does not prepare it"
-_LOST = (
-    "the model was moved, converted or hooked after warmup, or fused weights were replaced by ones that cannot be, "
-    "which takes all that was prepared"
-)
+ColdCause = Literal["warmup_not_called", "size_not_named", "prepared_and_lost", "never_prepared"]
+"""Why something had not been compiled or recorded before a call needed it."""
 
 
 @dataclass(frozen=True)
-class Miss:
+class ColdStart:
     """Something that was compiled or recorded while a call waited for it.
 
     Attributes:
@@ -40,26 +31,21 @@ class Miss:
     what: str
     rows: int
     seconds: float
-    cause: str
+    cause: ColdCause
     warmed: bool
-
-    @property
-    def call(self) -> str:
-        """The call that waited, in words."""
-        return f"a call of {self.rows} row{'s' * (self.rows > 1)} waited {self.seconds:.1f} s"
 
 
 @dataclass
-class Journal:
-    """What is kept of a wrapped model's life, over moves and conversions.
+class Events:
+    """Events of a wrapped model; they survive ``model.to()``.
 
     Attributes:
         uploads: page tables written into the decode buffers, by cause.
-        misses: what calls had to wait for.
+        cold_starts: what calls had to wait for.
     """
 
-    uploads: Counter[Upload] = field(default_factory=Counter)
-    misses: list[Miss] = field(default_factory=list)
+    uploads: Counter[UploadCause] = field(default_factory=Counter)
+    cold_starts: list[ColdStart] = field(default_factory=list)
     _warmed: bool = False
     _lost: bool = False
 
@@ -67,26 +53,26 @@ class Journal:
         """Note that ``warmup`` has run."""
         self._warmed, self._lost = True, False
 
-    def started_anew(self) -> None:
+    def started_again(self) -> None:
         """Note that everything compiled and recorded is gone."""
         self._lost = self._warmed
 
-    def missed(self, what: str, rows: int, seconds: float, cause: str | None) -> None:
+    def waited(self, what: str, rows: int, seconds: float, preparable: bool = True) -> None:
         """Note that a call of ``rows`` rows waited.
 
         Args:
             what: which program and bucket.
             rows: how many rows the call had.
             seconds: how long it waited.
-            cause: why, if ``warmup`` was called and still counts; None for what it never prepares.
+            preparable: whether ``warmup`` can prepare it.
         """
-        warmed = self._warmed and cause is not None
-        if cause is None:
-            cause = _NEVER
-        elif not self._warmed:
-            cause = "warmup was not called"
-        elif self._lost:
-            cause = _LOST
-        miss = Miss(what, rows, seconds, cause, warmed)
-        self.misses.append(miss)
-        logger.debug("%s for %s: %s", miss.call, what, cause)
+        cold = ColdStart(what, rows, seconds, self._cause(preparable), self._warmed and preparable)
+        self.cold_starts.append(cold)
+        logger.debug("a call of %d rows waited %.1f s for %s: %s", rows, seconds, what, cold.cause)
+
+    def _cause(self, preparable: bool) -> ColdCause:
+        if not preparable:
+            return "never_prepared"
+        if not self._warmed:
+            return "warmup_not_called"
+        return "prepared_and_lost" if self._lost else "size_not_named"

@@ -6,36 +6,36 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.model.sizes import max_positions_of
 
 
-def pages_needed(paged: PagedModel, prompts: Sequence[int], most_new: int, shared: Sequence[int] = ()) -> int:
+def pages_needed(device_model: DeviceModel, prompts: Sequence[int], most_new: int, shared: Sequence[int] = ()) -> int:
     """Return how many pages prompts of these lengths may need with all that they may grow by.
 
     The last token of a row is chosen but never stored.
 
     Args:
-        paged: the model's device side.
+        device_model: the model's device side.
         prompts: the length of each row.
         most_new: how many tokens a row may grow by.
         shared: how many tokens each row has in common with an earlier one, where there are such; full pages of them
             are counted once.
     """
-    pool = paged.pool
+    pool = device_model.pool
     return sum(pool.pages_for(prompt + most_new - 1) for prompt in prompts) - sum(
         common // pool.page_size for common in shared
     )
 
 
 def check_fits(
-    model: PreTrainedModel, paged: PagedModel, prompts: Sequence[int], most_new: int, needed: int | None = None
+    model: PreTrainedModel, device_model: DeviceModel, prompts: Sequence[int], most_new: int, needed: int | None = None
 ) -> None:
     """Check that the prompts and all they may grow by fit the model, the batch size and the pages.
 
     Args:
         model: the model.
-        paged: its device side.
+        device_model: its device side.
         prompts: the length of each row, with what a cache holds of it already.
         most_new: how many tokens a row may grow by.
         needed: how many pages that takes beyond those held; all of them where None.
@@ -49,13 +49,13 @@ def check_fits(
             f"max_new_tokens={most_new}: with a prompt of {max(prompts)} tokens that makes {longest}, and the model "
             f"has {positions} positions; shorten the prompt or generate at most {max(0, positions - max(prompts))}"
         )
-    if len(prompts) > paged.config.max_batch_size:
+    if len(prompts) > device_model.config.max_batch_size:
         raise ValueError(
-            f"input_ids: {len(prompts)} rows are more than max_batch_size={paged.config.max_batch_size}; "
+            f"input_ids: {len(prompts)} rows are more than max_batch_size={device_model.config.max_batch_size}; "
             f"split the batch, or wrap(model, max_batch_size={len(prompts)})"
         )
-    pool = paged.pool
-    needed = pages_needed(paged, prompts, most_new) if needed is None else needed
+    pool = device_model.pool
+    needed = pages_needed(device_model, prompts, most_new) if needed is None else needed
     if needed > pool.available:
         raise ValueError(
             f"input_ids and max_new_tokens={most_new}: {len(prompts)} rows of up to {longest} tokens need {needed} "

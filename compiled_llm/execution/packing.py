@@ -12,21 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.compilation.inputs import Shape
-from compiled_llm.kvcache.table import HostTable, Span, Stored, build_table
-
-
-class Extension(NamedTuple):
-    """New tokens of one row.
-
-    Attributes:
-        row: already grown by them.
-        ids: ``[Q]`` int64.
-        positions: ``[Q]`` int64, rotary positions.
-    """
-
-    row: Stored
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
+from compiled_llm.execution.batch import Extension
+from compiled_llm.kvcache.table import HostTable, Span, build_table
 
 
 class Packed(NamedTuple):

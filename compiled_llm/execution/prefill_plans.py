@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.packing import Extension
+from compiled_llm.execution.batch import Extension
 from compiled_llm.kvcache.memory import stored_head_dim
 from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.layer_probe import Layer

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,9 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.sampling import Sampling
-from compiled_llm.execution.device_model import PagedModel
-from compiled_llm.execution.events import Upload
-from compiled_llm.execution.packing import Extension
+from compiled_llm.execution.batch import Batch, Extension
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.execution.staging import Readback
 from compiled_llm.execution.threads.interrupts import held
 from compiled_llm.kvcache.pool import Promise
@@ -33,58 +32,49 @@ class Runner:
     """Runs a changing set of rows; several runners of one model take turns in its decode buffers.
 
     Attributes:
-        paged: the model's device side.
+        device_model: the model's device side.
         rows: the rows whose prompts have been admitted, in the order of ``step``'s forced tokens and ``logits``.
         steps: how many steps have been launched.
         promise: pages that the rows may take together, while a call holds it.
     """
 
-    def __init__(self, paged: PagedModel) -> None:
+    def __init__(self, device_model: DeviceModel) -> None:
         """Start without rows."""
-        self.paged = paged
-        self._thread = paged.thread
+        self.device_model = device_model
+        self._thread = device_model.thread
         self.rows: list[Row] = []
         self.steps = 0
-        self.promise = Promise(paged.pool)
+        self.promise = Promise(device_model.pool)
         self._pending: list[tuple[Row, NDArray[np.int64], Sampling | None]] = []
-        # The rows in the order in which the device holds their next tokens: in _tokens, or where that is None in the
-        # decode buffers.
-        self._order: list[Row] = []
-        self._tokens: Tensor | None = None
-        self._bucket = 0
-        # What the decode buffers said of each row, if they are ours, before the rows went on by _gone_on tokens:
-        # anything else must be uploaded anew. The rows can go on as long as _gone_on is less than _limit, when one of
-        # them enters a page; unless by then, after _changes of the pool, pages have been shared or given back.
-        self._left: list[tuple[Row, int, int]] = []
-        self._gone_on = self._limit = self._changes = 0
-        self._logits: Tensor | None = None
-        self._launched: deque[tuple[list[Row], Readback]] = deque()
+        self._persistent = PersistentBatch(device_model.state, device_model.decode)
+        self._every_row = Batch(decode=self.rows, promise=self.promise)  # the list is always the same
+        self._launched: deque[tuple[Sequence[Row], Readback]] = deque()
         self._finalizer = weakref.finalize(self, _free, self.rows)
 
     @property
     def max_positions(self) -> int:
         """How many positions the model was made for."""
-        return self.paged.max_positions
+        return self.device_model.max_positions
 
     @property
     def max_rows(self) -> int:
         """How many rows there can be."""
-        return self.paged.config.max_batch_size
+        return self.device_model.config.max_batch_size
 
     @property
     def vocabulary(self) -> int:
         """How many token ids the model can take."""
-        return self.paged.vocabulary
+        return self.device_model.vocabulary
 
     @property
     def asynchronous(self) -> bool:
         """Whether a step may still be running when ``step`` returns; else reading late gains nothing."""
-        return self.paged.device.type != "cpu"
+        return self.device_model.device.type != "cpu"
 
     @property
     def prepared(self) -> bool:
         """Whether the next decode step can be launched at once: nothing has to be compiled or recorded for it."""
-        return self._bucket_for(len(self.rows)) in self.paged.ready_buckets
+        return self._persistent.bucket_for(len(self.rows)) in self.device_model.decode.ready
 
     # ---- the three verbs
 
@@ -104,7 +94,7 @@ class Runner:
         given = np.asarray(prompt)
         if given.size == 0:
             raise ValueError("prompt is empty: give at least one token")
-        vocabulary = self.paged.vocabulary
+        vocabulary = self.device_model.vocabulary
         if given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= vocabulary:
             raise ValueError(
                 f"prompt: token ids are integers from 0 to {vocabulary - 1}; got {given.dtype} from {given.min()} to "
@@ -142,8 +132,7 @@ class Runner:
 
         Args:
             forced: ``[B]`` int64, tokens for the rows to feed in, in the order of ``rows``, instead of their own.
-            unchanged: nobody can have changed the model since the step before, so that what that has looked at need
-                not be looked at again.
+            unchanged: the model cannot have changed since the last step; skip the validity checks.
 
         Returns:
             The next token of each row that took part in the step before; ``sampling.NOT_A_TOKEN`` for one whose
@@ -191,17 +180,17 @@ class Runner:
 
     def fork(self) -> Runner:
         """Return a runner of its own with the same rows; pages are shared, not copied."""
-        runner = Runner(self.paged)
+        runner = Runner(self.device_model)
         runner.rows += [row.fork() for row in self.rows]
         return runner
 
-    def belongs_to(self, paged: PagedModel) -> bool:
-        """Whether these rows lie in the pages of ``paged``."""
-        return self.paged is paged
+    def belongs_to(self, device_model: DeviceModel) -> bool:
+        """Whether these rows lie in the pages of ``device_model``."""
+        return self.device_model is device_model
 
     def runs(self, model: PreTrainedModel) -> bool:
         """Whether these rows are of ``model``, as it is now or as it was."""
-        return self.paged.is_of(model)
+        return self.device_model.is_of(model)
 
     # ---- around them
 
@@ -211,8 +200,7 @@ class Runner:
 
     def logits(self) -> Tensor:
         """Return ``[B, V]``, the last step's logits of the rows that took part, in the model's dtype."""
-        assert self._logits is not None, "no step has run"
-        return self._thread.call(self._logits.clone)
+        return self._thread.call(self._last_logits)
 
     def close(self) -> None:
         """Release all rows; the runner can be used again."""
@@ -225,8 +213,8 @@ class Runner:
         """Begin a new loop with the rows as they are; what an earlier one left is forgotten."""
         self._pending.clear()
         self._launched.clear()
-        self._forget()
-        self._logits, self.steps, self._bucket = None, 0, 0
+        self._persistent.restart()
+        self.steps = 0
 
     def add_row(self, tokens: int) -> Row:
         """Add an empty row with pages promised for ``tokens``, for ``extend``.
@@ -236,7 +224,7 @@ class Runner:
             OutOfPagesError: the pages are not free; nothing was taken.
         """
         self._check_room(len(self.rows) + 1)
-        row = Row(self.paged.pool, tokens)
+        row = Row(self.device_model.pool, tokens)
         self.rows.append(row)
         return row
 
@@ -260,12 +248,12 @@ class Runner:
         Returns:
             ``[L, V]`` logits in the model's dtype.
         """
-        logits, _ = self._thread.call(self._extend, rows, ids, positions, keep, embeddings)
-        return logits
+        extensions = [Extension(*extension) for extension in zip(rows, ids, positions, strict=True)]
+        return self._thread.call(self._extend, extensions, keep, embeddings)
 
     def stored(self, layer: int) -> list[Tensor]:
         """Return ``[2, K, length, D]`` for each row: copies of a layer's keys and values."""
-        return self._thread.call(lambda: [self.paged.read(layer, row) for row in self.rows])
+        return self._thread.call(lambda: [self.device_model.state.read(layer, row) for row in self.rows])
 
     def decode(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
         """Run one decode step of all rows with given tokens, and read nothing back.
@@ -277,15 +265,7 @@ class Runner:
         Returns:
             ``[B, V]`` logits in the model's dtype, the caller's to keep.
         """
-        return self._thread.call(self._decode_given, tokens, positions)
-
-    def unseat(self) -> None:
-        """Take this runner's tokens out of the decode buffers, before another's move in."""
-        if self._order and self._tokens is None:
-            self._tokens = self.paged.buffers.bucket(self.paged.bucket_for(len(self._order))).tokens.clone()
-        if self._logits is not None:
-            self._logits = self._logits.clone()  # the next replay overwrites them
-        self._left, self._limit = [], 0
+        return self._thread.call(self._decode, tokens, positions)
 
     def _check_room(self, rows: int) -> None:
         if rows > self.max_rows:
@@ -298,185 +278,42 @@ class Runner:
                 f"{list(tokens.shape)}"
             )
 
-    def _forget(self) -> None:
-        """Hold no next tokens any more."""
-        self._order, self._tokens, self._left, self._limit = [], None, [], 0
-
     # ---- in the executor
 
     def _launch(self, forced: Tensor | None, unchanged: bool = False) -> None:
-        if self._pending:
-            rows, tokens = self._prefill_pending()
-        elif unchanged and forced is None and self._can_go_on():
-            rows, tokens = self._go_on()
-        elif self.rows:
-            rows, tokens = self._decode(forced, unchanged)
-        else:
+        if not self.rows:
             raise RuntimeError("step: there are no rows; admit a prompt first")
-        self.steps += 1
-        self._launched.append((rows, self.paged.readbacks.start(tokens)))
-
-    def _prefill_pending(self) -> tuple[list[Row], Tensor]:
-        rows = [row for row, _, _ in self._pending]
-        ids = [tokens for _, tokens, _ in self._pending]
-        positions = [row.position + np.arange(len(tokens)) for row, tokens in zip(rows, ids, strict=True)]
-        sampled = [(row, sampling) for row, _, sampling in self._pending if sampling is not None and row.slot is None]
-        if sampled:
-            self.paged.sampler.admit([row for row, _ in sampled], [sampling for _, sampling in sampled])
-        self.unseat()
-        self._logits, tokens = self._extend(rows, ids, positions, None)
+        if self._pending:
+            batch = self._prompts()
+        else:
+            batch = self._every_row if forced is None else self._every_row._replace(tokens=forced)
+        step = self.device_model.run(batch, self._persistent, unchanged)
         self._pending.clear()
-        self._hold(rows, tokens.clamp(min=0))
-        return rows, tokens
+        self.steps += 1
+        self._launched.append((step.rows, self.device_model.readbacks.start(step.tokens)))
+
+    def _prompts(self) -> Batch:
+        """Return what is pending, as a batch; rows that are to be sampled get their settings."""
+        new = [(row, sampling) for row, _, sampling in self._pending if sampling is not None and row.slot is None]
+        if new:
+            self.device_model.state.sampling.admit([row for row, _ in new], [sampling for _, sampling in new])
+        return Batch(extend=[Extension.of(row, ids) for row, ids, _ in self._pending], promise=self.promise)
 
     def _extend(
-        self,
-        rows: Sequence[Row],
-        ids: Sequence[NDArray[np.int64]],
-        positions: Sequence[NDArray[np.int64]],
-        keep: NDArray[np.int64] | None,
-        embeddings: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        batch = [Extension(*extension) for extension in zip(rows, ids, positions, strict=True)]
-        self._left, self._limit = [], 0
-        with self._grown(rows, [len(extension.ids) for extension in batch]):
-            logits, tokens = self.paged.prefill(batch, keep, embeddings)
-        for row, row_positions in zip(rows, positions, strict=True):
-            row.position = int(row_positions[-1]) + 1
-        return logits, tokens
+        self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None, embeddings: Tensor | None
+    ) -> Tensor:
+        self._persistent.invalidate()
+        return self.device_model.extend(extensions, self.promise, keep, embeddings)
 
-    def _hold(self, rows: list[Row], tokens: Tensor) -> None:
-        """Keep the next tokens of newly prefilled rows beside those of the rows that were there, already unseated."""
-        held = [tokens] if self._tokens is None else [self._tokens[: len(self._order)], tokens]
-        self._order = [*self._order, *rows]
-        self._tokens = torch.cat(held) if len(held) > 1 else tokens
-
-    def _decode_given(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
+    def _decode(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
         for row, position in zip(self.rows, positions, strict=True):
             row.position = position
-        self._decode(tokens)
-        assert self._logits is not None
-        return self._logits.clone()
+        return self.device_model.run(self._every_row._replace(tokens=tokens), self._persistent).logits.clone()
 
-    def _decode(self, forced: Tensor | None, unchanged: bool = False) -> tuple[list[Row], Tensor]:
-        rows, paged = self.rows, self.paged
-        bucket = self._bucket = self._bucket_for(len(rows))
-        cause: Upload = "rows joined, left or went back" if paged.owned_by(self) else "a call moved its rows in"
-        paged.make_decode_ready(bucket, waiting=len(rows), unchanged=unchanged)
-        changes = paged.pool.changes
-        seated = (unchanged and self._are_as_left()) or self._are_as_seated()
-        if not seated and forced is None:
-            self.unseat()
-            forced = self._next_tokens()
-        pages = sum(len(row.pages) for row in rows)
-        with self._grown(rows, [1] * len(rows)) as copied:
-            try:
-                if not seated:
-                    self._seat(bucket, forced, cause)
-                elif copied:
-                    paged.upload(rows, bucket, forced, "a row stopped sharing a page")
-                elif sum(len(row.pages) for row in rows) != pages:
-                    paged.upload(rows, bucket, forced, "a row entered a new page")
-                elif forced is not None:
-                    paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(forced)
-                logits, tokens = paged.run_decode(bucket)
-            except BaseException:  # the buffers may have advanced
-                self._forget()
-                paged.claim(None)
-                raise
-        for row in rows:
-            row.position += 1
-        self._order, self._tokens = list(rows), None
-        if seated:
-            self._gone_on += 1
-        else:
-            self._left, self._gone_on = [(row, row.length, row.position) for row in rows], 0
-        self._limit, self._changes = self._gone_on + min(row.room for row in rows), changes
-        return self._taken_part(logits, tokens)
-
-    def _can_go_on(self) -> bool:
-        """Whether the decode buffers, as the last step left them, say all there is to say of the next one."""
-        return self._gone_on < self._limit and self._are_as_left() and self.paged.is_ready(self._bucket)
-
-    def _are_as_left(self) -> bool:
-        """Whether the rows are those of the last step, in its pages, if nobody else has touched them."""
-        paged = self.paged
-        return (
-            bool(self._left)
-            and self._changes == paged.pool.changes
-            and self._order == self.rows
-            and paged.owned_by(self)
-        )
-
-    def _are_as_seated(self) -> bool:
-        """Whether the decode buffers say of each row what is so."""
-        gone_on = self._gone_on
-        now = [(row, row.length - gone_on, row.position - gone_on) for row in self.rows]
-        return self.paged.owned_by(self) and self._left == now
-
-    def _go_on(self) -> tuple[list[Row], Tensor]:
-        """Run a step of the same rows in the same pages."""
-        try:
-            logits, tokens = self.paged.run_decode(self._bucket)
-            with held():
-                self._gone_on += 1
-                for row in self._order:
-                    row.length += 1
-                    row.position += 1
-        except BaseException:  # the buffers may have advanced
-            self._forget()
-            self.paged.claim(None)
-            raise
-        return self._taken_part(logits, tokens)
-
-    def _taken_part(self, logits: Tensor, tokens: Tensor) -> tuple[list[Row], Tensor]:
-        """Keep the logits of the rows that took part in a decode step; return the rows, and their tokens."""
-        rows = len(self._order)
-        if rows < self._bucket:
-            logits, tokens = logits[:rows], tokens[:rows]
-        self._logits = logits
-        return self._order, tokens
-
-    def _bucket_for(self, rows: int) -> int:
-        """Return the smallest bucket for so many rows; where there were more, the smallest that is ready.
-
-        Nobody waits for a smaller one to be prepared because rows have ended.
-        """
-        smallest = self.paged.bucket_for(rows)
-        if smallest >= self._bucket:
-            return smallest
-        return next((bucket for bucket in self.paged.ready_buckets if smallest <= bucket <= self._bucket), smallest)
-
-    @contextmanager
-    def _grown(self, rows: Sequence[Row], counts: Sequence[int]) -> Iterator[bool]:
-        """Grow rows for the block, which learns whether pages were copied; if it fails, they shrink again."""
-        marks = [row.mark() for row in rows]
-        try:
-            with held(), self.promise.drawn_on():
-                grown = [row.grow(count) for row, count in zip(rows, counts, strict=True)]
-                copies = [copy for copy in grown if copy is not None]
-                if copies:
-                    self.paged.copy_pages(copies)
-            yield bool(copies)
-        except BaseException:
-            with held(), self.promise.drawn_on():
-                for row, mark in zip(rows, marks, strict=True):
-                    row.restore(mark)
-            raise
-
-    def _seat(self, bucket: int, tokens: Tensor | None, cause: Upload) -> None:
-        """Move this runner's rows, in their present order, into the decode buffers."""
-        self.paged.claim(self)
-        self.paged.upload(self.rows, bucket, tokens, cause)
-
-    def _next_tokens(self) -> Tensor:
-        seats = {row: seat for seat, row in enumerate(self._order)}
-        if self._tokens is None or any(row not in seats for row in self.rows):
-            raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
-        if self._order == self.rows:
-            return self._tokens[: len(self.rows)]
-        (order,) = self.paged.staging.to_device([np.array([seats[row] for row in self.rows], dtype=np.int64)])
-        return self._tokens[order]
+    def _last_logits(self) -> Tensor:
+        logits = self._persistent.logits
+        assert logits is not None, "no step has run"
+        return logits.clone()
 
     def _read(self) -> dict[Row, int]:
         rows, readback = self._launched.popleft()

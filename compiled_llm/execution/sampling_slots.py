@@ -17,7 +17,7 @@ from compiled_llm.kvcache.row import Row
 _ROOM = 2
 
 
-class Sampler:
+class SamplingSlots:
     """Who has which entry of the tables; in the model's executor only.
 
     Attributes:

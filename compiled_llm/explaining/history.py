@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from compiled_llm.execution.events import Miss
+from compiled_llm.execution.events import ColdStart
 from compiled_llm.execution.runtime import Runtime
 from compiled_llm.explaining.advice import advise_change
 from compiled_llm.explaining.findings import Finding, Findings, general
@@ -14,6 +14,7 @@ from compiled_llm.explaining.places import blame, stack_in
 from compiled_llm.explaining.recompiles import recompiles_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.timings import Prompts, Timing, measure
+from compiled_llm.explaining.wording import cause_of, wait_of
 
 _SLOW = "Leave this feature out of the call where speed matters."
 _MOVED = (
@@ -28,7 +29,7 @@ def report_of(runtime: Runtime, timings: bool | Sequence[int] = False) -> Report
     """Return the report of what has happened so far, before the timings."""
     counters, found = history_of(runtime)
     timed = timings_of(runtime, timings) if timings else []
-    return Report.of(runtime.model(), found, history=counters, timings=timed)
+    return Report.of(runtime.facts.model, found, history=counters, timings=timed)
 
 
 def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts | None = None) -> list[Timing]:
@@ -42,7 +43,7 @@ def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts 
     sizes = (runtime.stats().buckets or [1]) if wanted is True else list(wanted or ())
     runtime.check_sizes("timings", sizes)
     with runtime.turn.taken(lambda: True):
-        return measure(runtime.paged(), runtime.model(), sizes, prompts, runtime.config.progress)
+        return measure(runtime.device_model(), runtime.facts.model, sizes, prompts, runtime.config.progress)
 
 
 def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:
@@ -51,28 +52,28 @@ def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:
     stats["pages"] = {} if stats["pages"] is None else stats["pages"]._asdict()
     anew, moved = runtime.rerecordings()
     stats |= {
-        "upload_causes": dict(runtime.journal.uploads),
+        "upload_causes": dict(runtime.events.uploads),
         "rerecordings": anew,
-        "misses": [dataclasses.asdict(miss) for miss in runtime.journal.misses],
+        "cold_starts": [dataclasses.asdict(cold) for cold in runtime.events.cold_starts],
     }
     found = Findings()
     for reason, count in stats["slow_paths"].items():
         found.add(general("slow path", f"On a slower path, {count} times: {reason}.", _SLOW))
-    found.extend(_missed(runtime.journal.misses))
+    found.extend(_cold_starts(runtime.events.cold_starts))
     found.extend(map(_skipped, runtime.cudagraph_reasons()))
     if anew:
         found.add(_recorded_anew(anew, moved))
     for name, function in runtime.programs().items():
-        found.extend(recompiles_of(function, name, runtime.model()))
+        found.extend(recompiles_of(function, name, runtime.facts.model))
     return stats, found.sorted()
 
 
-def _missed(misses: Sequence[Miss]) -> Iterator[Finding]:
+def _cold_starts(cold_starts: Sequence[ColdStart]) -> Iterator[Finding]:
     """Yield what ``warmup`` could have prepared; without one, the first call of each size does it, as documented."""
-    for miss in misses:
-        if miss.warmed:
-            reason = f"{miss.call.capitalize()} for {miss.what}: {miss.cause}."
-            advice = f"model.compiled.warmup([..., {miss.rows}]), after everything that changes the model."
+    for cold in cold_starts:
+        if cold.warmed:
+            reason = f"{wait_of(cold).capitalize()} for {cold.what}: {cause_of(cold)}."
+            advice = f"model.compiled.warmup([..., {cold.rows}]), after everything that changes the model."
             yield general("bucket missed", reason, advice)
 
 

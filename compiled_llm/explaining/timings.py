@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.progress import ProgressDisplay
 from compiled_llm.execution.runner import Runner
 from compiled_llm.explaining.profile.bandwidth import read_bandwidth
@@ -64,12 +64,12 @@ def tokens_to_hold(batches: Sequence[int], prompts: Prompts | None, page_size: i
 
 
 def measure(
-    paged: PagedModel, model: PreTrainedModel, batches: Sequence[int], prompts: Prompts | None, progress: bool
+    device_model: DeviceModel, model: PreTrainedModel, batches: Sequence[int], prompts: Prompts | None, progress: bool
 ) -> list[Timing]:
     """Time prefill and a decode step at some batch sizes; what is not compiled yet is compiled first.
 
     Args:
-        paged: where the model runs; its pages must hold ``tokens_to_hold``.
+        device_model: where the model runs; its pages must hold ``tokens_to_hold``.
         model: the model.
         batches: how many rows.
         prompts: what rows begin with, in turn; tokens of no meaning where None.
@@ -78,43 +78,43 @@ def measure(
     Raises:
         OutOfPagesError: the pages are in use.
     """
-    display, rows = ProgressDisplay(progress), sorted({paged.bucket_for(size) for size in batches})
+    display, rows = ProgressDisplay(progress), sorted({device_model.decode.bucket_for(size) for size in batches})
     for bucket in rows:
-        paged.thread.call(paged.make_decode_ready, bucket)
-    paged.thread.call(paged.make_prefill_ready)
+        device_model.thread.call(device_model.decode.make_ready, bucket)
+    device_model.thread.call(device_model.prefill.make_ready)
     with display.task("measuring the read bandwidth"):
-        bench = _Stopwatch(paged, model, read_bandwidth(paged.device, model.dtype))
-        if paged.device.type == "cuda":
+        bench = _Stopwatch(device_model, model, read_bandwidth(device_model.device, model.dtype))
+        if device_model.device.type == "cuda":
             torch.cuda.empty_cache()  # it took gigabytes, which others may need
     timings = []
     with display.task("timing prefill"):
-        timings.append(bench.prefill(_prompts(prompts, rows[0], paged)))
+        timings.append(bench.prefill(_prompts(prompts, rows[0], device_model)))
     for number, bucket in enumerate(rows, 1):
         with display.task(f"timing decode bucket {bucket} ({number} of {len(rows)})"):
-            timings.append(bench.decode(_prompts(prompts, bucket, paged)))
+            timings.append(bench.decode(_prompts(prompts, bucket, device_model)))
     return timings
 
 
-def _prompts(given: Prompts | None, rows: int, paged: PagedModel) -> Prompts:
+def _prompts(given: Prompts | None, rows: int, device_model: DeviceModel) -> Prompts:
     if given is not None:
         return [given[row % len(given)] for row in range(rows)]
-    length = max(1, min(_PROMPT, _TOKENS // rows, paged.max_positions - _STEPS))
-    return [np.arange(row, row + length, dtype=np.int64) % paged.vocabulary for row in range(rows)]
+    length = max(1, min(_PROMPT, _TOKENS // rows, device_model.max_positions - _STEPS))
+    return [np.arange(row, row + length, dtype=np.int64) % device_model.vocabulary for row in range(rows)]
 
 
 class _Stopwatch:
     """Drives a runner and reads the clock."""
 
-    def __init__(self, paged: PagedModel, model: PreTrainedModel, bandwidth: float) -> None:
-        self._paged, self._model, self._bandwidth = paged, model, bandwidth
-        self._cuda = paged.device.type == "cuda"
+    def __init__(self, device_model: DeviceModel, model: PreTrainedModel, bandwidth: float) -> None:
+        self._device_model, self._model, self._bandwidth = device_model, model, bandwidth
+        self._cuda = device_model.device.type == "cuda"
 
     def prefill(self, prompts: Prompts) -> Timing:
         """Time the prompts' way to their first tokens."""
         for _ in range(_WARM):
             self._seconds_of_prefill(prompts)
         seconds = statistics.median(self._seconds_of_prefill(prompts) for _ in range(_RUNS))
-        profiler = KernelProfiler(self._paged.device)
+        profiler = KernelProfiler(self._device_model.device)
         with profiler, self._admitted(prompts) as runner:
             profiler.start()
             runner.step()
@@ -133,7 +133,7 @@ class _Stopwatch:
             self._seconds(runner, _WARM)
             seconds = statistics.median(self._seconds(runner, _RUN) / _RUN for _ in range(_RUNS))
             host = statistics.fmean(self._launch_seconds(runner) for _ in range(_RUN))
-            with KernelProfiler(self._paged.device) as profiler:
+            with KernelProfiler(self._device_model.device) as profiler:
                 profiler.start()
                 for _ in range(_PROFILED):
                     runner.step(unchanged=True)
@@ -171,7 +171,7 @@ class _Stopwatch:
 
     @contextmanager
     def _admitted(self, prompts: Prompts) -> Iterator[Runner]:
-        runner = Runner(self._paged)
+        runner = Runner(self._device_model)
         try:
             for prompt in prompts:
                 runner.admit(prompt, _STEPS)
@@ -202,4 +202,4 @@ class _Stopwatch:
 
     def _synchronize(self) -> None:
         if self._cuda:
-            torch.cuda.synchronize(self._paged.device)
+            torch.cuda.synchronize(self._device_model.device)

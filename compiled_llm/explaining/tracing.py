@@ -35,7 +35,7 @@ from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Programs
 from compiled_llm.compilation.sampling import SamplingTables
 from compiled_llm.config import Mode, WrapConfig
-from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.progress import ProgressDisplay
 from compiled_llm.execution.runner import Runner
 from compiled_llm.execution.runtime import runtime_of
@@ -294,8 +294,8 @@ class Sandbox:
             self._given.mode, max(batches), tokens_to_hold(batches, prompts, self._given.page_size)
         )
         with self._laid_out(config):
-            paged = self.thread.call(self._paged, config)
-            return measure(paged, self._facts.model, batches, prompts, config.progress)
+            device_model = self.thread.call(self._device_model, config)
+            return measure(device_model, self._facts.model, batches, prompts, config.progress)
 
     @contextmanager
     def _laid_out(self, config: WrapConfig) -> Iterator[FusedWeights]:
@@ -315,15 +315,14 @@ class Sandbox:
     def _configured(self, mode: Mode, rows: int, tokens: int) -> WrapConfig:
         return dataclasses.replace(self._given, mode=mode, max_batch_size=rows, kv_memory=f"{tokens} tokens")
 
-    def _paged(self, config: WrapConfig) -> PagedModel:
-        return PagedModel(self._facts, config, self.thread)
+    def _device_model(self, config: WrapConfig, programs: Programs | None = None) -> DeviceModel:
+        return DeviceModel(self._facts, config, self.thread, programs=programs)
 
     def _run(self, programs: Programs, batches: Sequence[int]) -> None:
-        paged = self._paged(dataclasses.replace(self._config, progress=False))
-        paged.programs = programs
+        device_model = self._device_model(dataclasses.replace(self._config, progress=False), programs)
         with no_bytecode_hooks():
             for size in batches:
-                self._step(Runner(paged), size)
+                self._step(Runner(device_model), size)
 
     def _step(self, runner: Runner, rows: int) -> None:
         for prompt in self._prompts[:rows]:

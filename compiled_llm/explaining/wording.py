@@ -6,9 +6,26 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from compiled_llm.execution.events import Miss
+from compiled_llm.execution.events import ColdCause, ColdStart, UploadCause
 from compiled_llm.explaining.places import Place
 from compiled_llm.explaining.profile.breakdown import Breakdown, Kernel, Kind
+
+UPLOAD_CAUSES: dict[UploadCause, str] = {
+    "new_page": "a row entered a new page",
+    "call_moved_in": "a call moved its rows in",
+    "rows_changed": "rows joined, left or went back",
+    "page_copied": "a row stopped sharing a page",
+    "bucket_prepared": "a bucket was prepared",
+}
+COLD_CAUSES: dict[ColdCause, str] = {
+    "warmup_not_called": "warmup was not called",
+    "size_not_named": "warmup did not name a batch size of {rows}",
+    "prepared_and_lost": (
+        "the model was moved, converted or hooked after warmup, or fused weights were replaced by ones that cannot "
+        "be, which takes all that was prepared"
+    ),
+    "never_prepared": "warmup does not prepare it",
+}
 
 
 def place_of(finding: dict[str, Any]) -> str:
@@ -50,12 +67,25 @@ def breakdown_of(timing: dict[str, Any]) -> Breakdown:
     return Breakdown(**{**{name: timing[name] for name in names}, **lists})
 
 
+def wait_of(cold: ColdStart) -> str:
+    """Return how long which call waited, in words."""
+    return f"a call of {cold.rows} row{'s' * (cold.rows > 1)} waited {cold.seconds:.1f} s"
+
+
+def cause_of(cold: ColdStart) -> str:
+    """Return why it waited, in words."""
+    return COLD_CAUSES[cold.cause].format(rows=cold.rows)
+
+
 def history_rows(history: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield names and values, those that say nothing left out."""
     for name, value in history.items():
-        if name == "misses":
-            for miss in value:
-                yield f"waited for {miss['what']}", f"{Miss(**miss).call}: {miss['cause']}"
+        if name == "cold_starts":
+            for cold in [ColdStart(**entry) for entry in value]:
+                yield f"waited for {cold.what}", f"{wait_of(cold)}: {cause_of(cold)}"
+        elif name == "upload_causes":
+            for cause, count in value.items():
+                yield f"uploads: {cause}", f"{count}, because {UPLOAD_CAUSES[cause]}"
         elif value not in ({}, [], None):
             shown = ", ".join(f"{key} {count}" for key, count in value.items()) if isinstance(value, dict) else value
             yield name.replace("_", " "), str(shown)

@@ -25,7 +25,7 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.model.modules import has_hooks
 
 if TYPE_CHECKING:
-    from compiled_llm.execution.device_model import PagedModel
+    from compiled_llm.execution.device_model import DeviceModel
 
 
 @dataclass(frozen=True)
@@ -156,15 +156,15 @@ class Call(LoopArguments):
         return max(0, (self.config.prompt_lookup_num_tokens or 0) - 1)
 
     @property
-    def paged(self) -> PagedModel:
+    def device_model(self) -> DeviceModel:
         """The model's device side."""
-        return self.cache.runner.paged
+        return self.cache.runner.device_model
 
     def pages_needed(self) -> int:
         """Return how many pages our loops may need beyond those that the cache has."""
         if not self.cache.runner.rows:
             common = [0 if leads == seat else self.lengths[seat] - 1 for seat, leads in enumerate(self.leaders)]
-            return pages_needed(self.paged, self.lengths, self.most_new, common)
+            return pages_needed(self.device_model, self.lengths, self.most_new, common)
         return sum(row.missing(length, kept) for row, length, kept in self._grown(self.most_new))
 
     def pages_needed_by_huggingface(self) -> int:
@@ -173,10 +173,10 @@ class Call(LoopArguments):
         if not self.cache.runner.rows:
             copies = 1 if self.embedded else max(beams, self.config.num_return_sequences or 1)
             common = [length if seat % copies else 0 for seat, length in enumerate(self.lengths)]
-            return pages_needed(self.paged, self.lengths, most, common)
+            return pages_needed(self.device_model, self.lengths, most, common)
         if beams == 1:
             return sum(row.missing(length, kept) for row, length, kept in self._grown(most))
-        pool = self.paged.pool
+        pool = self.device_model.pool
         return sum(pool.pages_for(length) - kept // pool.page_size for _, length, kept in self._grown(most))
 
     def _grown(self, most_new: int) -> list[tuple[Row, int, int]]:

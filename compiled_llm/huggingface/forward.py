@@ -180,7 +180,7 @@ def compiled(own: Callable[..., Any], runtime: CompiledModel, given: Mapping[str
         ValueError: the arguments do not fit the cache or the model.
         OutOfPagesError: the pages for the tokens are not free; nothing was stored.
     """
-    model = runtime.model()
+    model = runtime.facts.model
     cache: PagedCache | None = given.get("past_key_values")
     if cache is None and given.get("use_cache", getattr(model.config, "use_cache", True)):
         cache = runtime.new_cache()
@@ -221,7 +221,7 @@ def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
 
 
 def _checked_forward(runtime: CompiledModel, cache: PagedCache, given: Mapping[str, Any]) -> Tensor:
-    model, embeddings = runtime.model(), given.get("inputs_embeds")
+    model, embeddings = runtime.facts.model, given.get("inputs_embeds")
     check_ready(model)
     if embeddings is None:
         check_ids(given.get("input_ids"))
@@ -243,7 +243,7 @@ def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
     Raises:
         ValueError: it is another model's, or this one's from before it was moved or converted.
     """
-    if not cache.runner.belongs_to(runtime.paged()):
+    if not cache.runner.belongs_to(runtime.device_model()):
         raise _foreign()
 
 
@@ -257,12 +257,12 @@ def _foreign() -> ValueError:
 def fitting(runtime: CompiledModel, given: Mapping[str, Any]) -> str | None:
     """Return why a call without a cache finds no room here, where HuggingFace's own forward does, or None."""
     try:
-        paged = runtime.paged()
+        device_model = runtime.device_model()
     except (ValueError, RuntimeError) as error:
         return str(error)
     rows, tokens = _tokens_in(given)
-    keeps = given.get("use_cache", getattr(runtime.model().config, "use_cache", True))
-    if keeps and rows > paged.config.max_batch_size:
+    keeps = given.get("use_cache", getattr(runtime.facts.model.config, "use_cache", True))
+    if keeps and rows > device_model.config.max_batch_size:
         return "more rows than max_batch_size"
-    rows = min(rows, paged.config.max_batch_size)
-    return None if rows * paged.pool.pages_for(tokens) <= paged.pool.available else "more tokens than pages are free"
+    pool, rows = device_model.pool, min(rows, device_model.config.max_batch_size)
+    return None if rows * pool.pages_for(tokens) <= pool.available else "more tokens than pages are free"

@@ -116,12 +116,12 @@ def _alone(call: Call, most_new: int, needed: int) -> Iterator[None]:
     Raises:
         ValueError: it does not fit the model, the batch size or the pages.
     """
-    paged, cache = call.paged, call.cache
+    device_model, cache = call.device_model, call.cache
     fresh = not cache.seen
     try:
-        with held(), call.runtime.turn.taken(fits=lambda: needed <= paged.pool.available):
+        with held(), call.runtime.turn.taken(fits=lambda: needed <= device_model.pool.available):
             try:
-                check_fits(call.runtime.model(), paged, call.lengths, most_new, needed)
+                check_fits(call.runtime.facts.model, device_model, call.lengths, most_new, needed)
                 yield
             finally:
                 if not call.returns_cache:

@@ -228,7 +228,7 @@ def test_layers_that_differ_from_the_start_are_each_traced_for_themselves(graphs
             change(layer)
     assert_alike(model, plain, seed)
     assert graphs.traced == [count - 1] * 2
-    outlines = model.compiled.paged().programs._outlines
+    outlines = model.compiled.device_model().readiness.programs._outlines
     found = [outline._layers.like for outline in outlines.values() if outline._layers is not None]
     assert found == [[*range(count - 1), 0]] * 2
 
@@ -312,9 +312,10 @@ def dicts_of(module: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("change", CHANGES[:-2], ids=lambda change: change.__name__)
 def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkeypatch):
     """By what a recording takes for granted, and by what is called where nothing is recorded."""
-    paged = outlined.compiled.paged()
-    outlines, decode = paged.programs._outlines, paged.programs.decode_many_function
-    arguments = paged.programs._arguments(outlined, paged.buffers.bucket(2), paged.sampler.tables, paged.pages)
+    device_model = outlined.compiled.device_model()
+    programs, state = device_model.readiness.programs, device_model.state
+    outlines, decode = programs._outlines, programs.decode_many_function
+    arguments = programs._arguments(outlined, state.decode_buffers.bucket(2), state.sampling.tables, state.pages)
 
     @torch.no_grad()
     def traced_whole() -> bool:
@@ -335,8 +336,9 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
 
 def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
     """Return the check of what a recording of decode takes for granted."""
-    paged = model.compiled.paged()
-    arguments = (model, paged.buffers.bucket(2), paged.sampler.tables, paged.pages)
+    device_model = model.compiled.device_model()
+    programs, state = device_model.readiness.programs, device_model.state
+    arguments = (model, state.decode_buffers.bucket(2), state.sampling.tables, state.pages)
 
     @torch.no_grad()
     def valid() -> bool:
@@ -344,7 +346,7 @@ def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
             return weights.valid() and guards.valid()
 
     with torch.no_grad(), paged_attention_in(attention_configs(model)):
-        weights, guards = Weights(model), paged.programs.guards(*arguments)
+        weights, guards = Weights(model), programs.guards(*arguments)
     return valid
 
 
@@ -459,13 +461,14 @@ def test_what_happens_between_layers_stays_where_it_is(graphs, monkeypatch, seed
 
 def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
     model = compiled_llm.wrap(model_of(), **OPTIONS)
-    paged = model.compiled.paged()
-    buffers = paged.buffers.bucket(2)
-    arguments = paged.programs._arguments(model, buffers, paged.sampler.tables, paged.pages)
+    device_model = model.compiled.device_model()
+    programs, state = device_model.readiness.programs, device_model.state
+    buffers = state.decode_buffers.bucket(2)
+    arguments = programs._arguments(model, buffers, state.sampling.tables, state.pages)
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     values = [tensor.clone() for tensor in [*model.state_dict().values(), *buffers]]
     with torch.no_grad(), paged_attention_in(attention_configs(model)):
-        shown = paged.programs._outlines[paged.programs.decode_many_function].prepare(arguments)
+        shown = programs._outlines[programs.decode_many_function].prepare(arguments)
     assert shown is not model
     assert all(now == then for now, then in before)
     assert all(map(torch.equal, values, [*model.state_dict().values(), *buffers]))

@@ -360,6 +360,7 @@ UNLISTED = {
     "a row cannot have room for ",
     "a row of ",
     " tokens cannot forget ",
+    "step: the rows have no next tokens; give them as forced tokens",
 }
 
 

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
-from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.decode import Decode
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
 from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
@@ -179,7 +179,7 @@ def test_a_decode_step_launches_one_graph_and_no_kernel_beside_it(small: PreTrai
             torch.cuda.synchronize()
         return [event.name for event in profile.events() if re.match("cu(da)?(Graph)?Launch", event.name)]
 
-    launches = small.compiled.paged().thread.call(launches_of, 4)
+    launches = small.compiled.device_model().thread.call(launches_of, 4)
     runner.close()
     if not launches:
         pytest.skip("the profiler shows no launches on this machine")
@@ -252,7 +252,7 @@ def test_steps_past_the_end_stay_within_the_rows_own_pages(
     small: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lengths end on page boundaries, rows end early and late, and no page is touched that no row has taken."""
-    pages, taken = small.compiled.paged().pages, set()
+    pages, taken = small.compiled.device_model().state.pages, set()
     take = PagePool.take_reserved
 
     def noted(pool: PagePool, count: int) -> list[int]:
@@ -421,7 +421,7 @@ def test_a_step_that_uploads_returns_while_the_device_sleeps(
 
     The prompts are such that from the fourth decode step on, each step takes one row into a new page.
     """
-    paged = small.compiled.paged()
+    device_model = small.compiled.device_model()
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(SMALL["vocab_size"], (n,), generator=generator).numpy() for n in (13, 12, 11, 10, 6)]
 
@@ -434,7 +434,7 @@ def test_a_step_that_uploads_returns_while_the_device_sleeps(
             runner.release(rows[3])
         if event == "a row comes in":
             runner.admit(prompts[4], 40)
-        uploads, asleep = paged.journal.uploads.total(), torch.cuda.Event()
+        uploads, asleep = device_model.events.uploads.total(), torch.cuda.Event()
         torch.cuda.set_sync_debug_mode("error")
         try:
             torch.cuda._sleep(cycles)
@@ -442,13 +442,13 @@ def test_a_step_that_uploads_returns_while_the_device_sleeps(
             start = time.perf_counter()
             arrived.append(runner.step())
             for _ in range(launches - 1):
-                paged.thread.call(runner._launch, None)
+                device_model.thread.call(runner._launch, None)
             took, over = time.perf_counter() - start, asleep.query()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         if cycles == SLEEP:
             assert not over, f"{launches} launches took {took:.3f} s, when the device had woken up"
-        assert paged.journal.uploads.total() - uploads == launches - (event == "a row comes in")
+        assert device_model.events.uploads.total() - uploads == launches - (event == "a row comes in")
         while last := runner.drain():
             arrived.append(last)
         runner.close()
@@ -506,7 +506,7 @@ def play(
     model: PreTrainedModel, schedule: list[Step], *, upload_each_step: bool = False
 ) -> tuple[list[Tensor], list[dict[int, int]]]:
     """Run a schedule as fast as it goes; return each step's `[B, V]` logits and each row's token."""
-    paged, runner = model.compiled.paged(), model.compiled.runner()
+    device_model, runner = model.compiled.device_model(), model.compiled.runner()
     rows: dict[int, Row] = {}
     forced = [None if step.forced is None else torch.tensor(step.forced).to(DEVICE) for step in schedule]
     logits, arrived = [], []
@@ -516,7 +516,7 @@ def play(
         for number, prompt in step.admitted.items():
             rows[number] = runner.admit(prompt, PROMISE + 1)
         if upload_each_step and not step.admitted:
-            paged.thread.call(paged.claim, None)  # the runner is not in the decode buffers: it uploads anew
+            device_model.thread.call(device_model.decode.claim, None)  # rows out of the buffers: it uploads again
         arrived.append(runner.step(tokens))
         logits.append(runner.logits())
     while last := runner.drain():
@@ -633,15 +633,15 @@ def test_the_schedule_shows_page_tables_that_are_not_renewed(seed: int, monkeypa
     """What the tests above are good for. A row past the pages that its table names goes on in another row's."""
     twins = twins_of(small_qwen3(seed))
     twins.wrapped.compiled.warmup()
-    renew, stale = PagedModel.upload, twins.wrapped.compiled.paged()
+    renew, stale = Decode.upload, twins.wrapped.compiled.device_model().decode
 
-    def upload(paged: PagedModel, rows: Any, bucket: int, tokens: Any, cause: Any) -> None:
-        if paged is not stale or cause != "a row entered a new page":
-            renew(paged, rows, bucket, tokens, cause)
+    def upload(decode: Decode, rows: Any, bucket: int, tokens: Any, cause: Any) -> None:
+        if decode is not stale or cause != "new_page":
+            renew(decode, rows, bucket, tokens, cause)
         elif tokens is not None:
-            paged.buffers.bucket(bucket).tokens[: len(rows)].copy_(tokens)
+            decode.tokens(bucket)[: len(rows)].copy_(tokens)
 
-    monkeypatch.setattr(PagedModel, "upload", upload)
+    monkeypatch.setattr(Decode, "upload", upload)
     with pytest.raises(AssertionError, match="RMS difference"):
         run_schedule(twins, random_schedule(200, SMALL["vocab_size"], seed))
     compiled_llm.unwrap(twins.wrapped)

@@ -20,7 +20,7 @@ from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.recorder import Recording
 from compiled_llm.compilation.graphs.recordings import Recordings
 from compiled_llm.compilation.graphs.validity import Guards, Weights
-from compiled_llm.execution.device_model import PagedModel, _typical_tokens
+from compiled_llm.execution.prefill import Prefill, typical_tokens
 from compiled_llm.execution.prefill_plans import Planner
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm.model.sizes import weights_of_a_layer
@@ -250,8 +250,8 @@ def test_prefill_is_compiled_with_fewer_results_than_inductor_loops_from(monkeyp
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     layers = [SimpleNamespace(query_heads=heads) for heads in (16, 32)]
-    assert _typical_tokens(cast(Any, layers), torch.device("cuda")) == 263
-    assert _typical_tokens(cast(Any, layers), torch.device("cpu")) == 0
+    assert typical_tokens(cast(Any, layers), torch.device("cuda")) == 263
+    assert typical_tokens(cast(Any, layers), torch.device("cpu")) == 0
 
 
 @pytest.mark.parametrize("max_positions", [4, 40, 100, 2048, 40960])
@@ -264,13 +264,12 @@ def test_prefill_is_compiled_with_as_many_tokens_as_the_model_can_take(max_posit
         asked.append(sizes)
         return len(asked) > 1 or not taken
 
-    model = SimpleNamespace(
+    prefill = SimpleNamespace(
         _typical_tokens=500,
-        max_positions=max_positions,
-        config=SimpleNamespace(page_size=page_size),
-        _distinct=distinct,
+        _page_size=page_size,
+        _state=SimpleNamespace(max_positions=max_positions, distinct=distinct),
     )
-    rows, length, kept = PagedModel._prefill_sizes(cast(Any, model))
+    rows, length, kept = Prefill._prefill_sizes(cast(Any, prefill))
     assert length >= 2
     assert asked[-1] == (rows, rows + 1, rows * length, kept, kept - 1)
     if length > 2:

@@ -14,7 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 import compiled_llm
 from compiled_llm import OutOfPagesError
-from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.decode import Decode
+from compiled_llm.execution.prefill import Prefill
 from compiled_llm.execution.runner import Runner
 from compiled_llm.kvcache.row import Row
 from support.parity import assert_account_is_empty
@@ -255,7 +256,7 @@ def test_a_rewind_within_a_page_between_steps_is_seen(model, runner, seed):
 
 
 def test_admit_promises_pages_and_release_gives_them_back(model, runner):
-    pool = model.compiled.paged().pool
+    pool = model.compiled.device_model().pool
     before = pool.available
     row = runner.admit([3] * 7, 14)
     assert before - pool.available == 7
@@ -338,22 +339,22 @@ def test_an_empty_prompt_is_refused(prompt, model, runner):
 
 @pytest.mark.parametrize(("prompt", "new"), [([3, 4], -1), ([3, 4], -50), ([3.5, 4.0], 5), ([3, 128], 5), ([-1], 5)])
 def test_an_impossible_prompt_is_refused_before_it_is_let_in(prompt, new, model, runner):
-    available = model.compiled.paged().pool.available
+    available = model.compiled.device_model().pool.available
     with pytest.raises(ValueError, match=r"prompt|max_new_tokens"):
         runner.admit(prompt, new)
     assert runner.rows == []
-    assert model.compiled.paged().pool.available == available
+    assert model.compiled.device_model().pool.available == available
     works(runner, model)
 
 
 def test_too_many_rows_are_refused(model, runner):
     for _ in range(9):
         runner.admit([3, 4], 5)
-    available = model.compiled.paged().pool.available
+    available = model.compiled.device_model().pool.available
     with pytest.raises(ValueError, match=r"10 rows are more than max_batch_size=9"):
         runner.admit([3], 5)
     assert len(runner.rows) == 9
-    assert model.compiled.paged().pool.available == available
+    assert model.compiled.device_model().pool.available == available
     runner.step()
     runner.step()
     runner.release(runner.rows[4])
@@ -362,11 +363,11 @@ def test_too_many_rows_are_refused(model, runner):
 
 def test_a_prompt_that_does_not_fit_is_refused(model, runner):
     kept = runner.admit([3] * 30, 970)
-    available = model.compiled.paged().pool.available
+    available = model.compiled.device_model().pool.available
     with pytest.raises(OutOfPagesError, match=r"\d+ pages are needed and \d+ of \d+ are available"):
         runner.admit([3] * 30, 700)
     assert runner.rows == [kept]
-    assert model.compiled.paged().pool.available == available
+    assert model.compiled.device_model().pool.available == available
     works(runner, model)
 
 
@@ -412,22 +413,22 @@ def test_an_exception_inside_a_decode_step_leaves_lengths_and_account(error, mod
     runner.step()
     runner.step(forced)
     lengths, positions = [row.length for row in rows], [row.position for row in rows]
-    account, available = model.compiled.stats().pages, model.compiled.paged().pool.available
-    original, calls = PagedModel.run_decode, []
+    account, available = model.compiled.stats().pages, model.compiled.device_model().pool.available
+    original, calls = Decode.run, []
 
-    def fails_once(self: PagedModel, bucket: int) -> Tensor:
+    def fails_once(self: Decode, bucket: int) -> Tensor:
         calls.append(bucket)
         if len(calls) == 1:
             raise error("in the step")
         return original(self, bucket)
 
-    monkeypatch.setattr(PagedModel, "run_decode", fails_once)
+    monkeypatch.setattr(Decode, "run", fails_once)
     with pytest.raises(error):
         runner.step(forced)
     assert [row.length for row in rows] == lengths
     assert [row.position for row in rows] == positions
     assert model.compiled.stats().pages == account
-    assert model.compiled.paged().pool.available == available
+    assert model.compiled.device_model().pool.available == available
     for twin, token in zip(twins, (11, 12), strict=True):
         twin.feed([token])
     for _ in range(5):  # over page boundaries
@@ -440,13 +441,13 @@ def test_an_exception_inside_a_decode_step_leaves_lengths_and_account(error, mod
 def test_an_exception_inside_a_prefill_leaves_the_prompt_waiting(model, runner, monkeypatch):
     twin = Alone(tiny_qwen3(**OVERRIDES), [3, 4, 5])
     row = runner.admit([3, 4, 5], 9)
-    available = model.compiled.paged().pool.available
+    available = model.compiled.device_model().pool.available
     with monkeypatch.context() as patched:
-        patched.setattr(PagedModel, "_launch_prefill", lambda *_: (_ for _ in ()).throw(MemoryError("in the prefill")))
+        patched.setattr(Prefill, "_launch", lambda *_: (_ for _ in ()).throw(MemoryError("in the prefill")))
         with pytest.raises(MemoryError):
             runner.step()
     assert (row.length, row.position, row.pages) == (0, 0, [])
-    assert model.compiled.paged().pool.available == available
+    assert model.compiled.device_model().pool.available == available
     runner.step()
     torch.testing.assert_close(runner.logits()[0], twin.logits, **TOLERANCE)
 
@@ -464,8 +465,8 @@ def test_a_row_of_another_runner_cannot_be_released(model, runner):
 )
 def test_no_row_waits_for_a_smaller_bucket_because_others_have_ended(model, monkeypatch, prepared, used):
     model.compiled.warmup(prepared)
-    runner, own, seen = model.compiled.runner(), PagedModel.run_decode, []
-    monkeypatch.setattr(PagedModel, "run_decode", lambda self, bucket: (seen.append(bucket), own(self, bucket))[1])
+    runner, own, seen = model.compiled.runner(), Decode.run, []
+    monkeypatch.setattr(Decode, "run", lambda self, bucket: (seen.append(bucket), own(self, bucket))[1])
     twin = Alone(tiny_qwen3(**OVERRIDES), [3, 4, 5])
     rows = [runner.admit([3, 4, 5], 9) for _ in range(5)]
     runner.step()

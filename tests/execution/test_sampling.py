@@ -13,7 +13,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import compiled_llm
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose, draw, uniform
-from compiled_llm.execution.sampling_slots import Sampler
+from compiled_llm.execution.sampling_slots import SamplingSlots
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops import sample_tokens, uniform_numbers, uniform_of
@@ -34,7 +34,7 @@ class FixedLogits:
     def __init__(self, logits: Tensor, settings: list[Sampling], mode: str = "compile") -> None:
         rows = len(settings)
         self.logits, self.rows = logits, [Row(PagePool(2, 4), 0) for _ in settings]
-        self.sampler = Sampler(rows, logits.shape[1], CPU)
+        self.sampler = SamplingSlots(rows, logits.shape[1], CPU)
         self.sampler.admit(self.rows, settings)
         self.slots = torch.from_numpy(self.sampler.slots(self.rows, rows))
         self.positions = torch.zeros(rows, dtype=torch.int64)

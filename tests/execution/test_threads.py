@@ -29,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.execution import runtime
-from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.decode import Decode
 from compiled_llm.execution.threads import device_thread
 from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.execution.threads.device_thread import DeviceThread
@@ -136,10 +136,10 @@ def test_the_callers_modes_compile_nothing(compiled, seed):
                 torch.testing.assert_close(greedy(compiled, inputs, 8).clone(), expected)
     before = compiled.compiled.graphs
     with torch.device("cpu"):
-        assert compiled.compiled.paged().thread.call(lambda: len(torch.zeros(3))) == 3
-        assert compiled.compiled.paged().thread.call(torch._C._len_torch_function_stack) == 0
+        assert compiled.compiled.device_model().thread.call(lambda: len(torch.zeros(3))) == 3
+        assert compiled.compiled.device_model().thread.call(torch._C._len_torch_function_stack) == 0
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-        world = compiled.compiled.paged().thread.call(
+        world = compiled.compiled.device_model().thread.call(
             lambda: (torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(), torch.is_grad_enabled())
         )
         assert torch.is_autocast_enabled("cpu")
@@ -162,7 +162,7 @@ def test_concurrent_calls_each_get_their_own_tokens(model, seed):
 @pytest.mark.core
 def test_concurrent_first_calls_allocate_once(seed):
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **OPTIONS)
-    futures = [start(model.compiled.paged) for _ in range(8)]
+    futures = [start(model.compiled.device_model) for _ in range(8)]
     assert len({id(future.result(timeout=PATIENCE)) for future in futures}) == 1
 
 
@@ -418,7 +418,7 @@ def test_ctrl_c_at_every_call_and_return_of_a_forward_leaves_whole_books(model, 
         moment += 4
         cache = copy.deepcopy(kept)
         done = not interrupted_at(moment, lambda cache=cache: turn_of_a_chat(cache), BOOKS)
-        pool = model.compiled.paged().pool
+        pool = model.compiled.device_model().pool
         rows = [*kept.runner.rows, *cache.runner.rows]
         owned = [page for row in rows for page in row.pages]
         assert all(pool._owners[page] == owned.count(page) for page in range(1, pool.total + 1)), moment
@@ -625,7 +625,7 @@ def test_an_exception_in_a_step_does_not_stop_the_thread(model, monkeypatch, see
     inputs = mixed_prompts([5], 128, seed)
     expected = greedy(model, inputs, 6)
     with monkeypatch.context() as patched:
-        patched.setattr(PagedModel, "run_decode", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+        patched.setattr(Decode, "run", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
         with pytest.raises(MemoryError, match="no memory"):
             greedy(model, inputs, 6)
     assert_account_is_empty(model)

@@ -249,10 +249,10 @@ def test_history_says_why_page_tables_were_uploaded():
     greedy(model, mixed_prompts([3], 128, seed=0), 10)
     causes = model.compiled.explain().data["history"]["upload_causes"]
     # Tokens 3 to 11 are stored by decode steps, of which 4 and 8 begin pages.
-    assert causes == {"a bucket was prepared": 1, "a call moved its rows in": 1, "a row entered a new page": 2}
+    assert causes == {"bucket_prepared": 1, "call_moved_in": 1, "new_page": 2}
     greedy(model, mixed_prompts([3, 2], 128, seed=0), 2)
     history = model.compiled.explain().data["history"]
-    assert history["upload_causes"]["a call moved its rows in"] == 2
+    assert history["upload_causes"]["call_moved_in"] == 2
     assert sum(history["upload_causes"].values()) == history["uploads"] == model.compiled.stats().uploads
 
 
@@ -264,7 +264,7 @@ def test_rows_that_leave_are_a_cause_of_an_upload():
         runner.step()
     runner.release(rows[0])
     runner.step()
-    assert model.compiled.explain().data["history"]["upload_causes"]["rows joined, left or went back"] == 1
+    assert model.compiled.explain().data["history"]["upload_causes"]["rows_changed"] == 1
 
 
 @torch.no_grad()
@@ -276,7 +276,7 @@ def test_a_page_that_is_no_longer_shared_is_a_cause_of_an_upload():
     other = copy.deepcopy(cache)
     for _ in range(2):
         model(tokens, past_key_values=cache)
-    assert model.compiled.explain().data["history"]["upload_causes"]["a row stopped sharing a page"] == 1
+    assert model.compiled.explain().data["history"]["upload_causes"]["page_copied"] == 1
     other.close()
 
 
@@ -308,9 +308,9 @@ def test_prefill_from_embeddings_is_waited_for_but_no_warmup_would_help():
     for _ in range(2):
         model(inputs_embeds=embeddings, use_cache=False)
     assert missed(model) == []
-    (entry,) = model.compiled.explain().data["history"]["misses"]
+    (entry,) = model.compiled.explain().data["history"]["cold_starts"]
     assert (entry["what"], entry["rows"]) == ("prefill from embeddings", 1)
-    assert entry["cause"] == "warmup does not prepare it"
+    assert entry["cause"] == "never_prepared"
 
 
 def test_what_a_change_of_the_model_took_is_missed_with_that_as_its_cause():
@@ -327,8 +327,8 @@ def test_without_warmup_the_first_call_of_a_size_waits_and_that_is_no_fault():
     greedy(model, mixed_prompts([4, 2], 128, seed=0), 3)
     report = model.compiled.explain()
     assert report.clean
-    found = [(miss["what"], miss["rows"], miss["cause"]) for miss in report.data["history"]["misses"]]
-    assert found == [("prefill", 2, "warmup was not called"), ("decode bucket 2", 2, "warmup was not called")]
+    found = [(cold["what"], cold["rows"], cold["cause"]) for cold in report.data["history"]["cold_starts"]]
+    assert found == [("prefill", 2, "warmup_not_called"), ("decode bucket 2", 2, "warmup_not_called")]
     assert "waited for decode bucket 2" in str(report)
 
 
@@ -336,16 +336,16 @@ def test_without_warmup_the_first_call_of_a_size_waits_and_that_is_no_fault():
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model that is told of CUDA graphs: one for each bucket that has run, and those in its ``anew``."""
     model = in_eager_mode()
-    paged = model.compiled.paged()
-    model.anew, seen, own = [], set(), paged.programs.decode
+    device_model = model.compiled.device_model()
+    model.anew, seen, own = [], set(), device_model.readiness.programs.decode
 
     def decode(*args: Any) -> Any:
         seen.add(args[1].tokens.shape[0])
         return own(*args)
 
-    monkeypatch.setattr(paged.programs, "recorded", True)
-    monkeypatch.setattr(paged.programs, "decode", decode)
-    monkeypatch.setattr(paged.recordings, "replay", True)
+    monkeypatch.setattr(device_model.readiness.programs, "recorded", True)
+    monkeypatch.setattr(device_model.readiness.programs, "decode", decode)
+    monkeypatch.setattr(device_model.readiness.recordings, "replay", True)
     monkeypatch.setattr(recordings, "cudagraph_recordings", lambda device: len(seen) + len(model.anew))
     model.compiled.warmup([1, 2])
     return model
@@ -436,9 +436,9 @@ def test_a_broken_model_is_not_timed_and_told_so():
 
 def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monkeypatch):
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", progress=False)
-    paged = model.compiled.paged()
+    device_model = model.compiled.device_model()
     line = planted_line(planted.Mutated.forward)
-    own = paged.programs.decode
+    own = device_model.readiness.programs.decode
 
     def skipping(*args: Any) -> Any:
         log_cudagraph_skip_and_bump_counter(
@@ -447,7 +447,7 @@ def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monke
         )
         return own(*args)
 
-    monkeypatch.setattr(paged.programs, "decode", skipping)
+    monkeypatch.setattr(device_model.readiness.programs, "decode", skipping)
     model.compiled.warmup([1])
     finding = the_finding(model.compiled.explain(), planted.Mutated.forward)
     assert finding["kind"] == "no CUDA graph"

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import compiled_llm
-from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.device_state import DeviceState
+from compiled_llm.execution.prefill import Prefill
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
@@ -49,24 +50,24 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     seen = Watched()
-    take, copy, prefill = PagePool.take_reserved, PagedModel.copy_pages, PagedModel.prefill
+    take, copy, prefill = PagePool.take_reserved, DeviceState.copy_pages, Prefill.run
 
     def taking(self: PagePool, count: int) -> list[int]:
         pages = take(self, count)
         seen.most_used = max(seen.most_used, self.account().used)
         return pages
 
-    def copying(self: PagedModel, copies: list[PageCopy]) -> None:
+    def copying(self: DeviceState, copies: list[PageCopy]) -> None:
         seen.copied += len(copies)
         copy(self, copies)
 
-    def prefilling(self: PagedModel, batch: Any, *args: Any) -> Any:
+    def prefilling(self: Prefill, batch: Any, *args: Any) -> Any:
         seen.computed.append(sum(len(extension.ids) for extension in batch))
         return prefill(self, batch, *args)
 
     monkeypatch.setattr(PagePool, "take_reserved", taking)
-    monkeypatch.setattr(PagedModel, "copy_pages", copying)
-    monkeypatch.setattr(PagedModel, "prefill", prefilling)
+    monkeypatch.setattr(DeviceState, "copy_pages", copying)
+    monkeypatch.setattr(Prefill, "run", prefilling)
     return seen
 
 
@@ -208,7 +209,7 @@ class Looking(StoppingCriteria):
 @pytest.mark.core
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_needs_no_page_beyond_those_it_was_promised(name, model, seed, watched):
-    pool, available = model.compiled.paged().pool, []
+    pool, available = model.compiled.device_model().pool, []
     look = StoppingCriteriaList([Looking(lambda: available.append(pool.available))])
     roomy = run_loop(model, name, seed, stopping_criteria=look)
     needed = pool.total - available[0]
@@ -219,10 +220,10 @@ def test_a_loop_needs_no_page_beyond_those_it_was_promised(name, model, seed, wa
     tight = compiled_llm.wrap(
         tiny_qwen3(eos_token_id=None), mode="eager", **{**OPTIONS, "kv_memory": f"{4 * needed} tokens"}
     )
-    assert tight.compiled.paged().pool.total == needed
+    assert tight.compiled.device_model().pool.total == needed
     torch.testing.assert_close(run_loop(tight, name, seed), roomy)
     watched.computed.clear()
-    keeps = tight.compiled.paged().pool
+    keeps = tight.compiled.device_model().pool
     keeps.reserve(1)
     with pytest.raises(ValueError, match=f"need {needed} pages"):
         run_loop(tight, name, seed)
@@ -235,7 +236,7 @@ def test_a_loop_needs_no_page_beyond_those_it_was_promised(name, model, seed, wa
 def test_a_loop_waits_for_one_that_leaves_too_few_pages(name, model, seed):
     """There are pages for one and a half; without a promise both would begin, and one run out midway."""
     expected, available = run_loop(model, name, seed), []
-    pool = model.compiled.paged().pool
+    pool = model.compiled.device_model().pool
     run_loop(model, name, seed, stopping_criteria=[Looking(lambda: available.append(pool.available))])
     needed = pool.total - available[0]
     shared = compiled_llm.wrap(
@@ -281,7 +282,9 @@ def test_beams_that_go_on_from_a_cache_are_promised_their_pages(plain, model, se
         with torch.no_grad():
             own(ids, past_key_values=cache)
         available: list[int] = []
-        look = Looking(lambda own=own, out=available: own is plain or out.append(own.compiled.paged().pool.available))
+        look = Looking(
+            lambda own=own, out=available: own is plain or out.append(own.compiled.device_model().pool.available)
+        )
         text = torch.cat([ids, torch.full((6, 3), 7)], dim=1)[::3]
         results.append(
             greedy(own, {"input_ids": text}, 20, num_beams=3, past_key_values=cache, stopping_criteria=[look])

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
-from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.prefill import Prefill
 from compiled_llm.huggingface.cache_columns import row_updates, with_only_kept, with_updates
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.kvcache.pool import OutOfPagesError
@@ -46,13 +46,13 @@ def inputs(seed: int) -> dict[str, Tensor]:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each prefill or extension computed."""
     counts: list[int] = []
-    prefill = PagedModel.prefill
+    run = Prefill.run
 
-    def spied(self: PagedModel, batch: Any, *args: Any) -> Any:
-        counts.append(sum(len(extension.ids) for extension in batch))
-        return prefill(self, batch, *args)
+    def spied(self: Prefill, extensions: Any, *args: Any) -> Any:
+        counts.append(sum(len(extension.ids) for extension in extensions))
+        return run(self, extensions, *args)
 
-    monkeypatch.setattr(PagedModel, "prefill", spied)
+    monkeypatch.setattr(Prefill, "run", spied)
     return counts
 
 
@@ -167,7 +167,7 @@ def test_a_chat_that_samples_stays_in_the_fast_loop_and_follows_the_seed(models,
         texts.append(ids)
     assert torch.equal(*texts)
     assert models[1].compiled.stats().generate_calls == {"fast loop": 8}
-    sampler = models[1].compiled.paged().sampler
+    sampler = models[1].compiled.device_model().state.sampling
     assert len(sampler._free) == sampler._greedy
     del cache, out
     assert_all_given_back(models[1])
@@ -231,7 +231,7 @@ def test_an_interrupted_call_leaves_the_cache_as_it_was(after, options, models, 
             past_key_values=ours.cache, streamer=Raising(after), **options,
         )  # fmt: skip
     assert (models[1].compiled.stats().pages, ours.cache.get_seq_length()) == before
-    assert models[1].compiled.paged().pool.available == before[0].free
+    assert models[1].compiled.device_model().pool.available == before[0].free
     torch.testing.assert_close(ours.answer(9), chats[0].answer(9))
 
 

@@ -119,7 +119,7 @@ def test_unwrap_restores_class_attributes_attention_and_config(inputs):
 
 def test_unwrap_gives_the_pages_back():
     model = compiled_llm.wrap(tiny_qwen3(), **OPTIONS)
-    pages = model.compiled.paged().pages[0]
+    pages = model.compiled.device_model().state.pages[0]
     reference = torch.utils.weak.WeakTensorKeyDictionary({pages: None})
     del pages
     compiled_llm.unwrap(model)

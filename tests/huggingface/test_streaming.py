@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
-from compiled_llm.execution.device_model import PagedModel
+from compiled_llm.execution.decode import Decode
 from compiled_llm.execution.runner import Runner
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -70,12 +70,10 @@ class Events(BaseStreamer):
 def test_the_first_token_does_not_wait_for_decode_to_be_prepared(monkeypatch, seed):
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4, progress=False)
     inputs, events = mixed_prompts([6], 128, seed), [Events(), Events()]
-    launch = PagedModel._launch_decode
+    launch = Decode._launch
     monkeypatch.setattr(Runner, "asynchronous", True)
     for each in events:
-        monkeypatch.setattr(
-            PagedModel, "_launch_decode", lambda *args, each=each: (each.seen.append("decode"), launch(*args))[1]
-        )
+        monkeypatch.setattr(Decode, "_launch", lambda *args, each=each: (each.seen.append("decode"), launch(*args))[1])
         greedy(model, inputs, 3, streamer=each)
     cold, warm = [each.seen for each in events]
     assert cold == ["prompt", "token", "decode", "decode", "decode", "token", "token", "end"]

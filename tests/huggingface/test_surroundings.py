@@ -225,7 +225,7 @@ def test_a_copy_made_between_two_turns_of_a_beam_search_has_no_pages(models, see
     greedy(models[1], inputs, 9, num_beams=3)
     twin = copy.deepcopy(models[1])
     torch.testing.assert_close(greedy(twin, inputs, 9, num_beams=3), expected)
-    assert twin.compiled.paged() is not models[1].compiled.paged()
+    assert twin.compiled.device_model() is not models[1].compiled.device_model()
 
 
 def test_unwrap_gives_back_a_forward_of_huggingfaces(models, seed):

@@ -8,7 +8,7 @@ import torch
 
 from compiled_llm import WrapConfig
 from compiled_llm.compilation.inputs import Shape
-from compiled_llm.execution.packing import Extension
+from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.prefill_plans import Planner
 from compiled_llm.kvcache.table import Span
 from compiled_llm_ops import Geometry

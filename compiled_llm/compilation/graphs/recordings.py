@@ -23,7 +23,7 @@ from compiled_llm.kvcache.memory import reserved_bytes
 
 logger = logging.getLogger("compiled_llm.graphs")
 
-Step = tuple[Tensor, Tensor]
+StepOutputs = tuple[Tensor, Tensor]
 """Logits, and the tokens chosen from them."""
 
 StepInputs = PrefillInputs | DecodeInputs
@@ -55,7 +55,7 @@ class Recordings:
         self._model = weakref.ref(model)
         self._device = device
         self._recorder = Recorder(device) if self.own else None
-        self._steps: dict[Key, Recording[StepInputs, Step]] = {}
+        self._steps: dict[Key, Recording[StepInputs, StepOutputs]] = {}
         self._weights: Weights | None = None
         self._before = cudagraph_recordings(device)
         self._meant = 0
@@ -73,11 +73,13 @@ class Recordings:
         """How many there are."""
         return len(self._steps)
 
-    def get(self, key: Key) -> Recording[StepInputs, Step] | None:
+    def get(self, key: Key) -> Recording[StepInputs, StepOutputs] | None:
         """Return a recorded step."""
         return self._steps.get(key)
 
-    def record(self, key: Key, launch: Callable[[], Step], inputs: StepInputs, guards: Callable[[], Guards]) -> None:
+    def record(
+        self, key: Key, launch: Callable[[], StepOutputs], inputs: StepInputs, guards: Callable[[], Guards]
+    ) -> None:
         """Record a step that has run before.
 
         Args:

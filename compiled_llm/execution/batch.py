@@ -1,0 +1,75 @@
+"""What runs in one step, said in data, and what comes of it.
+
+Shapes: Q new tokens of a row, N rows that a token is chosen for, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_llm.kvcache.pool import Promise
+from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.table import Stored
+
+
+class Extension(NamedTuple):
+    """New tokens of one row: a prompt, or a chunk of one.
+
+    Attributes:
+        row: in a ``Batch``, not yet grown by them; while they are packed, grown.
+        ids: ``[Q]`` int64.
+        positions: ``[Q]`` int64, rotary positions.
+        ends: whether a token is chosen after them; not after a chunk that others follow.
+    """
+
+    row: Stored
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    ends: bool = True
+
+    @classmethod
+    def of(cls, row: Row, ids: NDArray[np.int64], ends: bool = True) -> Extension:
+        """Return tokens at the positions that follow the row's last."""
+        return cls(row, ids, row.position + np.arange(len(ids)), ends)
+
+
+class Batch(NamedTuple):
+    """The rows of one step, no row twice. Either part may be empty; if neither is, the step is two launches.
+
+    Attributes:
+        decode: rows that feed in one token each.
+        extend: new tokens of other rows.
+        tokens: ``[len(decode)]`` int64 on the device, what the rows of ``decode`` feed in; None for the tokens that
+            were chosen for them.
+        promise: pages that the rows may take together, beside those promised to each.
+    """
+
+    decode: Sequence[Row] = ()
+    extend: Sequence[Extension] = ()
+    tokens: Tensor | None = None
+    promise: Promise | None = None
+
+
+class Step(NamedTuple):
+    """What came of a batch, on the device; what a decode step computed is overwritten by the next one.
+
+    Attributes:
+        rows: the rows that a token was chosen for: those of ``decode``, then those of ``extend`` that end.
+        logits: ``[N, V]`` in the model's dtype.
+        tokens: ``[N]`` int64, the next tokens.
+    """
+
+    rows: Sequence[Row]
+    logits: Tensor
+    tokens: Tensor
+
+    def beside(self, other: Step) -> Step:
+        """Return both in one, this first."""
+        logits, tokens = torch.cat([self.logits, other.logits]), torch.cat([self.tokens, other.tokens])
+        return Step([*self.rows, *other.rows], logits, tokens)

@@ -1,0 +1,100 @@
+"""What of a model lies on its device at fixed addresses: pages, page tables, buffers and sampling settings.
+
+Shapes: P pages, K kv heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.decode_buffers import DecodeBuffers
+from compiled_llm.execution.sampling_slots import SamplingSlots
+from compiled_llm.execution.staging import Staging
+from compiled_llm.kvcache.memory import allocate_pages, pages_to_allocate
+from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.row import PageCopy, Row
+from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.sizes import logits_width, max_positions_of
+
+
+class DeviceState:
+    """Tensors that are allocated once, before anything is recorded, and the way into them.
+
+    Attributes:
+        facts: what is known of the model.
+        config: the options of ``wrap``.
+        device: where the model lives.
+        max_positions: how many positions the model was made for.
+        pages: one ``[P, 2, K, S, D]`` a layer.
+        pool: who has which page.
+        decode_buffers: what decode steps read and advance.
+        prefill_indices: the page numbers of the prefill that runs.
+        staging: copies from the host that do not wait.
+    """
+
+    def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
+        """Allocate.
+
+        Raises:
+            ValueError: not even one page fits into the memory allowed.
+        """
+        model = facts.model
+        self.facts = facts
+        self.config = config
+        self.device = model.device
+        self.max_positions = max_positions_of(model)
+        count = pages_to_allocate(config, facts.layers, model.dtype, self.device, self.max_positions)
+        with torch.inference_mode(False):
+            self.pages = allocate_pages(count, facts.layers, config.page_size, model.dtype, self.device)
+            entries = config.max_batch_size * (-(-self.max_positions // config.page_size) + 1)
+            self.decode_buffers = DecodeBuffers(config.max_batch_size, entries, self.device)
+            self.prefill_indices = torch.zeros(entries, dtype=torch.int32, device=self.device)
+        self.pool = PagePool(count, config.page_size)
+        self.staging = Staging(self.device)
+        self._sampling: SamplingSlots | None = None
+
+    @property
+    def sampling(self) -> SamplingSlots:
+        """How rows choose their tokens; allocated at the first call."""
+        if self._sampling is None:
+            self._sampling = SamplingSlots(self.config.max_batch_size, logits_width(self.facts.model), self.device)
+        return self._sampling
+
+    def fit_vocabulary(self) -> None:
+        """Follow a model whose vocabulary has changed."""
+        if self._sampling is not None:
+            self._sampling.fit(logits_width(self.facts.model))
+
+    def distinct(self, *sizes: int) -> bool:
+        """Whether none of the sizes is P: Dynamo takes equal sizes at the first call for one symbol."""
+        return self.pages[0].shape[0] not in sizes
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of all pages, in bytes."""
+        return sum(pages.nbytes for pages in self.pages)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of everything else, in bytes."""
+        tables = 0 if self._sampling is None else self._sampling.nbytes
+        return self.decode_buffers.nbytes + self.prefill_indices.nbytes + tables
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copy whole pages in all layers, in stream order."""
+        columns = [np.array(column, dtype=np.int64) for column in zip(*copies, strict=True)]
+        source, target = self.staging.to_device(columns)
+        for pages in self.pages:
+            pages.index_copy_(0, target, pages.index_select(0, source))
+
+    def read(self, layer: int, row: Row) -> Tensor:
+        """Return ``[2, K, length, D]``, a copy of a row's keys and values in one layer."""
+        (indices,) = self.staging.to_device([np.array(row.pages, dtype=np.int64)])
+        pages = self.pages[layer].index_select(0, indices)
+        tokens = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return tokens[:, :, : row.length, : self.facts.layers[layer].head_dim]

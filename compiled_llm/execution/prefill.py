@@ -1,0 +1,274 @@
+"""Prefill and extend: new tokens of some rows, packed one after the other, in chunks of a bounded size.
+
+Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen, V
+vocabulary, S page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from compiled_llm.compilation.graphs.recordings import StepOutputs
+from compiled_llm.compilation.inputs import PrefillInputs, Shape
+from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED
+from compiled_llm.execution.batch import Extension
+from compiled_llm.execution.device_state import DeviceState
+from compiled_llm.execution.packing import (
+    Packed,
+    as_bytes,
+    chunks,
+    null_extension,
+    pack,
+    padded,
+    token_count,
+)
+from compiled_llm.execution.prefill_plans import Planner
+from compiled_llm.execution.readiness import Readiness
+from compiled_llm.execution.recorded_shapes import RecordedShapes
+from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.table import HostTable
+from compiled_llm.model.layer_probe import Layer
+from compiled_llm_ops import PageTable
+
+# Rows, and tokens whose logits are kept, that prefill may be compiled with.
+_PREFILL_SIZES = ((3, 5), (10, 13))
+# Inductor's tilings for CUDA follow from the sizes that it compiles with and from timing its kernels there, so there
+# should be many tokens; but from so many results for each multiprocessor on, it loops over what is summed.
+_RESULTS_THAT_LOOP = 64
+
+
+class Prefill:
+    """The prefills of one model."""
+
+    def __init__(self, state: DeviceState, readiness: Readiness, planner: Planner, shapes: RecordedShapes) -> None:
+        """Remember what to run with; nothing is compiled yet.
+
+        Args:
+            state: the tensors that programs read.
+            readiness: what is compiled and recorded.
+            planner: plans attention.
+            shapes: what recorded prefills are padded to.
+        """
+        self._state = state
+        self._readiness = readiness
+        self._recordings = readiness.recordings
+        self._planner = planner
+        self._shapes = shapes
+        self._page_size = state.config.page_size
+        self._typical_tokens = typical_tokens(state.facts.layers, state.device)
+        self._packed: dict[Shape, Tensor] = {}  # what recorded prefills begin with
+
+    # ---- compiled
+
+    def make_ready(self, embedded: bool = False, waiting: int = 0) -> None:
+        """Compile prefill, if it is not compiled yet.
+
+        Args:
+            embedded: the one that reads embeddings in place of token ids.
+            waiting: how many rows a call has that waits for it.
+        """
+        readiness = self._readiness
+        readiness.check_model()
+        program = PREFILL_EMBEDDED if embedded else PREFILL
+        if program in readiness.ready:
+            return
+        with readiness.preparing(program, waiting):
+            rows, length, kept = self._prefill_sizes()
+            null = [null_extension(length, self._page_size)] * rows
+            embeddings = self._null_embeddings(length * rows) if embedded else None
+            slots = self._state.sampling.slots([], kept - 1)
+            self._launch(self._laid_out(null, np.zeros(kept, dtype=np.int64), slots, embeddings))
+        readiness.ready.add(program)
+
+    def _prefill_sizes(self) -> tuple[int, int, int]:
+        """Return rows, tokens of each, and tokens whose logits are kept, to compile prefill with."""
+        most, page_size = min(self._typical_tokens, self._state.max_positions), self._page_size
+        sizes = ((rows, max(2, most // rows // page_size * page_size), kept) for rows, kept in _PREFILL_SIZES)
+        return next(candidate for candidate in sizes if self._state.distinct(*_symbols(*candidate)))
+
+    def _null_embeddings(self, tokens: int) -> Tensor:
+        model = self._state.facts.model
+        width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
+        return torch.zeros(tokens, width, dtype=model.dtype, device=self._state.device)
+
+    # ---- run
+
+    def run(
+        self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None = None, embeddings: Tensor | None = None
+    ) -> StepOutputs:
+        """Run new tokens of some rows, packed.
+
+        Args:
+            extensions: at most ``max_batch_size`` rows, each already grown by its tokens.
+            keep: ``[L]`` ascending, which packed tokens' logits are wanted; if None, the last of each row that ends.
+            embeddings: ``[T, hidden]``, what the model reads in place of the tokens' ids.
+
+        Returns:
+            ``[L, V]`` logits, and the tokens chosen from them: ``[L]`` int64 if ``keep`` is None, else none.
+        """
+        self.make_ready(embedded=embeddings is not None, waiting=len(extensions))
+        if embeddings is not None:
+            embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
+        slots = self._state.sampling.slots([], 0)
+        if keep is None:
+            ending = [extension for extension in extensions if extension.ends]
+            lasts = np.cumsum([len(extension.ids) for extension in extensions]) - 1
+            keep = lasts[[extension.ends for extension in extensions]]
+            slots = self._state.sampling.slots([cast(Row, extension.row) for extension in ending], len(ending))
+        start, parts = 0, []
+        for chunk in chunks(extensions, self._state.config.prefill_tokens, self._page_size):
+            end = start + token_count(chunk)
+            inside = (keep >= start) & (keep < end)
+            part = None if embeddings is None else embeddings[start:end]
+            parts.append(self._run_chunk(chunk, keep[inside] - start, slots[inside] if len(slots) else slots, part))
+            start = end
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([logits for logits, _ in parts]), torch.cat([tokens for _, tokens in parts])
+
+    def _run_chunk(
+        self, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64], embeddings: Tensor | None
+    ) -> StepOutputs:
+        """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or there are none."""
+        wanted, chosen = len(keep), len(slots)
+        shape = self._shape_to_replay(chunk, slots, embeddings)
+        if shape is not None:
+            if shape not in self._recordings:
+                self.make_recorded([shape], waiting=len(chunk))
+            logits, tokens = self._replay(shape, chunk, keep, slots)
+            return logits[:wanted].clone(), tokens[:chosen].clone()  # the next replay overwrites them
+        # A symbolic size is at least 2.
+        if len(chunk) == 1:
+            chunk = [*chunk, null_extension(1, self._page_size)]
+            embeddings = None if embeddings is None else torch.cat([embeddings, self._null_embeddings(1)])
+        if wanted < 2:
+            keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
+        if chosen < 2:
+            slots = np.concatenate([slots, self._state.sampling.slots([], 2 - chosen)])
+        logits, tokens = self._launch(self._laid_out(chunk, keep, slots, embeddings))
+        return logits[:wanted], tokens[:chosen]
+
+    def _laid_out(
+        self, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64], embeddings: Tensor | None
+    ) -> PrefillInputs:
+        """Return a prefill in new tensors on the device, planned."""
+        state = self._state
+        packed, table = pack(chunk, keep, slots, self._page_size)
+        inputs = self._as_inputs(state.staging.to_device(packed))
+        if embeddings is not None:
+            inputs = inputs._replace(ids=embeddings[None])
+        state.staging.upload([(table.indices, state.prefill_indices)])
+        self._planner.plan_prefill(_table_of(inputs), table)
+        return inputs
+
+    def _as_inputs(self, columns: Sequence[Tensor]) -> PrefillInputs:
+        """Return device tensors, in the order of ``Packed``, as the program takes them."""
+        named = Packed(*columns)._asdict()  # type: ignore[arg-type]
+        named |= {"ids": named["ids"][None], "positions": named["positions"][None]}
+        return PrefillInputs(indices=self._state.prefill_indices, **named)
+
+    def _launch(self, inputs: PrefillInputs) -> StepOutputs:
+        state, readiness = self._state, self._readiness
+        with readiness.paged():
+            return readiness.programs.prefill(state.facts.model, inputs, state.sampling.tables, state.pages)
+
+    # ---- recorded
+
+    def recorded_shapes(self, rows: int) -> list[Shape]:
+        """Return the shapes that prefills of so many rows are padded to and recorded in, smallest first."""
+        both = [shape._replace(split=split) for shape in self._shapes.of(rows) for split in (False, True)]
+        return [shape for shape in both if self._planner.fits(shape)]
+
+    def make_recorded(self, shapes: Sequence[Shape], waiting: int = 0) -> None:
+        """Record prefills of these shapes, those that are not recorded yet.
+
+        Args:
+            shapes: what they are padded to.
+            waiting: how many rows a call has that waits for them.
+        """
+        new = [shape for shape in shapes if shape not in self._recordings]
+        if not (self._recordings.own and new):
+            return
+        self.make_ready()
+        largest = max(shape.tokens for shape in new)
+        none = np.zeros(0, dtype=np.int64)
+        waiting = 0 if all(map(self._recordings.lost, new)) else waiting
+        with self._readiness.preparing(f"prefill of up to {largest} tokens", waiting):
+            for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
+                self._replay(shape, [], none, none)
+
+    def _shape_to_replay(
+        self, chunk: Sequence[Extension], slots: NDArray[np.int64], embeddings: Tensor | None
+    ) -> Shape | None:
+        """Return the shape of a prefill that ends in one token a row, if it is one to record."""
+        if not self._recordings.own or embeddings is not None or len(slots) != len(chunk):
+            return None
+        shape = self._shapes.smallest(token_count(chunk), len(chunk))
+        if shape is None:
+            return None
+        shape = shape._replace(split=self._planner.splits(chunk))
+        fits = shape in self._recordings or self._planner.fits(shape)
+        return shape if fits else None  # larger ones fit even less
+
+    def _replay(
+        self, shape: Shape, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> StepOutputs:
+        """Run a prefill of at most ``shape``; the first one is launched kernel by kernel, and recorded."""
+        state, missing = self._state, shape.rows - len(chunk)
+        keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
+        slots = np.concatenate([slots, state.sampling.slots([], missing)])
+        packed, table = pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
+        if (recording := self._recordings.get(shape)) is not None:
+            self._upload(cast(PrefillInputs, recording.inputs), packed, table, shape)
+            result = recording.replay()
+            # Checked while the device computes. All it reads is there, since the weights are; and if it is not what
+            # the model does now, all it writes is written again.
+            if self._readiness.is_valid(shape):
+                return result
+            state.sampling.restore(slots)
+        inputs = self._as_inputs(state.staging.to_device(packed))
+        (self._packed[shape],) = state.staging.to_device([as_bytes(packed)])
+        self._upload(inputs, packed, table, shape)
+        with self._recordings.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
+            result = self._launch_packed(inputs, self._packed[shape])
+            self._readiness.record(shape, lambda: self._launch_packed(inputs, self._packed[shape]), inputs)
+        self._planner.freeze_prefill(shape)
+        return result
+
+    def _upload(self, inputs: PrefillInputs, packed: Packed, table: HostTable, shape: Shape) -> None:
+        """Put a prefill where its graph reads it, and plan it."""
+        state = self._state
+        state.staging.upload([(as_bytes(packed), self._packed[shape]), (table.indices, state.prefill_indices)])
+        self._planner.plan_prefill(_table_of(inputs), table, shape)
+
+    def _launch_packed(self, inputs: PrefillInputs, packed: Tensor) -> StepOutputs:
+        """Run a prefill that was uploaded in one tensor: copies inside a graph take the host no time."""
+        start = 0
+        for name in Packed._fields:
+            column = getattr(inputs, name).view(-1).view(torch.uint8)
+            column.copy_(packed[start : start + len(column)])
+            start += len(column)
+        return self._launch(inputs)
+
+
+def _symbols(rows: int, length: int, kept: int) -> tuple[int, ...]:
+    """Return B, B + 1, T, L and C of a prefill of ``rows`` rows of ``length`` tokens."""
+    return rows, rows + 1, length * rows, kept, kept - 1
+
+
+def typical_tokens(layers: Sequence[Layer], device: torch.device) -> int:
+    """Return how many tokens prefill is best compiled with; 0 if that makes no difference."""
+    if device.type != "cuda":
+        return 0
+    results = _RESULTS_THAT_LOOP * torch.cuda.get_device_properties(device).multi_processor_count
+    return (results - 1) // max(layer.query_heads for layer in layers)
+
+
+def _table_of(inputs: PrefillInputs) -> PageTable:
+    return PageTable(inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)

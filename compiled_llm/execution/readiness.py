@@ -1,0 +1,156 @@
+"""What of a model is compiled and recorded, and whether that still holds.
+
+Nothing is run from here: prefill and decode ask, and run what is missing on rows of padding, never on somebody's
+tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from compiled_llm.compilation.graphs.recordings import Key, Recordings, StepInputs, StepOutputs
+from compiled_llm.compilation.graphs.validity import Guards
+from compiled_llm.compilation.programs import PREFILL_EMBEDDED, Programs
+from compiled_llm.execution.device_state import DeviceState
+from compiled_llm.execution.events import Events
+from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.threads.executor import Executor
+from compiled_llm.model.fused_weights import FusedWeights
+
+
+class Readiness:
+    """The programs and recordings of one model.
+
+    Attributes:
+        weights: the model's, those that read one input side by side in memory.
+        programs: the compiled functions.
+        recordings: CUDA graphs of steps.
+        events: what happened.
+        ready: decode buckets and prefill programs that are compiled, and on CUDA recorded; always the same set.
+    """
+
+    def __init__(
+        self,
+        state: DeviceState,
+        weights: FusedWeights,
+        thread: Executor,
+        events: Events,
+        programs: Programs | None = None,
+    ) -> None:
+        """Begin with nothing ready.
+
+        Args:
+            state: the tensors that programs read.
+            weights: the model's.
+            thread: where everything here runs.
+            events: what to note waiting in.
+            programs: what to run in place of what the config says.
+        """
+        self._state = state
+        self._thread = thread
+        self.events = events
+        self.weights = weights
+        self.programs = programs or self._new_programs()
+        self.recordings = Recordings(state.facts.model, state.config, state.device)
+        self.ready: set[Key | str] = set()
+        self._progress = ProgressDisplay(state.config.progress)
+        # How often the model has been looked at, and which recordings' guards have held since the last time.
+        self._glance = 0
+        self._valid: set[Key] = set()
+
+    @property
+    def ready_buckets(self) -> list[int]:
+        """The decode buckets that are compiled, and on CUDA recorded."""
+        return sorted(bucket for bucket in self.ready if isinstance(bucket, int))
+
+    def paged(self) -> AbstractContextManager[None]:
+        """Point the model's attention at the pages for the duration."""
+        return self._state.facts.attention.paged(self._thread.caller)
+
+    # ---- does it still hold?
+
+    def check_model(self) -> None:
+        """Drop recordings of weights that are no longer there; compile again what can no longer be fused."""
+        self._glance += 1
+        self._valid.clear()
+        self._state.fit_vocabulary()
+        if self.recordings.weights_hold():  # those that are multiplied as one, too
+            return
+        if self.recordings:
+            self.ready -= self.recordings.forget()
+        if self.weights.intact():
+            return
+        with self.paged():
+            restored = self.weights.restore()
+        if not restored:
+            self.events.started_again()
+            self._start_again()
+
+    def separate_weights(self) -> None:
+        """Give each fused weight memory of its own again."""
+        if self.weights.groups:
+            with self.paged():
+                self.weights.separate()
+            self._start_again()
+
+    def was_valid(self, key: Key) -> bool:
+        """Whether a step was ready, and its guards held, when the model was last looked at."""
+        return key in self.ready and key in self._valid
+
+    def is_valid(self, key: Key) -> bool:
+        """Whether a step may still be replayed, if it is recorded; if not, all recordings are forgotten.
+
+        ``check_model`` has been called.
+        """
+        if key in self.recordings:
+            with self.paged():
+                valid = self.recordings.guards_hold(key, self._glance)
+            if not valid:
+                if self._state.device.type == "cuda":
+                    torch.cuda.synchronize(self._state.device)  # a replay that found this out late may be running
+                self._valid.clear()
+                self.ready -= self.recordings.forget()
+                self.programs.drop_tensors()
+                return False
+        self._valid.add(key)
+        return True
+
+    def _start_again(self) -> None:
+        """Forget what was compiled and recorded; rows and pages stay."""
+        self.programs = self._new_programs()
+        self.recordings.forget()
+        self.ready.clear()
+
+    def _new_programs(self) -> Programs:
+        state = self._state
+        return Programs(state.config, state.facts.forward, state.device, self.weights)
+
+    # ---- make it so
+
+    def record(self, key: Key, launch: Callable[[], StepOutputs], inputs: StepInputs) -> None:
+        """Record a step that has run before."""
+        model = self._state.facts.model
+
+        def guards() -> Guards:
+            with self.paged():
+                return self.programs.guards(model, inputs, self._state.sampling.tables, self._state.pages)
+
+        self.recordings.record(key, launch, inputs, guards)
+
+    @contextmanager
+    def preparing(self, what: str, waiting: int, number: str = "") -> Iterator[None]:
+        """Show what the block prepares, and note it if a call of ``waiting`` rows waits for it."""
+        start = time.perf_counter()
+        with self._progress.task(f"{self._doing()} {what}{number}"):
+            yield
+        if waiting:
+            self.events.waited(what, waiting, time.perf_counter() - start, preparable=what != PREFILL_EMBEDDED)
+
+    def _doing(self) -> str:
+        if self._state.config.mode == "eager":
+            return "preparing"
+        return "building kernels, compiling and recording" if self._state.device.type == "cuda" else "compiling"
