@@ -11,8 +11,9 @@ from compiled_llm.commands.bench.commands import app as bench
 from compiled_llm.commands.choices import Device, Dtype
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.explain import explain
-from compiled_llm.commands.generate import Request, SamplingFlags, run
+from compiled_llm.commands.generate import run
 from compiled_llm.commands.prompt import read_prompt
+from compiled_llm.commands.request import Request, SamplingFlags
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench, name="bench")

@@ -7,142 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from compiled_llm.commands.prompt import encode
-from compiled_llm.config import WrapConfig
+from compiled_llm.commands.request import Request
+from compiled_llm.commands.timed_streamer import TimedStreamer
 from compiled_llm.execution.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-    from transformers.generation.streamers import BaseStreamer
 
     from compiled_llm.execution.stats import Stats
-
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "max_new_tokens": (lambda value: value >= 1, "at least 1"),
-    "temperature": (lambda value: 0 < value < math.inf, "above 0; --greedy takes the most likely token"),
-    "top_k": (lambda value: 0 <= value < 2**31, "at least 0, which is all tokens"),
-    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "from 0 to 1"),
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "above 0"),
-    "seed": (lambda value: 0 <= value < 2**64, "from 0 to 2**64 - 1"),
-}
-
-
-@dataclass(frozen=True)
-class SamplingFlags:
-    """How to choose tokens; None if the model's own generation config decides.
-
-    Attributes:
-        sample: sample, or take the most likely token; None: sample if any other option is given.
-    """
-
-    sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check every value.
-
-        Raises:
-            ValueError: one is out of range, or contradicts ``--greedy``.
-        """
-        for name, value in self._given().items():
-            check_range(name, value)
-        drawing = [_flag(name) for name in self._given() if name != "repetition_penalty"]
-        if self.sample is False and drawing:
-            raise ValueError(f"--greedy draws nothing, so it does not go with {', '.join(drawing)}")
-
-    @property
-    def draws(self) -> bool:
-        """Whether tokens are drawn."""
-        return bool(self._given()) if self.sample is None else self.sample
-
-    def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``generate``."""
-        settings = {name: value for name, value in self._given().items() if name != "seed"}
-        return {"do_sample": self.draws, **settings}
-
-    def _given(self) -> dict[str, float]:
-        values = dataclasses.asdict(self)
-        del values["sample"]
-        return {name: value for name, value in values.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of `compiled-llm generate`, its prompt read.
-
-    Attributes:
-        prompt: the text to continue, or with ``chat`` the message to answer.
-        system: the system message of the chat, if there is one.
-        stop: texts that end the answer.
-        as_json: write one JSON object in place of the text.
-        quiet: show neither progress nor figures.
-    """
-
-    prompt: str
-    chat: bool
-    system: str | None
-    sampling: SamplingFlags
-    max_new_tokens: int
-    stop: Sequence[str]
-    model: str
-    mode: str
-    dtype: str
-    device: str
-    as_json: bool
-    quiet: bool
-
-    def __post_init__(self) -> None:
-        """Check what can be checked before a model is loaded.
-
-        Raises:
-            ValueError: a value is impossible, or two do not go together.
-        """
-        check_range("max_new_tokens", self.max_new_tokens)
-        if self.system is not None and not self.chat:
-            raise ValueError("--system is a part of the chat template: give --chat as well")
-        if "" in self.stop:
-            raise ValueError("--stop '': an empty text stops nothing; leave it out")
-        WrapConfig.from_options(self.wrap_options())
-
-    def wrap_options(self) -> dict[str, Any]:
-        """Return the options of ``wrap``."""
-        return {"mode": self.mode, "max_batch_size": 1, "progress": not self.quiet}
-
-    def generate_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``generate``, tensors and streamer aside."""
-        stopping = {"stop_strings": list(self.stop)} if self.stop else {}
-        return {"max_new_tokens": self.max_new_tokens, **self.sampling.options(), **stopping}
-
-
-def check_range(name: str, value: float) -> None:
-    """Check one number of the command line.
-
-    Raises:
-        ValueError: it is out of range.
-    """
-    holds, wanted = _RANGES[name]
-    if not holds(value):
-        raise ValueError(f"{_flag(name)} {value}: must be {wanted}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def run(request: Request) -> None:
@@ -216,46 +94,3 @@ def _counts(stats: Stats) -> str:
         f"{stats.graphs} graphs, {stats.graph_breaks} graph breaks, {stats.recompiles} recompiles, "
         f"{stats.cudagraph_skips} cudagraph skips"
     )
-
-
-class TimedStreamer:
-    """Keep the time of tokens, and pass them on to another streamer. `generate` puts the prompt first."""
-
-    leaves_model_alone = True
-
-    def __init__(self, streamer: BaseStreamer | None) -> None:
-        self._streamer = streamer
-        self._start = time.perf_counter()
-        self._first: float | None = None
-        self._last = self._start
-        self._tokens = -1  # the prompt is not counted
-
-    def put(self, value: Tensor) -> None:
-        """Take the prompt, then each step's token."""
-        self._last = time.perf_counter()
-        self._tokens = 0 if self._tokens < 0 else self._tokens + value.numel()
-        if self._tokens and self._first is None:
-            self._first = self._last
-        if self._streamer is not None:
-            self._streamer.put(value)
-
-    def end(self) -> None:
-        """Pass on that nothing follows."""
-        if self._streamer is not None:
-            self._streamer.end()
-
-    def numbers(self) -> dict[str, float | None]:
-        """Return seconds from call to last token, tokens/s over them, and the seconds to the first token."""
-        seconds = self._last - self._start
-        return {
-            "seconds": seconds,
-            "tokens_per_second": self._tokens / seconds if self._first is not None else 0.0,
-            "time_to_first_token": None if self._first is None else self._first - self._start,
-        }
-
-    def figures(self) -> str:
-        """Return the same in words."""
-        if self._first is None:
-            return "0 tokens"
-        speed = self._tokens / (self._last - self._start)
-        return f"{self._tokens} tokens, {speed:.1f} tokens/s, first token after {self._first - self._start:.3f} s"

@@ -52,8 +52,8 @@ def load(
         ValueError: the dtype or device is unknown or unavailable.
         RuntimeError: the demo model cannot be fetched, or what was found cannot be loaded.
     """
-    device = _device(device)
-    dtype = _dtype(dtype, device)
+    device = device_of(device)
+    dtype = dtype_of(dtype, device)
     source = _locate(model, progress)
     shows_bars = progress and not source.is_local  # of a download from the hub, HuggingFace's bars tell most
     display = ProgressDisplay(progress, animated=not shows_bars)
@@ -70,7 +70,12 @@ def load(
     return loaded.to(device), tokenizer
 
 
-def _device(device: torch.device | str) -> torch.device:
+def device_of(device: torch.device | str) -> torch.device:
+    """Return a device by its name; ``auto`` is CUDA if there is one, else the CPU.
+
+    Raises:
+        ValueError: it is unknown or unavailable.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -82,7 +87,12 @@ def _device(device: torch.device | str) -> torch.device:
     return chosen
 
 
-def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
+def dtype_of(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
+    """Return a dtype by its name; ``auto`` is float32 on the CPU, bfloat16 elsewhere.
+
+    Raises:
+        ValueError: weights cannot have it.
+    """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

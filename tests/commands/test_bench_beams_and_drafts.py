@@ -9,7 +9,8 @@ import torch
 
 from compiled_llm.commands.bench import models
 from compiled_llm.commands.bench.beams_and_drafts import Sizes, Tasks
-from compiled_llm.commands.bench.report import Report, Task
+from compiled_llm.commands.bench.report import Report
+from compiled_llm.commands.bench.results import Task
 from compiled_llm.commands.bench.tables import tables_of
 from compiled_llm.huggingface.wrap import wrap
 from support.bench import invoke, new_report

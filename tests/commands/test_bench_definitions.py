@@ -6,7 +6,7 @@ import pytest
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from compiled_llm.commands.bench.local import tokens_to_hold
-from compiled_llm.commands.bench.report import Startup
+from compiled_llm.commands.bench.results import Startup
 from compiled_llm.commands.bench.timing import Timing, TokenClock, timed
 from compiled_llm.commands.bench.workload import Workload, workloads
 from compiled_llm.explaining.profile.step_bytes import step_bytes

@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 
 from compiled_llm.commands.app import app
 from compiled_llm.commands.bench.contender import Setup
-from compiled_llm.commands.bench.report import Latency, Report, Roofline, Startup
+from compiled_llm.commands.bench.report import Report
+from compiled_llm.commands.bench.results import Latency, Roofline, Startup
 from compiled_llm.commands.bench.timing import Timing
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.explaining.profile.breakdown import Kernel, Kind

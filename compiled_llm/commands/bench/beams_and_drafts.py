@@ -17,7 +17,8 @@ from torch import Tensor
 from compiled_llm.commands.bench.contender import Contender, Setup
 from compiled_llm.commands.bench.experiment import Save, run_each
 from compiled_llm.commands.bench.local import LocalSession
-from compiled_llm.commands.bench.report import Report, Task
+from compiled_llm.commands.bench.report import Report
+from compiled_llm.commands.bench.results import Task
 from compiled_llm.commands.bench.workload import Workload
 
 

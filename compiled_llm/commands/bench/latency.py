@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from compiled_llm.commands.bench.contender import Contender, Session, Setup
 from compiled_llm.commands.bench.experiment import Save, failure, run_each
-from compiled_llm.commands.bench.report import Latency, Report
+from compiled_llm.commands.bench.report import Report
+from compiled_llm.commands.bench.results import Latency
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.explaining.profile.step_bytes import step_bytes
 

@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
-from compiled_llm.commands.bench.report import Latency, Report, Roofline, Startup
+from compiled_llm.commands.bench.report import Report
+from compiled_llm.commands.bench.results import Latency, Roofline, Startup
 from compiled_llm.explaining.profile.kernels import KINDS
 
 COLOURS = {

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from compiled_llm.commands.bench.contender import Contender, Setup
 from compiled_llm.commands.bench.experiment import Save, run_each
 from compiled_llm.commands.bench.local import LocalSession
-from compiled_llm.commands.bench.report import Report, Roofline
+from compiled_llm.commands.bench.report import Report
+from compiled_llm.commands.bench.results import Roofline
 from compiled_llm.commands.bench.step_profiler import StepProfiler
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.explaining.profile.breakdown import kernels_of, kinds_of, moved_by_decode

@@ -12,7 +12,8 @@ from pathlib import Path
 from compiled_llm.commands.bench.contender import Contender, Setup
 from compiled_llm.commands.bench.experiment import Save, run_each
 from compiled_llm.commands.bench.peer import started
-from compiled_llm.commands.bench.report import Report, Startup
+from compiled_llm.commands.bench.report import Report
+from compiled_llm.commands.bench.results import Startup
 from compiled_llm.commands.bench.timing import Now
 
 STAGES = ("imported", "loaded", "first token", "all tokens")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from compiled_llm.commands.bench.report import Latency, Report, Roofline, Startup, Task
+from compiled_llm.commands.bench.report import Report
+from compiled_llm.commands.bench.results import Latency, Roofline, Startup, Task
 from compiled_llm.commands.bench.timing import Spread
 from compiled_llm.explaining.profile.breakdown import columns_of, rows_of
 

@@ -1,0 +1,55 @@
+"""The options that commands of `compiled-llm bench` share."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compiled_llm.commands.choices import Device
+
+
+class Decoding(str, Enum):
+    """What `--decoding` takes."""
+
+    greedy = "greedy"
+    sampled = "sampled"
+    both = "both"
+
+    @property
+    def ways(self) -> list[bool]:
+        """Whether tokens are sampled, once for each way that is asked for."""
+        return {"greedy": [False], "sampled": [True], "both": [False, True]}[self.value]
+
+
+ModelName = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="`demo` (SmolLM2-135M), a folder, a GGUF file, a hub id, or random weights in the shape of `qwen3-0.6b`, "
+        "`qwen3-8b` or `tiny`.",
+    ),
+]
+ContenderNames = Annotated[
+    str,
+    typer.Option(
+        "--contenders",
+        help="Comma-separated: hf-eager, hf-static, compiled-llm:eager, compiled-llm:compile, "
+        "compiled-llm:reduce-overhead, compiled-llm:cuda-graphs, vllm, sglang; `all`; or `default`: all on CUDA, "
+        "HuggingFace and ours on a CPU.",
+    ),
+]
+DeviceName = Annotated[Device, typer.Option("--device", help="auto: CUDA if there is a device.")]
+Runs = Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each workload, after warming up.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file, after each result.")]
+Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw a PNG; needs matplotlib (the extra `bench`).")]
+Commit = Annotated[str | None, typer.Option("--commit", help="The commit to record if this is no git checkout.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Write a line to stderr for each step.")]
+VLLM = Annotated[
+    str | None,
+    typer.Option("--vllm", envvar="COMPILED_LLM_VLLM", help="A Python that has vLLM: 'env PYTHONPATH=... python3'."),
+]
+SGLang = Annotated[str | None, typer.Option("--sglang", envvar="COMPILED_LLM_SGLANG", help="A Python that has SGLang.")]

@@ -1,0 +1,149 @@
+"""What one contender did: in `bench latency`, `startup`, `roofline` or `beams-and-drafts`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from compiled_llm.commands.bench.timing import Spread
+from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.explaining.profile.breakdown import Breakdown
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One contender under one workload.
+
+    Attributes:
+        contender: its name.
+        batch: rows.
+        prompt: tokens in each prompt.
+        new: new tokens of each row.
+        sampled: whether tokens were sampled.
+        first_s: each run's time to the first token, in seconds.
+        total_s: each run's whole time, in seconds.
+        ready_s: what compiling and warming up took, in seconds.
+        ceiling: tokens/s that the read bandwidth allows; None if it is not known.
+    """
+
+    contender: str
+    batch: int
+    prompt: int
+    new: int
+    sampled: bool
+    first_s: list[float]
+    total_s: list[float]
+    ready_s: float
+    ceiling: float | None
+
+    @property
+    def workload(self) -> Workload:
+        """What was asked."""
+        return Workload(self.batch, self.prompt, self.new, self.sampled)
+
+    @property
+    def first(self) -> Spread:
+        """Time to first token, in seconds."""
+        return Spread.of_times(self.first_s)
+
+    @property
+    def decode(self) -> Spread:
+        """Tokens/s after the first."""
+        tokens = self.batch * (self.new - 1)
+        return Spread.of_rates(
+            tokens / (total - first) for first, total in zip(self.first_s, self.total_s, strict=True)
+        )
+
+    @property
+    def end_to_end(self) -> Spread:
+        """Tokens/s of the whole call."""
+        return Spread.of_rates(self.batch * self.new / total for total in self.total_s)
+
+    @property
+    def of_ceiling(self) -> float | None:
+        """The median decode rate as a share of the ceiling."""
+        return None if self.ceiling is None else self.decode.median / self.ceiling
+
+    def figures(self) -> dict[str, Any]:
+        """What is computed from the times; repeated in JSON for those who read it."""
+        return {
+            "context": self.workload.context,
+            "first_s": asdict(self.first),
+            "decode_tokens_per_s": asdict(self.decode),
+            "end_to_end_tokens_per_s": asdict(self.end_to_end),
+            "of_ceiling": self.of_ceiling,
+        }
+
+
+@dataclass(frozen=True)
+class Startup:
+    """One contender's way from nothing to tokens, in processes of its own.
+
+    Attributes:
+        contender: its name.
+        cache: ``cold`` (empty cache folders in every run) or ``warm`` (those of an earlier run).
+        stages: seconds from the start of the process to each stage, for every run: ``imported``, ``loaded``,
+            ``first token``, ``all tokens``.
+    """
+
+    contender: str
+    cache: str
+    stages: dict[str, list[float]]
+
+    def stage(self, name: str) -> Spread:
+        """Summarise one stage."""
+        return Spread.of_times(self.stages[name])
+
+    def figures(self) -> dict[str, Any]:
+        """What is computed from the times."""
+        return {name: asdict(self.stage(name)) for name in self.stages}
+
+
+@dataclass(frozen=True)
+class Roofline(Breakdown):
+    """Where the time of one decode step goes.
+
+    Attributes:
+        contender: its name.
+        batch: rows.
+        prompt: tokens in each prompt.
+        new: new tokens of each row.
+        sampled: whether tokens were sampled.
+    """
+
+    contender: str
+    batch: int
+    prompt: int
+    new: int
+    sampled: bool
+
+    @property
+    def workload(self) -> Workload:
+        """What was asked."""
+        return Workload(self.batch, self.prompt, self.new, self.sampled)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One contender at one task of ``bench beams-and-drafts``.
+
+    Attributes:
+        contender: its name.
+        task: what was run.
+        tokens: generated or scored in one run.
+        seconds: of each run.
+    """
+
+    contender: str
+    task: str
+    tokens: int
+    seconds: list[float]
+
+    @property
+    def rate(self) -> Spread:
+        """Tokens/s."""
+        return Spread.of_rates(self.tokens / seconds for seconds in self.seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """What is computed from the times."""
+        return {"tokens_per_s": asdict(self.rate)}
