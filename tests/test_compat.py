@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import gc
+import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.utils import IndentedBuffer
 from torch.profiler import profile
 
@@ -24,13 +27,12 @@ from compiled_llm import compat
 
 pytestmark = pytest.mark.core
 
-# What torch documents in spite of the underscore.
+# What torch documents in spite of the underscore; `compat` says so.
 DOCUMENTED = {
     "torch._dynamo.config",
     "torch._dynamo.mark_dynamic",
     "torch._dynamo.mark_static_address",
     "torch._dynamo.reset",
-    "torch._inductor.config",
     "torch._ops.OpOverload",
 }
 
@@ -46,7 +48,7 @@ def breaks(x: Tensor) -> Tensor:
 
 def compile_once(function: Callable[[Tensor], Tensor], backend: str, options: dict[str, Any] | None = None) -> None:
     torch.compile(function, backend=backend, options=options)(torch.zeros(3))
-    compat._forget([function])
+    compat.forget([function])
 
 
 class Warned(logging.Handler):
@@ -61,7 +63,7 @@ class Warned(logging.Handler):
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_kernels_wait_before_anything_else(overlaps):
     """A GPU runs what comes of it in `test_ops_gpu.py`."""
-    compat._make_kernels_wait_first()
+    compat.make_kernels_wait_first()
     code, wait, launch = IndentedBuffer(), TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
     for line in ("a = 1", "b = load(a)", wait, launch, "c = load(b)", wait, launch, "store(c)"):
         code.writeline(line)
@@ -72,11 +74,40 @@ def test_kernels_wait_before_anything_else(overlaps):
     assert lines == [*waits[0], "a = 1", "b = load(a)", *waits[1], "c = load(b)", launch, "store(c)"]
 
 
+def kernel_source(may_begin_early: bool) -> str:
+    return f"triton_meta={{'enable_fp_fusion': True, {compat.MAY_BEGIN_EARLY if may_begin_early else ''}}}"
+
+
+def test_a_kernel_that_may_begin_early_and_does_not_wait_is_refused():
+    waits = [0]
+
+    def codegen(may_begin_early: bool, made_to_wait: bool) -> str:
+        waits[0] += made_to_wait
+        return kernel_source(may_begin_early)
+
+    checked = compat.refusing_races(codegen, waits)
+    for early, made_to_wait in ((True, True), (False, True), (False, False)):
+        assert checked(early, made_to_wait) == kernel_source(early)
+    with pytest.raises(RuntimeError, match="cannot be made to wait for it"):
+        checked(True, False)
+
+
+def test_inductor_says_which_kernels_may_begin_early():
+    """By the words that we look for, in what it writes while the two methods that we replace run."""
+    compat.make_kernels_wait_first()
+    for kernels in (TritonKernel, ComboKernel):
+        codegen = inspect.unwrap(kernels.codegen_kernel)
+        assert kernels.codegen_kernel is not codegen
+        assert "._filter_pdl(" in inspect.getsource(sys.modules[kernels.__module__])
+    name = compat.MAY_BEGIN_EARLY.split("'")[1]
+    assert f'"{name}": ' in inspect.getsource(sys.modules[TritonKernel.__module__])
+
+
 @pytest.fixture
 def function() -> Iterator[Callable[[Tensor], Tensor]]:
     copy = compat.own_copy(double)
     yield copy
-    compat._forget([copy])
+    compat.forget([copy])
 
 
 def test_graphs_and_why_there_is_more_than_one_are_told(function):
@@ -126,7 +157,7 @@ def test_what_one_backend_compiled_is_forgotten_and_no_more(function):
     compat.forget_entries_of(ours)
     assert compat.compiled_with(ours) == []
     assert (compat.graph_count(function), compat.graph_count(other)) == (0, 1)
-    compat._forget([other])
+    compat.forget([other])
 
 
 def test_graph_breaks_are_collected_each_time_and_only_inside():
@@ -134,13 +165,13 @@ def test_graph_breaks_are_collected_each_time_and_only_inside():
         function = compat.own_copy(breaks)
         with compat.graph_breaks_logged() as messages:
             torch.compile(function, backend="eager")(torch.zeros(3))
-        compat._forget([function])
+        compat.forget([function])
         (message,) = messages
         assert "print" in message
         assert "test_compat.py" in message
     function = compat.own_copy(breaks)
     torch.compile(function, backend="eager")(torch.zeros(3))
-    compat._forget([function])
+    compat.forget([function])
     assert len(messages) == 1
 
 
@@ -219,8 +250,17 @@ def test_inductor_writes_what_it_makes_each_time_and_does_not_warn(tmp_path: Pat
     assert warned.records == []
 
 
-def names_with_an_underscore(tree: ast.Module) -> set[str]:
-    """`torch._x.y` and what is imported from there, written out."""
+# ---- nothing private is used anywhere else
+
+# The dictionaries of `nn.Module`, and what Python names with an underscore.
+NOT_PRIVATE = {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
+OF_PYTHON = {"_asdict", "_replace", "_fields", "_field_defaults", "_exit"}
+# Other libraries' private parts, with tables and tests of their own.
+ELSEWHERE = ("huggingface_compat.py", "wrapped_model.py", "flashinfer/")
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """`torch._x.y`, what is imported from there, and what is experimental, written out."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -229,19 +269,56 @@ def names_with_an_underscore(tree: ast.Module) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Attribute):
             names.add(ast.unparse(node))
-    longest = {name for name in names if re.match(r"torch\._[^_]", name)}
-    return {name for name in longest if not any(other.startswith(f"{name}.") for other in longest)}
+    names = {name for name in names if re.match(r"torch\.(.*\.)?(_[^_]|experimental)", name)}
+    longest = {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+    return {name for name in longest if not any(f"{name}.".startswith(f"{known}.") for known in DOCUMENTED)}
 
 
-def test_private_parts_of_torch_are_used_in_one_module_only():
-    assert names_with_an_underscore(ast.parse("import torch\ntorch._C._len()")) == {"torch._C._len"}
+def private_attributes(tree: ast.Module, ours: set[str]) -> set[str]:
+    """`x._y` for what is neither ours nor public."""
+    found = {node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr)}
+    return {ast.unparse(node) for node in found if node.attr not in ours | NOT_PRIVATE | OF_PYTHON} - {
+        name for name in map(ast.unparse, found) if name.startswith("torch.")
+    }
+
+
+def our_attributes(trees: Iterable[ast.Module]) -> set[str]:
+    """What our classes define: methods, fields, and what is set on `self`."""
+    ours = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.ClassDef):
+            ours |= {entry.name for entry in node.body if isinstance(entry, ast.FunctionDef)}
+            ours |= {ast.unparse(entry.target) for entry in node.body if isinstance(entry, ast.AnnAssign)}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            ours.add(node.attr)
+    return ours
+
+
+def sources() -> dict[str, ast.Module]:
+    folders = [Path(str(package.__file__)).parent for package in (compiled_llm, compiled_llm_ops)]
+    return {str(file): ast.parse(file.read_text()) for folder in folders for file in folder.rglob("*.py")}
+
+
+def test_what_is_private_is_recognized():
+    assert private_names(ast.parse("import torch\ntorch._C._len()")) == {"torch._C._len"}
+    assert private_names(ast.parse("from torch.fx.experimental import _config")) == {"torch.fx.experimental._config"}
+    assert private_names(ast.parse("from torch.nn import _x")) == {"torch.nn._x"}
+    assert private_names(ast.parse("torch._dynamo.mark_dynamic(x, 0)\ntorch._dynamo.config.x = 1")) == set()
+    assert private_names(ast.parse("torch._dynamo.mark_dynamically")) == {"torch._dynamo.mark_dynamically"}
+    read = ast.parse("x._version + x._replace(a=1) + self._own + x._own + module._parameters")
+    assert private_attributes(read, {"_own"}) == {"x._version"}
+
+
+def test_private_parts_of_torch_are_used_in_one_room_only():
+    found = sources()
+    ours = our_attributes(found.values())
     used = {}
-    for package in (compiled_llm, compiled_llm_ops):
-        for file in Path(str(package.__file__)).parent.rglob("*.py"):
-            names = names_with_an_underscore(ast.parse(file.read_text()))
-            private = {name for name in names if not any(name.startswith(known) for known in DOCUMENTED)}
-            if private and file.name != "compat.py":
-                used[file.name] = private
+    for file, tree in found.items():
+        private = private_names(tree)
+        if not any(map(file.__contains__, ELSEWHERE)):
+            private |= private_attributes(tree, ours)
+        if private and "/compat/" not in file:
+            used[file] = private
     assert used == {}
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from compiled_llm.compat import unbacked_symbols
 from compiled_llm.compilation.programs import PREFILL
 from compiled_llm.explaining.advice import advise_break, advise_change
 from compiled_llm.explaining.findings import Finding
@@ -44,7 +44,7 @@ def _symbols(value: object) -> Iterable[object]:
         symbol
         for entry in values
         if isinstance(entry, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
-        for symbol in free_unbacked_symbols(entry)
+        for symbol in unbacked_symbols(entry)
     ]
 
 

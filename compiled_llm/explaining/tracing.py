@@ -30,6 +30,7 @@ from compiled_llm.compat import (
     inductor_quiet,
     no_bytecode_hooks,
     traced_by_inductor,
+    version_of,
 )
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Programs
@@ -105,9 +106,9 @@ class MutationWatch(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and look at what it wrote."""
-        before = [tensor._version for tensor in self._moving]
+        before = [version_of(tensor) for tensor in self._moving]
         result = super().run_node(n)
-        if n not in self._mutated and before != [tensor._version for tensor in self._moving]:
+        if n not in self._mutated and before != [version_of(tensor) for tensor in self._moving]:
             self._mutated.append(n)
         return result
 

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
+from compiled_llm.compat import cpp_compilers
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.layer_probe import UnsupportedModelError, accepts_logits_to_keep
 
@@ -74,14 +75,11 @@ def _check_cuda(model: PreTrainedModel) -> None:
 
 def missing_compiler() -> str | None:
     """Return what is missing to compile on a CPU, and how to get it; None if nothing is."""
-    from torch._inductor import config
-
-    candidates = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
-    names = [name for name in (*candidates, "g++", "clang++") if name]
+    names = cpp_compilers()
     if any(shutil.which(name) for name in names):
         return None
     return (
-        f"no C++ compiler was found (looked for {', '.join(dict.fromkeys(names))}); install one, for example with "
+        f"no C++ compiler was found (looked for {', '.join(names)}); install one, for example with "
         "'apt install g++', or wrap with mode='eager'"
     )
 

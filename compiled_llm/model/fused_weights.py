@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from compiled_llm.compat import storage_owners
+from compiled_llm.compat import storage_owners, version_of
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -57,7 +57,7 @@ class LinearWatch(TorchFunctionMode):
 
     def _note(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         if not input.is_inference():  # those have no versions
-            self._seen.append((input, input._version, weight, bias))
+            self._seen.append((input, version_of(input), weight, bias))
 
     def groups(self, model: nn.Module) -> list[Group]:
         """Return the groups among the plain ``nn.Linear`` modules of ``model``; no weight is in two."""

@@ -594,7 +594,7 @@ def test_decode_norms_and_turns_queries_and_keys(
 
 def test_inductors_kernels_wait_before_they_touch_memory() -> None:
     """Also those that read nothing, or nothing of what the kernel in front writes."""
-    compat._make_kernels_wait_first()
+    compat.make_kernels_wait_first()
 
     def steps(states: Tensor, other: Tensor) -> tuple[Tensor, ...]:
         product = states @ states.T
@@ -637,7 +637,7 @@ def test_decode_waits_for_what_is_in_front_of_it(lengths: list[int], seed: int) 
     columns, scale = on_device(rows.table()), scale_of(layer.geometry)
     norms, cos, sin = preparation_of(rows, len(lengths), 128, torch.bfloat16)
     preparation = (-1, 0.0, *norms, 0.01, cos, sin)
-    compat._make_kernels_wait_first()
+    compat.make_kernels_wait_first()
 
     def chain(query: Tensor) -> Tensor:
         for _ in range(12):
@@ -1038,7 +1038,7 @@ def test_skinny_linear_waits_for_what_is_in_front_of_it(m: int, seed: int) -> No
     def overlapping(rows: Tensor, weight: Tensor) -> Tensor:
         return skinny_linear(rows, weight, overlap=True)
 
-    compat._make_kernels_wait_first()
+    compat.make_kernels_wait_first()
     compiled = torch.compile(chain, options={"triton.enable_pdl": True}, fullgraph=True)
     expected = compiled(rows, overlapping)
     graph = torch.cuda.CUDAGraph()

@@ -134,9 +134,9 @@ class SkinnyProducts(CustomGraphPass):
 
 def rule_files() -> list[Path]:
     """Return the files that decide what a graph becomes: the passes, and what says which weights have a kernel."""
-    passes = Path(__file__).parent.glob("*.py")
+    passes, private = (Path(str(module)).parent.glob("*.py") for module in (__file__, compat.__file__))
     tilings = Path(linear_tiling.__file__).parent.glob("*_tiling.py")
-    return [*sorted(passes), *sorted(tilings), Path(linear.__file__), Path(compat.__file__)]
+    return [*sorted(passes), *sorted(tilings), Path(linear.__file__), *sorted(private)]
 
 
 def _is_of_product(rows: object) -> bool:

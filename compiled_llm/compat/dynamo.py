@@ -1,0 +1,207 @@
+"""Dynamo: what it has compiled of a function, why, and whether that still serves."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def inside_torch_modes() -> bool:
+    """Return whether this thread is inside modes that a graph would bake in, such as ``with torch.device(...)``."""
+    inside: bool = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
+    return inside
+
+
+def own_copy(function: F) -> F:
+    """Return the function with a code object of its own.
+
+    Dynamo keeps what it compiled on the code object; without a copy, two models would share one cache, its limit, and
+    each other's guards.
+    """
+    assert isinstance(function, FunctionType)
+    code: CodeType = function.__code__.replace()
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy  # type: ignore[return-value]
+
+
+def forget_when_gone(owner: object, functions: Sequence[Callable[..., Any]]) -> None:
+    """Free the graphs of functions made by ``own_copy`` once ``owner`` is gone; Dynamo itself never forgets code."""
+    weakref.finalize(owner, forget, list(functions)).atexit = False
+
+
+def forget(functions: list[Callable[..., Any]]) -> None:
+    """Free the graphs of functions made by ``own_copy``."""
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    for function in functions:
+        remove_from_cache(function)
+
+
+def graph_count(function: Callable[..., Any]) -> int:
+    """Return how many graphs Dynamo holds for a function made by ``own_copy``."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return len(_debug_get_cache_entry_list(function.__code__))
+
+
+def forget_entries_of(backend: Callable[..., Any]) -> None:
+    """Free what was compiled with ``backend`` and nothing else, wherever Dynamo keeps it.
+
+    A graph break makes Dynamo compile the functions on the way to it one by one, and keep that on their code objects.
+    A function that has been compiled with other backends too keeps everything: ours never serves their calls.
+    """
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    for function, entries in _functions_with_entries():
+        if all(_backend_of(entry) is backend for entry in entries):
+            remove_from_cache(function)
+
+
+def compiled_with(backend: Callable[..., Any]) -> list[FunctionType]:
+    """Return the functions that have been compiled with ``backend``, those that Dynamo made itself included."""
+    found = [
+        function for function, entries in _functions_with_entries() if any(_backend_of(e) is backend for e in entries)
+    ]
+    return list({function.__code__: function for function in found}.values())
+
+
+def _functions_with_entries() -> Iterator[tuple[FunctionType, list[Any]]]:
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    for function in [entry for entry in gc.get_objects() if type(entry) is FunctionType]:
+        if entries := _debug_get_cache_entry_list(function.__code__):
+            yield function, entries
+
+
+def _backend_of(entry: Any) -> Any:
+    return getattr(entry.backend, "compiler_fn", entry.backend)
+
+
+@contextmanager
+def graph_breaks_logged() -> Iterator[list[str]]:
+    """Collect what Dynamo says of each graph break while the block runs.
+
+    It goes to the structured trace, which unlike the log of graph breaks repeats itself in a second run. Functions
+    compiled one by one are as many as a model has layers, which the usual limits would cut short.
+    """
+    collector = _GraphBreaks()
+    trace = logging.getLogger("torch.__trace")
+    skipped_frames = logging.getLogger("torch._dynamo.convert_frame.__graph_breaks")
+    before = trace.level, trace.propagate, skipped_frames.level
+    trace.addHandler(collector)
+    trace.setLevel(logging.DEBUG)
+    trace.propagate = False
+    skipped_frames.setLevel(logging.DEBUG)  # only then does it write to the trace
+    skipped_frames.addFilter(_drop)
+    try:
+        with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=8192):
+            yield collector.messages
+    finally:
+        trace.removeHandler(collector)
+        trace.setLevel(before[0])
+        trace.propagate = before[1]
+        skipped_frames.setLevel(before[2])
+        skipped_frames.removeFilter(_drop)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return False
+
+
+class _GraphBreaks(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        artifact = getattr(record, "metadata", {}).get("artifact", {})
+        if artifact.get("name") == "dynamo_graph_break_reason":
+            self.messages.append(str(getattr(record, "payload", "")))
+
+
+class CompiledGraph(NamedTuple):
+    """One graph that Dynamo holds for a function.
+
+    Attributes:
+        number: Dynamo's name for it, ``frame/attempt``.
+        guards: what it relies on, one guard a line, as Dynamo prints it.
+        code: the bytecode that runs in the function's place.
+    """
+
+    number: str
+    guards: str
+    code: CodeType
+
+
+def compiled_graphs(function: Callable[..., Any]) -> list[CompiledGraph]:
+    """Return the graphs that Dynamo holds for a function made by ``own_copy``, oldest first."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    entries = _debug_get_cache_entry_list(function.__code__)
+    graphs = [CompiledGraph(str(entry.compile_id), str(entry.guard_manager), entry.code) for entry in entries]
+    return sorted(graphs, key=lambda graph: [int(part) for part in graph.number.split("/")])
+
+
+def is_compiled_for(function: Callable[..., Any], arguments: dict[str, Any]) -> bool:
+    """Return whether something that Dynamo has compiled of a function made by ``own_copy`` serves these arguments."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return any(entry.guard_manager.check(arguments) for entry in _debug_get_cache_entry_list(function.__code__))
+
+
+def guards_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:
+    """Return the check that Dynamo makes before it runs what it compiled for ``arguments``.
+
+    Args:
+        function: made by ``own_copy``, and called with the arguments before.
+        arguments: by name.
+
+    Raises:
+        RuntimeError: nothing that was compiled serves these arguments.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    for entry in _debug_get_cache_entry_list(function.__code__):
+        check: Callable[[dict[str, Any]], bool] = entry.guard_manager.check
+        if check(arguments):
+            return check
+    raise RuntimeError(f"{function.__name__} was not compiled for these arguments, or they have changed since")
+
+
+def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:
+    """Return why a function made by ``own_copy`` was compiled again, by graph; Dynamo keeps the last 64 compiles."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    frames = {graph.number.partition("/")[0] for graph in compiled_graphs(function)}
+    return {
+        str(metric.compile_id): metric.recompile_reason
+        for metric in get_compilation_metrics()
+        if metric.recompile_reason and str(metric.compile_id).partition("/")[0] in frames
+    }
+
+
+@contextmanager
+def no_bytecode_hooks() -> Iterator[None]:
+    """Keep hooks that rewrite what Dynamo makes, such as depyf's, from seeing what the block compiles.
+
+    What depyf 0.20 puts in the place of a function that uses ``super()`` after a graph break does not run.
+    """
+    from torch._dynamo import convert_frame
+
+    hooks = convert_frame._bytecode_hooks
+    before = dict(hooks)
+    hooks.clear()
+    try:
+        yield
+    finally:
+        hooks.update(before)

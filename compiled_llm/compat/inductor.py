@@ -1,0 +1,124 @@
+"""Inductor: called from a backend, its options, its compiler, and kernels that wait."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+
+def traced_by_inductor(folder: str) -> dict[str, Any]:
+    """Return options with which Inductor writes what it makes of a graph, in a new folder in ``folder/torchinductor``.
+
+    What it has cached is not written again, so it is told to compile anew.
+    """
+    return {
+        "trace.enabled": True,
+        "trace.debug_dir": folder,
+        "trace.provenance_tracking_level": 1,
+        "fx_graph_cache": False,
+    }
+
+
+@contextmanager
+def inductor_quiet() -> Iterator[None]:
+    """Keep Inductor from warning of each folder that it writes a trace into."""
+
+    def drop(_: logging.LogRecord) -> bool:
+        return False
+
+    logger = logging.getLogger("torch._inductor.debug")
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
+
+
+def compile_with_inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return what Inductor makes of a graph, as ``torch.compile`` would call it from inside a backend."""
+    make_kernels_wait_first()
+    return cast(Callable[..., Any], torch._inductor.compile(module, list(inputs), dict(options)))
+
+
+@functools.cache
+def make_kernels_wait_first() -> None:
+    """Let each kernel of Inductor's that may begin before the previous one has ended wait for that one at once.
+
+    Inductor leaves waiting out if a kernel does not read what the previous one writes. But that one may have begun
+    while earlier ones still ran, as kernels of ours do; it may even be writing what the next one overwrites.
+    This holds for all that the process compiles with that option from then on; it can only add waiting.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.codegen.triton_combo_kernel import ComboKernel
+
+    waits = [0]
+    for kernels in (TritonKernel, ComboKernel):
+        setattr(kernels, "codegen_kernel", refusing_races(kernels.codegen_kernel, waits))  # noqa: B010
+    remove_repeated = TritonKernel._filter_pdl
+
+    def wait_first(kernel: Any, code: Any) -> None:
+        waits[0] += 1
+        if kernel._enable_pdl_codegen():
+            code._lines.insert(0, kernel.GDC_WAIT)
+        remove_repeated(kernel, code)
+
+    setattr(TritonKernel, "_filter_pdl", wait_first)  # noqa: B010
+
+
+def refusing_races(codegen: Callable[..., str], waits: list[int]) -> Callable[..., str]:
+    """Return Inductor's ``codegen`` of a kernel, which raises if that may begin early and was not made to wait first.
+
+    A torch that no longer calls ``_filter_pdl`` would leave kernels to race, now and then and without a word.
+
+    Args:
+        codegen: returns the kernel's source.
+        waits: how many kernels have been made to wait, counted in the first entry.
+    """
+
+    @functools.wraps(codegen)
+    def checked(*args: Any, **kwargs: Any) -> str:
+        before = waits[0]
+        source = codegen(*args, **kwargs)
+        if MAY_BEGIN_EARLY in source and waits[0] == before:
+            raise RuntimeError(
+                f"kernels that torch {torch.__version__} compiles may begin before the previous one has ended, and "
+                "cannot be made to wait for it; install a torch that compiled_llm was tested with"
+            )
+        return source
+
+    return checked
+
+
+MAY_BEGIN_EARLY = "'launch_pdl': True"
+"""What the source of a kernel says if CUDA may launch it before the previous one has ended."""
+
+
+def cpp_compilers() -> list[str]:
+    """Return the names of the C++ compilers that Inductor looks for."""
+    from torch._inductor import config
+
+    candidates = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
+    return list(dict.fromkeys(name for name in (*candidates, "g++", "clang++") if name))
+
+
+def cpp_compiler() -> str:
+    """Return the C++ compiler that Inductor calls."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
+def inductor_cache() -> Path:
+    """Return the folder in which Inductor keeps what it compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())

@@ -1,0 +1,12 @@
+"""The profiler, over all threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def profiling_all_threads(wanted: bool) -> Any:
+    """Return what makes ``torch.profiler.profile`` watch threads other than the one that started it."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    return _ExperimentalConfig(profile_all_threads=wanted)

@@ -1,0 +1,95 @@
+"""Tensors that only graphs have, and what tensors do not say publicly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+@contextmanager
+def fake_tensors() -> Iterator[Callable[[Any], Any]]:
+    """Run the block on tensors without data, and without a word in the log of what goes wrong on them.
+
+    What is done to tensors with data alone still reaches those.
+
+    Yields:
+        What puts tensors without data, the same ones each time, in place of others in nested containers.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_map_only
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+            def fake(tensor: Tensor) -> Tensor:
+                return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
+
+            yield lambda values: tree_map_only(Tensor, fake, values)
+    finally:
+        logger.setLevel(level)
+
+
+def inputs_by_tensor(graph: fx.Graph) -> Callable[[Tensor], fx.Node | None]:
+    """Return what finds the input of a graph, as Dynamo has made it, that a real tensor is given as.
+
+    Dynamo's fake tensors are made once for each real one, and remembered.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    fakes = {id(fake): node for node in inputs if isinstance(fake := node.meta.get("example_value"), FakeTensor)}
+    modes = [node.meta["example_value"].fake_mode for node in fakes.values()]
+    return lambda tensor: fakes.get(id(modes[0].from_tensor(tensor, static_shapes=True))) if modes else None
+
+
+def example_of(node: fx.Node) -> Any:
+    """Return the fake tensor, or the symbolic size, that stands for a node of a graph as Dynamo has made it."""
+    return node.meta["example_value"]
+
+
+@contextmanager
+def running_on(values: Iterable[Any]) -> Iterator[None]:
+    """Let the block run a graph on the fake tensors among ``values``; their sizes stay symbolic."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    mode = next(tensor.fake_mode for tensor in values if isinstance(tensor, FakeTensor))
+    with mode, enable_python_dispatcher():  # without the second, sizes became numbers before torch 2.13
+        yield
+
+
+def note_examples(graph: fx.Graph, examples: Sequence[Any]) -> None:
+    """Let a graph that Dynamo did not make say what its inputs are, as Dynamo would: AOTAutograd's cache asks."""
+    for node, example in zip(graph.find_nodes(op="placeholder"), examples, strict=True):
+        node.meta["example_value"] = example
+
+
+def storage_number(tensor: Tensor) -> int:
+    """Return a number that tensors have in common while they share memory; fake ones have no address."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def storage_owners(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors hold a storage."""
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return uses - 1  # ``storage`` itself
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor has been written to; those of inference mode do not count it."""
+    version: int = tensor._version
+    return version
+
+
+def unbacked_symbols(value: Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) -> set[object]:
+    """Return the numbers in a graph's value, or in its sizes, that only the device knows."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return set(free_unbacked_symbols(value))
