@@ -68,7 +68,7 @@ class Runtime:
     def stats(self) -> Stats:
         """Return what has happened so far."""
         counters, device_model = self.counters, self._device_model
-        calls = Stats(dict(counters.generate_calls), dict(counters.forward_calls), dict(counters.slow_paths))
+        calls = Stats(dict(counters.generate_calls), dict(counters.forward_calls), counters.slow_paths)
         if device_model is None:
             return calls
         graphs, recordings = self.graphs, device_model.readiness.recordings

@@ -13,6 +13,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.kvcache.pool import PageAccount
 
 logger = logging.getLogger("compiled_llm.generate")
@@ -31,7 +32,8 @@ class Stats:
         generate_calls: calls of ``generate`` by the path they took.
         forward_calls: calls of the model itself by ``compiled`` or ``original``; those that ``generate`` makes are
             not among them.
-        slow_paths: why calls did not take the fast loop or the compiled forward, and how often.
+        slow_paths: how often calls did not take the fast loop or the compiled forward, by the reason's id; for calls of
+            the model itself the key begins with ``"forward: "``. ``execution/slow_paths.py`` has a sentence for each.
         steps: prefills and decode steps launched by the fast loop.
         uploads: page tables written into the decode buffers; between them steps only replay.
         graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), and 1 more once
@@ -106,30 +108,44 @@ class Counters:
         self._lock = threading.Lock()
         self.generate_calls: Counter[str] = Counter()
         self.forward_calls: Counter[str] = Counter()
-        self.slow_paths: Counter[str] = Counter()
+        self.slow_generates: Counter[Reason] = Counter()
+        self.slow_forwards: Counter[Reason] = Counter()
         self.steps = 0
         self.cudagraph_skips = 0
 
-    def took(self, path: Path, reason: str | None = None) -> None:
+    def took(self, path: Path, reason: Reason | None = None) -> None:
         """Count one call of ``generate``; a reason for not taking the fast loop is logged the first time."""
         with self._lock:
             self.generate_calls[path] += 1
             if reason is not None:
-                self._slow("generate", path, reason, reason)
+                _count(self.slow_generates, "generate", path, reason)
 
-    def took_forward(self, path: ForwardPath, reason: str | None = None) -> None:
+    def took_forward(self, path: ForwardPath, reason: Reason | None = None) -> None:
         """Count one call of the model itself; a reason for not taking the compiled forward is logged the first time."""
         with self._lock:
             self.forward_calls[path] += 1
             if reason is not None:
-                self._slow("forward", path, reason, f"forward: {reason}")
+                _count(self.slow_forwards, "forward", path, reason)
 
-    def _slow(self, call: str, path: str, reason: str, key: str) -> None:
-        self.slow_paths[key] += 1
-        if self.slow_paths[key] == 1:
-            logger.warning("%s takes a slower path (%s): %s", call, path, reason)
+    @property
+    def slow_paths(self) -> dict[str, int]:
+        """``Stats.slow_paths``."""
+        counts = Counter[str]()
+        with self._lock:
+            for reason, count in self.slow_generates.items():
+                counts[reason.id] += count
+            for reason, count in self.slow_forwards.items():
+                counts[f"forward: {reason.id}"] += count
+        return dict(counts)
 
     def add_steps(self, steps: int) -> None:
         """Count launched steps."""
         with self._lock:
             self.steps += steps
+
+
+def _count(reasons: Counter[Reason], call: str, path: str, reason: Reason) -> None:
+    """Count a reason, and log it the first time."""
+    reasons[reason] += 1
+    if reasons[reason] == 1:
+        logger.warning("%s takes a slower path (%s): %s", call, path, reason)

@@ -57,8 +57,9 @@ def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:
         "cold_starts": [dataclasses.asdict(cold) for cold in runtime.events.cold_starts],
     }
     found = Findings()
-    for reason, count in stats["slow_paths"].items():
-        found.add(general("slow path", f"On a slower path, {count} times: {reason}.", _SLOW))
+    for call, reasons in (("generate", runtime.counters.slow_generates), ("forward", runtime.counters.slow_forwards)):
+        for reason, count in list(reasons.items()):
+            found.add(general("slow path", f"{call} took a slower path, {count} times: {reason}.", _SLOW))
     found.extend(_cold_starts(runtime.events.cold_starts))
     found.extend(map(_skipped, runtime.cudagraph_reasons()))
     if anew:

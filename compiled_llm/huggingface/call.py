@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from compiled_llm.execution.limits import pages_needed
+from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.cache_columns import RowUpdate
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.host_copies import HostCopies
@@ -196,16 +197,16 @@ def returns_cache(config: GenerationConfig, cache: PagedCache) -> bool:
     return bool(config.return_dict_in_generate or is_users_own(cache))
 
 
-def obstacle(model: PreTrainedModel, call: Call) -> str | None:
+def obstacle(model: PreTrainedModel, call: Call) -> Reason | None:
     """Return why our loops cannot serve this call, or None."""
     if call.embedded:
-        return "inputs_embeds"
+        return Reason("inputs_embeds")
     if not all(len(row.columns) and row.columns[-1] == call.last - 1 for row in call.updates):
-        return "no token that the cache does not hold"
+        return Reason("no_new_tokens")
     if has_hooks(model):
-        return "forward hooks on the model itself"
+        return Reason("model_hooks")
     if _has_own_positions(call):
-        return "position_ids of your own"
+        return Reason("position_ids")
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.stats import Path
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.host_copies import HostCopies
@@ -38,7 +39,7 @@ def copies() -> HostCopies:
     return HostCopies() if call is None else call.copies
 
 
-def took(runtime: CompiledModel, path: Path, reason: str | None = None) -> None:
+def took(runtime: CompiledModel, path: Path, reason: Reason | None = None) -> None:
     """Count the path that a call of ``generate`` takes, with the reason if it is not the fast loop."""
     if (call := current_call.get()) is not None:
         call.taken.append(path)

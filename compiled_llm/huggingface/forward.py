@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
+from compiled_llm.execution.slow_paths import Reason, SlowPath
 from compiled_llm.huggingface.current_call import current_call
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.paged_cache import PagedCache
@@ -29,7 +30,7 @@ _TAKEN = frozenset(
         *("labels", "use_cache", "logits_to_keep", "return_dict"),
     }
 )
-_MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+_MORE_OUTPUTS: tuple[SlowPath, ...] = ("output_hidden_states", "output_attentions", "output_router_logits")
 _KNOWN = _TAKEN.union(_MORE_OUTPUTS)
 _IGNORED_LABEL = -100
 
@@ -44,7 +45,8 @@ def run_forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if isinstance(cache, PagedCache):
         if reason is not None:
             raise ValueError(
-                f"forward with a PagedCache: {reason} takes HuggingFace's own forward; pass a DynamicCache, or none"
+                f"forward with a PagedCache: {reason}; that takes HuggingFace's own forward; "
+                "pass a DynamicCache, or none"
             )
         if counted:  # a call of generate goes on as it began
             check_belongs(runtime, cache)
@@ -56,7 +58,7 @@ def run_forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, An
         except OutOfPagesError:
             if cache is not None:
                 raise
-            reason = "more tokens than pages are free"  # other threads took them since
+            reason = Reason("out_of_pages")  # other threads took them since
         else:
             if counted:
                 runtime.counters.took_forward("compiled")
@@ -83,7 +85,7 @@ def _parameters(own: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(own).parameters)
 
 
-def obstacle(own: Callable[..., Any], model: PreTrainedModel, given: Mapping[str, Any]) -> str | None:
+def obstacle(own: Callable[..., Any], model: PreTrainedModel, given: Mapping[str, Any]) -> Reason | None:
     """Return why a call of ``forward`` has to run HuggingFace's own, or None.
 
     Args:
@@ -94,34 +96,34 @@ def obstacle(own: Callable[..., Any], model: PreTrainedModel, given: Mapping[str
     return next(_obstacles(own, model, given), None)
 
 
-def _obstacles(own: Callable[..., Any], model: PreTrainedModel, given: Mapping[str, Any]) -> Iterator[str]:
+def _obstacles(own: Callable[..., Any], model: PreTrainedModel, given: Mapping[str, Any]) -> Iterator[Reason]:
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
     paged = isinstance(cache, PagedCache)
     for name in _MORE_OUTPUTS:
         if given.get(name, getattr(model.config, name, False)):
-            yield name
+            yield Reason(name)
     known = _KNOWN | ignored(own)
     others = sorted(name for name, value in given.items() if name not in known and value is not False)
     if others:
-        yield f"model inputs that pages do not cover ({', '.join(others)})"
+        yield Reason("model_inputs", ", ".join(others))
     if cache is not None and not paged:
-        yield f"past_key_values={type(cache).__name__}"
+        yield Reason("past_key_values", type(cache).__name__)
     if not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
-        yield "an attention_mask that is not [batch, tokens]"
+        yield Reason("attention_mask_shape")
     if given.get("position_ids", torch.empty(1, 0)).dim() != 2:
-        yield "position_ids that are not [batch, tokens]"
+        yield Reason("position_ids_shape")
     if torch.is_autocast_enabled(model.device.type):
-        yield "autocast"
+        yield Reason("autocast")
     if "labels" in given:
         yield from _label_obstacles(own, given)
     if paged:
         return
     if model.training:
-        yield "training mode"
+        yield Reason("training")
     if torch.is_grad_enabled() and _wants_gradients(model, given):
-        yield "gradients"
+        yield Reason("gradients")
     if cast(CompiledModel, model.compiled).hooks.of(model):
-        yield "hooks on inner modules"
+        yield Reason("inner_hooks")
     yield from _input_obstacles(model, given)
 
 
@@ -132,30 +134,30 @@ def _wants_gradients(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
     )
 
 
-def _label_obstacles(own: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[str]:
+def _label_obstacles(own: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[Reason]:
     labels, mask = given["labels"], given.get("attention_mask")
     if "loss_function" not in inspect.unwrap(own).__code__.co_names:
-        yield "a loss of the model's own"
+        yield Reason("loss_function")
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
-        yield "labels together with logits_to_keep"
+        yield Reason("labels_with_logits_to_keep")
     if mask is not None and isinstance(labels, Tensor) and labels.dim() == 2:
         hidden = (mask[:, -labels.shape[1] :] == 0)[:, :-1].to(labels.device)
         if bool((hidden & (labels[:, 1:] != _IGNORED_LABEL)).any()):
-            yield "labels that follow masked tokens"
+            yield Reason("labels_masked")
 
 
-def _input_obstacles(model: PreTrainedModel, given: Mapping[str, Any]) -> Iterator[str]:
+def _input_obstacles(model: PreTrainedModel, given: Mapping[str, Any]) -> Iterator[Reason]:
     """Yield what HuggingFace's own forward answers better: with its own error, or because it has no limits."""
     ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
     if (ids is None) == (embeddings is None):
-        yield "not one of input_ids and inputs_embeds"
+        yield Reason("inputs", "not one of input_ids and inputs_embeds")
     elif embeddings is not None and (embeddings.dim() != 3 or embeddings.dtype != model.dtype):
-        yield f"inputs_embeds of {embeddings.dtype} {list(embeddings.shape)}"
+        yield Reason("inputs", f"{embeddings.dim()}-D inputs_embeds of {embeddings.dtype}")
     elif ids is not None and (ids.dim() != 2 or ids.is_floating_point() or not ids.numel()):
-        yield f"input_ids of {ids.dtype} {list(ids.shape)}"
+        yield Reason("inputs", f"{ids.dim()}-D input_ids of {ids.dtype}" if ids.numel() else "no token")
     elif _tokens_in(given)[1] > max_positions_of(model):
-        yield "more tokens than the model has positions"
+        yield Reason("out_of_positions")
 
 
 def _tokens_in(given: Mapping[str, Any]) -> tuple[int, int]:
@@ -254,15 +256,15 @@ def _foreign() -> ValueError:
     )
 
 
-def fitting(runtime: CompiledModel, given: Mapping[str, Any]) -> str | None:
+def fitting(runtime: CompiledModel, given: Mapping[str, Any]) -> Reason | None:
     """Return why a call without a cache finds no room here, where HuggingFace's own forward does, or None."""
     try:
         device_model = runtime.device_model()
     except (ValueError, RuntimeError) as error:
-        return str(error)
+        return Reason("cannot_run", str(error))
     rows, tokens = _tokens_in(given)
     keeps = given.get("use_cache", getattr(runtime.facts.model.config, "use_cache", True))
     if keeps and rows > device_model.config.max_batch_size:
-        return "more rows than max_batch_size"
+        return Reason("max_batch_size")
     pool, rows = device_model.pool, min(rows, device_model.config.max_batch_size)
-    return None if rows * pool.pages_for(tokens) <= pool.available else "more tokens than pages are free"
+    return None if rows * pool.pages_for(tokens) <= pool.available else Reason("out_of_pages")

@@ -12,6 +12,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.execution.limits import check_fits
+from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import allowed, held
 from compiled_llm.huggingface.call import Call, LoopArguments
 from compiled_llm.huggingface.current_call import copies, took
@@ -28,6 +29,11 @@ _PAGED_MODES = (
     GenerationMode.BEAM_SAMPLE,
     GenerationMode.ASSISTED_GENERATION,
 )
+_LOOPS_OF_HUGGINGFACE = {
+    GenerationMode.BEAM_SEARCH: Reason("beam_search"),
+    GenerationMode.BEAM_SAMPLE: Reason("beam_sample"),
+    GenerationMode.ASSISTED_GENERATION: Reason("assisted_generation"),
+}
 _KNOWN_INPUTS = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"}
 )
@@ -39,25 +45,29 @@ def original_path(
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
     generation_mode: GenerationMode,
-) -> str | None:
+) -> Reason | None:
     """Return why this call has to run HuggingFace's loop over the original forward, or None."""
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     known = _KNOWN_INPUTS | ignored(type(model).forward)
     others = [name for name, value in model_kwargs.items() if name not in known and value is not None]
     caches = (None, "dynamic", getattr(model.generation_config, "cache_implementation", None))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    speculation = getattr(generation_config, "speculation_type", None)
     reasons = (
-        (generation_mode not in _PAGED_MODES, f"{generation_mode.value}"),
-        (cache is not None and not isinstance(cache, PagedCache), f"past_key_values={type(cache).__name__}"),
-        (generation_config.cache_implementation not in caches, "cache_implementation"),
-        (bool(generation_config.output_attentions), "output_attentions"),
-        (bool(generation_config.output_hidden_states), "output_hidden_states"),
-        (bool(getattr(generation_config, "use_mtp", False)), "use_mtp"),
-        (getattr(generation_config, "speculation_type", None) == "dflash", "speculation_type='dflash'"),
-        (layers != len(runtime.facts.layers), "drafting with some of the layers"),
-        (bool(others), f"model inputs that pages do not cover ({', '.join(others)})"),
-        (mask is not None and bool((copies().of(mask)[:, -1] == 0).any()), "right padding"),
-        (torch.is_autocast_enabled(model.device.type), "autocast"),
+        (generation_mode not in _PAGED_MODES, Reason("generation_mode", generation_mode.value)),
+        (
+            cache is not None and not isinstance(cache, PagedCache),
+            Reason("past_key_values", type(cache).__name__),
+        ),
+        (generation_config.cache_implementation not in caches, Reason("cache_implementation")),
+        (generation_config.output_attentions, Reason("output_attentions")),
+        (generation_config.output_hidden_states, Reason("output_hidden_states")),
+        (getattr(generation_config, "use_mtp", False), Reason("use_mtp")),
+        (speculation == "dflash", Reason("speculation_type", "dflash")),
+        (layers != len(runtime.facts.layers), Reason("draft_layers")),
+        (others, Reason("model_inputs", ", ".join(others))),
+        (mask is not None and bool((copies().of(mask)[:, -1] == 0).any()), Reason("right_padding")),
+        (torch.is_autocast_enabled(model.device.type), Reason("autocast")),
     )
     return next((reason for holds, reason in reasons if holds), None)
 
@@ -70,7 +80,7 @@ def run_our_loop(call: Call) -> Any:
             took(call.runtime, "fast loop")
             return fast_loop(call, sampling)
         names = sorted({type(processor).__name__ for processor in call.processors})
-        reason = "output_scores or output_logits" if call.wants_scores else ", ".join(names)
+        reason = Reason("scores") if call.wants_scores else Reason("processors", ", ".join(names))
         took(call.runtime, "processed loop", reason)
         return processed_loop(call)
 
@@ -85,7 +95,7 @@ def _sampling_in_graph(call: Call) -> Sequence[Sampling | None] | None:
 
 
 def run_huggingfaces_loop(
-    original: Callable[..., Any], arguments: LoopArguments, call: Call | None, reason: str | None = None
+    original: Callable[..., Any], arguments: LoopArguments, call: Call | None, reason: Reason | None = None
 ) -> Any:
     """Run a loop of HuggingFace's: over the compiled forward if the cache is ours.
 
@@ -99,9 +109,14 @@ def run_huggingfaces_loop(
         return arguments.run(original)
     needed = call.pages_needed_by_huggingface()
     with _alone(call, call.most_new + call.drafted, needed):
-        took(call.runtime, "compiled forward", reason or call.config.get_generation_mode(None).value)
+        took(call.runtime, "compiled forward", reason or _reason_of_mode(call.config))
         with call.cache.runner.promise.held(needed), call.runtime.turn.yielded(), allowed():
             return arguments.run(original)
+
+
+def _reason_of_mode(config: GenerationConfig) -> Reason:
+    mode = config.get_generation_mode(None)
+    return _LOOPS_OF_HUGGINGFACE.get(mode) or Reason("generation_mode", mode.value)
 
 
 @contextmanager

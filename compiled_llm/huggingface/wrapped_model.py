@@ -19,6 +19,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.call import Call, LoopArguments, obstacle
 from compiled_llm.huggingface.current_call import GenerateCall, copies, current_call, took
 from compiled_llm.huggingface.forward import check_belongs, run_forward
@@ -56,7 +57,7 @@ class WrappedModel:
         try:
             result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
             if kwargs.get("custom_generate") is not None and not call.taken:
-                took(self.compiled, "compiled forward", "custom_generate")
+                took(self.compiled, "compiled forward", Reason("custom_generate"))
             return result
         finally:
             current_call.reset(token)
@@ -119,13 +120,13 @@ class WrappedModel:
         reason = original_path(self.compiled, model, generation_config, model_kwargs, generation_mode)
         if reason is not None and isinstance(cache, PagedCache):
             raise ValueError(
-                f"generate: {reason} takes HuggingFace's own forward, which cannot use a PagedCache; pass a "
+                f"generate: {reason}; that takes HuggingFace's own forward, which cannot use a PagedCache; pass a "
                 "DynamicCache as past_key_values, or none"
             )
         if reason is not None:
             took(self.compiled, "original", reason)
         elif generation_config.use_cache is False:
-            took(self.compiled, "compiled forward", "use_cache=False")
+            took(self.compiled, "compiled forward", Reason("use_cache"))
         elif cache is None:
             model_kwargs["past_key_values"] = self.compiled.new_cache()
             return None
@@ -150,7 +151,7 @@ class WrappedModel:
         )
         call, reason = Call.of(arguments, self.compiled, copies()), None
         if call is not None:
-            reason = "synced_gpus" if synced_gpus else obstacle(cast(PreTrainedModel, self), call)
+            reason = Reason("synced_gpus") if synced_gpus else obstacle(cast(PreTrainedModel, self), call)
             if reason is None:
                 return run_our_loop(call)
         original = functools.partial(super()._sample, synced_gpus=synced_gpus, streamer=streamer)  # type: ignore[misc]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import gc
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from support.generate_features import BETWEEN, FEATURES, HEADS, PAGE, PATHS, Feature, line, pair, paths_of
+from compiled_llm.execution.slow_paths import SENTENCES, Reason, SlowPath
+from compiled_llm.huggingface import wrap
+from support.generate_features import BETWEEN, FEATURES, HEADS, PAGE, PATHS, Feature, line, pair, paths_of, reasons
 from support.parity import assert_account_is_empty
 
 CASES = {f"{title}: {feature.name}": feature for title, features in FEATURES.items() for feature in features}
@@ -71,6 +75,7 @@ def written() -> list[str]:
 
 def test_the_page_lists_no_other_features() -> None:
     features = [line for line in written() if line.startswith("| ") and not line.startswith("| | ")]
+    features = features[: len(features) - len(SENTENCES) - 1]
     assert [row.split(" | ")[0][2:] for row in features] == [feature.name for feature in CASES.values()]
     assert len(HEADS) == len(PATHS)
 
@@ -78,3 +83,21 @@ def test_the_page_lists_no_other_features() -> None:
 def test_features_have_names_of_their_own() -> None:
     assert len(CASES) == sum(map(len, FEATURES.values()))
     assert all(isinstance(feature, Feature) and feature.calls for feature in CASES.values())
+
+
+def test_the_page_lists_each_reason_once() -> None:
+    between = BETWEEN.search(PAGE.read_text())
+    assert between is not None
+    assert between[0].endswith(reasons()), "run `python tests/support/generate_features.py`"
+
+
+def test_each_reason_has_a_sentence_and_is_given_by_some_code() -> None:
+    assert set(get_args(SlowPath)) == SENTENCES.keys()
+    sources = "".join(file.read_text() for file in Path(str(wrap.__file__)).parent.glob("*.py"))
+    literals = {node.value for node in ast.walk(ast.parse(sources)) if isinstance(node, ast.Constant)}
+    assert SENTENCES.keys() <= literals
+
+
+def test_a_reason_says_what_differs_from_call_to_call() -> None:
+    assert str(Reason("processors", "Halve")) == "a logits processor has to see each step (Halve)"
+    assert str(Reason("autocast")) == "torch.autocast is on"

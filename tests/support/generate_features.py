@@ -30,6 +30,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
+from compiled_llm.execution.slow_paths import SENTENCES
 from support.parity import mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -438,14 +439,14 @@ FEATURES: dict[str, list[Feature]] = {
             "`no_grad`, `inference_mode`, any thread",
             [inside(torch.no_grad, generate()), inside(torch.inference_mode, generate()), in_a_thread],
         ),
-        Feature("hooks on inner modules (a change compiles anew)", [with_hook(lambda model: model.model, generate())]),
+        Feature("hooks on inner modules (a change compiles again)", [with_hook(lambda model: model.model, generate())]),
         Feature(
             "forward hooks on the model itself: they fire once a step", [with_hook(lambda model: model, generate())]
         ),
         Feature("`torch.autocast`", [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), generate())]),
         Feature("training mode", [in_training_mode(generate())], refused=True),
         Feature(
-            "token ids that are none, masks that hide a whole row",
+            "values that are not valid token ids, masks that hide a whole row",
             [
                 generate(input_ids=torch.tensor([[3, 500]] * 3), attention_mask=torch.ones(3, 2)),
                 generate(attention_mask=torch.tensor([[0] * 9, [1] * 9, [1] * 9])),
@@ -555,7 +556,13 @@ def tables() -> str:
     return "\n".join(parts)
 
 
+def reasons() -> str:
+    """The table of reasons for slower paths; "…" differs from call to call."""
+    rows = [f"| `{name}` | {sentence.format('…')} |" for name, sentence in SENTENCES.items()]
+    return "\n".join(["## Reasons", "", "| `slow_paths` | what the warning says |", "|---|---|", *rows, ""])
+
+
 BETWEEN = re.compile(r"(?<=<!-- written by tests/support/generate_features.py -->\n\n).*(?=\n<!-- end -->)", re.DOTALL)
 
 if __name__ == "__main__":
-    PAGE.write_text(BETWEEN.sub(tables().replace("\\", r"\\"), PAGE.read_text()))
+    PAGE.write_text(BETWEEN.sub((tables() + "\n" + reasons()).replace("\\", r"\\"), PAGE.read_text()))
