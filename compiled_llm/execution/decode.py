@@ -129,7 +129,7 @@ class Decode:
                 (table.last_page_len, inputs.last_page_len),
                 (table.indptr, inputs.indptr),
                 (table.indices, inputs.indices),
-                (state.sampling.slots(rows, bucket), inputs.slots),
+                (state.sampling.of(rows, bucket), inputs.slots),
             ]
         )
         if tokens is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from compiled_llm.execution.threads.interrupts import held
+from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import PageCopy, Row
 
@@ -33,13 +33,13 @@ def grown(
     """
     marks = [row.mark() for row in rows]
     try:
-        with held(), _taking_from(promise):
+        with deferred(), _taking_from(promise):
             copies = [copy for row, count in zip(rows, counts, strict=True) if (copy := row.grow(count)) is not None]
             if copies:
                 copy_pages(copies)
         yield bool(copies)
     except BaseException:
-        with held(), _taking_from(promise):
+        with deferred(), _taking_from(promise):
             for row, mark in zip(rows, marks, strict=True):
                 row.restore(mark)
         raise

@@ -15,7 +15,7 @@ from compiled_llm.compilation.graphs.recordings import StepOutputs
 from compiled_llm.execution.batch import Step
 from compiled_llm.execution.decode import Decode
 from compiled_llm.execution.device_state import DeviceState
-from compiled_llm.execution.threads.interrupts import held
+from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
 
 
@@ -75,7 +75,7 @@ class PersistentBatch:
         """Run a step of the same rows in the same pages."""
         try:
             outputs = self._decode.run(self.bucket)
-            with held():
+            with deferred():
                 self._advanced += 1
                 for row in self._order:
                     row.length += 1

@@ -82,7 +82,7 @@ class Prefill:
             rows, length, kept = self._prefill_sizes()
             null = [null_extension(length, self._page_size)] * rows
             embeddings = self._null_embeddings(length * rows) if embedded else None
-            slots = self._state.sampling.slots([], kept - 1)
+            slots = self._state.sampling.of([], kept - 1)
             self._launch(self._laid_out(null, np.zeros(kept, dtype=np.int64), slots, embeddings))
         readiness.ready.add(program)
 
@@ -115,12 +115,12 @@ class Prefill:
         self.make_ready(embedded=embeddings is not None, waiting=len(extensions))
         if embeddings is not None:
             embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
-        slots = self._state.sampling.slots([], 0)
+        slots = self._state.sampling.of([], 0)
         if keep is None:
             ending = [extension for extension in extensions if extension.ends]
             lasts = np.cumsum([len(extension.ids) for extension in extensions]) - 1
             keep = lasts[[extension.ends for extension in extensions]]
-            slots = self._state.sampling.slots([cast(Row, extension.row) for extension in ending], len(ending))
+            slots = self._state.sampling.of([cast(Row, extension.row) for extension in ending], len(ending))
         start, parts = 0, []
         for chunk in chunks(extensions, self._state.config.prefill_tokens, self._page_size):
             end = start + token_count(chunk)
@@ -150,7 +150,7 @@ class Prefill:
         if wanted < 2:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
         if chosen < 2:
-            slots = np.concatenate([slots, self._state.sampling.slots([], 2 - chosen)])
+            slots = np.concatenate([slots, self._state.sampling.of([], 2 - chosen)])
         logits, tokens = self._launch(self._laid_out(chunk, keep, slots, embeddings))
         return logits[:wanted], tokens[:chosen]
 
@@ -222,7 +222,7 @@ class Prefill:
         """Run a prefill of at most ``shape``; the first one is launched kernel by kernel, and recorded."""
         state, missing = self._state, shape.rows - len(chunk)
         keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
-        slots = np.concatenate([slots, state.sampling.slots([], missing)])
+        slots = np.concatenate([slots, state.sampling.of([], missing)])
         packed, table = pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
         if (recording := self._recordings.get(shape)) is not None:
             self._upload(cast(PrefillInputs, recording.inputs), packed, table, shape)

@@ -23,7 +23,7 @@ from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.execution.staging import Readback
-from compiled_llm.execution.threads.interrupts import held
+from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 
@@ -122,7 +122,7 @@ class Runner:
             OutOfPagesError: the pages it may need are not free; nothing was taken.
         """
         row.reserve(row.length + len(tokens) + max(0, max_new_tokens - 1))
-        row.leave_slot()
+        row.leave_sampling_slot()
         self._pending.append((row, tokens, sampling))
 
     def step(self, forced: Tensor | None = None, unchanged: bool = False) -> dict[Row, int]:
@@ -294,8 +294,8 @@ class Runner:
 
     def _prompts(self) -> Batch:
         """Return what is pending, as a batch; rows that are to be sampled get their settings."""
-        new = [(row, sampling) for row, _, sampling in self._pending if sampling is not None and row.slot is None]
-        if new:
+        sampled = [(row, sampling) for row, _, sampling in self._pending if sampling is not None]
+        if new := [(row, sampling) for row, sampling in sampled if row.sampling_slot is None]:
             self.device_model.state.sampling.admit([row for row, _ in new], [sampling for _, sampling in new])
         return Batch(extend=[Extension.of(row, ids) for row, ids, _ in self._pending], promise=self.promise)
 
@@ -320,7 +320,7 @@ class Runner:
         return dict(zip(rows, readback.result(), strict=True))
 
 
-@held()
+@deferred()
 def _free(rows: list[Row]) -> None:
     for row in rows:
         row.free()

@@ -14,7 +14,7 @@ from compiled_llm.execution.events import Events
 from compiled_llm.execution.runner import Runner
 from compiled_llm.execution.stats import Counters, Stats
 from compiled_llm.execution.threads.executor import executor_for
-from compiled_llm.execution.threads.turn import Turn
+from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.model.checks import check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.modules import InnerHooks
@@ -27,7 +27,7 @@ class Runtime:
         facts: what is known of the model.
         config: the options given to ``wrap``.
         hooks: those on the model's inner modules.
-        turn: whose loop runs.
+        loop_lock: lets one decoding loop run at a time.
         counters: what ran where; read them through ``stats``.
         events: what happened on the device side; read it through ``explain``.
     """
@@ -39,7 +39,7 @@ class Runtime:
         self.counters = Counters()
         self.events = Events()
         self.hooks = InnerHooks()
-        self.turn = Turn()
+        self.loop_lock = LoopLock()
         self._device_model: DeviceModel | None = None
         # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
         self._made_for: tuple[Hashable, ...] = ()

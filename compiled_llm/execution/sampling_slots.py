@@ -62,8 +62,8 @@ class SamplingSlots:
                 f"{self._greedy} entries; wrap with a larger max_batch_size"
             )
         for row in rows:
-            row.take_slot(self._free)
-        taken = [cast(int, row.slot) for row in rows]
+            row.take_sampling_slot(self._free)
+        taken = [cast(int, row.sampling_slot) for row in rows]
         self._settings.update(zip(taken, settings, strict=True))
         upload_settings(self.tables, taken, settings)
 
@@ -73,8 +73,8 @@ class SamplingSlots:
         if sampled:
             upload_settings(self.tables, sampled, [self._settings[slot] for slot in sampled])
 
-    def slots(self, rows: Sequence[Row], padded: int) -> NDArray[np.int64]:
+    def of(self, rows: Sequence[Row], padded: int) -> NDArray[np.int64]:
         """Return ``[padded]``, the entries of the rows; greedy where there is no row."""
         slots = np.full(padded, self._greedy, dtype=np.int64)
-        slots[: len(rows)] = [self._greedy if row.slot is None else row.slot for row in rows]
+        slots[: len(rows)] = [self._greedy if row.sampling_slot is None else row.sampling_slot for row in rows]
         return slots

@@ -1,8 +1,8 @@
 """Copies from host arrays to fixed device buffers that never wait for the device.
 
 A copy from ordinary memory waits for the device, and one from pinned memory reads it later, so pinned memory must not
-be rewritten before its copy is done. Several pinned areas in turn, each with an event behind its copies, mean that
-the host waits only when it is that many uploads ahead.
+be rewritten before its copy is done. Several pinned areas are used one after the other, each with an event after its
+copies, so that the host waits only when it is that many uploads ahead.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ALIGNMENT = 8
 
 
 class Staging:
-    """Pinned areas used in turn; on a CPU the copies are plain ones."""
+    """Pinned areas used one after the other; on a CPU the copies are plain ones."""
 
     def __init__(self, device: torch.device) -> None:
         """Allocate nothing yet: areas grow to the largest upload."""
         self._device = device
         self._areas: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * _AREAS
         self._events = [torch.cuda.Event() for _ in range(_AREAS)] if device.type == "cuda" else []
-        self._turn = 0
+        self._current = 0
 
     def upload(self, pairs: Sequence[tuple[NDArray[Any], Tensor]]) -> None:
         """Copy each array into the beginning of its device tensor (1-D, same dtype), in stream order."""
@@ -36,8 +36,8 @@ class Staging:
             for array, target in pairs:
                 target[: len(array)].copy_(torch.from_numpy(array))
             return
-        self._turn = (self._turn + 1) % _AREAS
-        self._events[self._turn].synchronize()
+        self._current = (self._current + 1) % _AREAS
+        self._events[self._current].synchronize()
         area = self._area(sum(_aligned(array.nbytes) for array, _ in pairs))
         start = 0
         for array, target in pairs:
@@ -45,7 +45,7 @@ class Staging:
             pinned.numpy()[:] = array
             target[: len(array)].copy_(pinned, non_blocking=True)
             start += _aligned(array.nbytes)
-        self._events[self._turn].record()
+        self._events[self._current].record()
 
     def to_device(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Return new device tensors with the arrays' content."""
@@ -56,10 +56,10 @@ class Staging:
         return tensors
 
     def _area(self, nbytes: int) -> Tensor:
-        if self._areas[self._turn].numel() < nbytes:
+        if self._areas[self._current].numel() < nbytes:
             size = 1 << max(12, (nbytes - 1).bit_length())
-            self._areas[self._turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        return self._areas[self._turn]
+            self._areas[self._current] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return self._areas[self._current]
 
 
 def _aligned(nbytes: int) -> int:

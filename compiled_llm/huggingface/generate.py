@@ -50,7 +50,7 @@ _HARMLESS = (
 
 
 def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
-    """Generate with tokens chosen inside the graph; the caller holds the turn.
+    """Generate with tokens chosen inside the graph; the caller holds the loop lock.
 
     They are read one step late where the device runs beside the host.
 
@@ -96,10 +96,10 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
 
 def _append(call: Call, sequences: _Sequences, tokens: Sequence[int]) -> list[int]:
     """Take one token a row; another loop may run meanwhile if it waits, or if code of the user's looks at the token."""
-    turn = call.runtime.turn
-    if not (sequences.callbacks or turn.wanted):
+    lock = call.runtime.loop_lock
+    if not (sequences.callbacks or lock.wanted):
         return sequences.append(tokens)
-    with turn.yielded(), allowed():
+    with lock.yielded(), allowed():
         return sequences.append(tokens)
 
 
@@ -143,7 +143,7 @@ def _settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: _Seque
 def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with HuggingFace's processors run between steps, on the device, in the caller's thread.
 
-    The caller holds the turn. Each step is read before the next is launched, as in HuggingFace's own loop: that is
+    The caller holds the loop lock. Each step is read before the next is launched, as in HuggingFace's own loop: that is
     what processors of any kind and recorded scores cost.
 
     Returns:
@@ -160,7 +160,7 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
         positions = [row.position + np.arange(len(own)) for row, own in zip(rows, tokens, strict=True)]
         logits = runner.extend(rows, tokens, positions)
         while True:
-            with call.runtime.turn.yielded(), allowed():
+            with call.runtime.loop_lock.yielded(), allowed():
                 raw = logits.to(device=device, dtype=torch.float32, copy=True)
                 scores = call.processors(cast(torch.LongTensor, sequences.result()), raw)
                 sequences.record(scores, raw)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache
 
 from compiled_llm.execution.runner import Runner
-from compiled_llm.execution.threads.interrupts import held
+from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache_columns import (
     RowUpdate,
     counted_positions,
@@ -47,7 +47,7 @@ class PagedCache(Cache):
         self.runner = runner
         self.stored = _NOTHING
 
-    @held()
+    @deferred()
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """Return a cache that goes its own way from here; pages are shared, not copied."""
         copy = PagedCache(self.runner.fork(), len(self.layers))
@@ -92,7 +92,7 @@ class PagedCache(Cache):
             out[:, seat, :, torch.from_numpy(np.flatnonzero(self.stored[seat])).to(out.device)] = row
         return out
 
-    @held()
+    @deferred()
     def close(self) -> None:
         """Give all pages back."""
         self.runner.close()
@@ -102,7 +102,7 @@ class PagedCache(Cache):
         """Forget all tokens and give their pages back; the cache can be used again."""
         self.close()
 
-    @held()
+    @deferred()
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of every row, and give back the pages that only they took.
 
@@ -149,7 +149,7 @@ class PagedCache(Cache):
         """
         self._select(indices)
 
-    @held()
+    @deferred()
     def _select(self, indices: Tensor) -> None:
         seats = np.arange(len(self.stored))[on_host(indices)]
         self.runner.select(seats.tolist())
@@ -198,7 +198,7 @@ class PagedCache(Cache):
         """Note that every row has stored ``tokens`` more."""
         self.stored = np.pad(self.stored, ((0, 0), (0, tokens)), constant_values=True)
 
-    @held()
+    @deferred()
     def forward(
         self,
         input_ids: Tensor | None,

@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.execution.limits import check_fits
 from compiled_llm.execution.slow_paths import Reason
-from compiled_llm.execution.threads.interrupts import allowed, held
+from compiled_llm.execution.threads.interrupts import allowed, deferred
 from compiled_llm.huggingface.call import Call, LoopArguments
 from compiled_llm.huggingface.current_call import copies, took
 from compiled_llm.huggingface.forward import ignored
@@ -110,7 +110,7 @@ def run_huggingfaces_loop(
     needed = call.pages_needed_by_huggingface()
     with _alone(call, call.most_new + call.drafted, needed):
         took(call.runtime, "compiled forward", reason or _reason_of_mode(call.config))
-        with call.cache.runner.promise.held(needed), call.runtime.turn.yielded(), allowed():
+        with call.cache.runner.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
             return arguments.run(original)
 
 
@@ -134,7 +134,7 @@ def _alone(call: Call, most_new: int, needed: int) -> Iterator[None]:
     device_model, cache = call.device_model, call.cache
     fresh = not cache.seen
     try:
-        with held(), call.runtime.turn.taken(fits=lambda: needed <= device_model.pool.available):
+        with deferred(), call.runtime.loop_lock.taken(fits=lambda: needed <= device_model.pool.available):
             try:
                 check_fits(call.runtime.facts.model, device_model, call.lengths, most_new, needed)
                 yield

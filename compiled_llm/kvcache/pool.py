@@ -130,7 +130,7 @@ class Promise:
         self._pages: int | None = None
 
     @contextmanager
-    def held(self, pages: int) -> Iterator[None]:
+    def reserved(self, pages: int) -> Iterator[None]:
         """Promise ``pages`` for the block.
 
         Raises:

@@ -23,7 +23,7 @@ class Row:
         pages: page numbers, in order.
         length: tokens stored.
         position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
-        slot: its entry in the sampling tables; None where the row is greedy.
+        sampling_slot: its entry in the sampling tables; None if the row is greedy.
     """
 
     def __init__(self, pool: PagePool, tokens: int) -> None:
@@ -41,8 +41,8 @@ class Row:
         self.pages: list[int] = []
         self.length = 0
         self.position = 0
-        self.slot: int | None = None
-        self._free_slots: list[int] = []
+        self.sampling_slot: int | None = None
+        self._free_sampling_slots: list[int] = []
 
     @property
     def limit(self) -> int:
@@ -177,24 +177,24 @@ class Row:
 
     def settle(self) -> None:
         """Give back the pages that were promised and not taken, and the entry of the sampling tables."""
-        self.leave_slot()
+        self.leave_sampling_slot()
         self._pool.give_back((), self._reserved)
         self._reserved = 0
 
-    def take_slot(self, free: list[int]) -> None:
-        """Take an entry of the sampling tables; ``free`` gets it back with the pages, or from ``leave_slot``."""
-        self._free_slots = free
-        self.slot = free.pop()
+    def take_sampling_slot(self, free: list[int]) -> None:
+        """Take an entry of the sampling tables; ``free`` gets it back once the row leaves it."""
+        self._free_sampling_slots = free
+        self.sampling_slot = free.pop()
 
-    def leave_slot(self) -> None:
+    def leave_sampling_slot(self) -> None:
         """Give the entry of the sampling tables back, if there is one."""
-        if self.slot is not None:
-            self._free_slots.append(self.slot)
-            self.slot = None
+        if self.sampling_slot is not None:
+            self._free_sampling_slots.append(self.sampling_slot)
+            self.sampling_slot = None
 
     def free(self) -> None:
         """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
-        self.leave_slot()
+        self.leave_sampling_slot()
         pages, reserved = self.pages, self._reserved
         self.pages, self._reserved, self.length, self.position = [], 0, 0, 0
         self._pool.give_back(pages, reserved)

@@ -36,7 +36,7 @@ class FixedLogits:
         self.logits, self.rows = logits, [Row(PagePool(2, 4), 0) for _ in settings]
         self.sampler = SamplingSlots(rows, logits.shape[1], CPU)
         self.sampler.admit(self.rows, settings)
-        self.slots = torch.from_numpy(self.sampler.slots(self.rows, rows))
+        self.slots = torch.from_numpy(self.sampler.of(self.rows, rows))
         self.positions = torch.zeros(rows, dtype=torch.int64)
         self.choose = choose if mode == "eager" else torch.compile(choose, fullgraph=True)
 

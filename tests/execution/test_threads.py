@@ -33,8 +33,8 @@ from compiled_llm.execution.decode import Decode
 from compiled_llm.execution.threads import device_thread
 from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.execution.threads.device_thread import DeviceThread
-from compiled_llm.execution.threads.interrupts import _State, allowed, held
-from compiled_llm.execution.threads.turn import Turn
+from compiled_llm.execution.threads.interrupts import _State, allowed, deferred
+from compiled_llm.execution.threads.loop_lock import LoopLock
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -351,10 +351,10 @@ def test_ctrl_c_at_any_moment_gives_everything_back(model, seed):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def turn_is_taken_and_given_away(turn: Turn) -> None:
-    with held(), turn.taken(fits=lambda: True):
+def lock_is_taken_and_given_away(lock: LoopLock) -> None:
+    with deferred(), lock.taken(fits=lambda: True):
         for _ in range(2):
-            with turn.yielded(), allowed():
+            with lock.yielded(), allowed():
                 pass
 
 
@@ -383,10 +383,10 @@ def interrupted_at(moment: int, function: Callable[[], Any], files: tuple[str, .
 @pytest.mark.core
 def test_ctrl_c_at_every_call_and_return_leaves_the_turn_free_and_ctrl_c_as_it_was():
     """What an interrupt leaves half done is closed with its traceback: that must not take anything back."""
-    turn, moment = Turn(), 0
-    while interrupted_at(moment := moment + 1, lambda: turn_is_taken_and_given_away(turn)):
-        assert turn._holder is None, moment
-        assert not turn._loops, moment
+    lock, moment = LoopLock(), 0
+    while interrupted_at(moment := moment + 1, lambda: lock_is_taken_and_given_away(lock)):
+        assert lock._holder is None, moment
+        assert not lock._loops, moment
         assert (_State.allowed, _State.pending) == (True, False), moment
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert moment > 50
@@ -451,7 +451,7 @@ def test_ctrl_c_while_it_becomes_allowed_is_not_left_waiting():
 
         sys.settrace(press)
         try:
-            with held(), allowed():
+            with deferred(), allowed():
                 sys.settrace(None)
                 entered.append(number)
         except KeyboardInterrupt:
@@ -468,7 +468,7 @@ def test_ctrl_c_on_the_device_thread_waits_for_what_is_held_there():
     thread, begun, written = DeviceThread(torch.device("cpu")), threading.Event(), []
 
     def book() -> None:
-        with held():
+        with deferred():
             begun.set()
             for _ in range(50):
                 time.sleep(0.01)
@@ -510,22 +510,22 @@ def test_ctrl_c_interrupts_a_long_call_on_the_device_thread():
 
 
 def test_a_turn_says_whether_others_wait_for_it():
-    turn = Turn()
+    lock = LoopLock()
 
     def take() -> None:
-        with turn.taken(fits=lambda: True):
+        with lock.taken(fits=lambda: True):
             pass
 
-    with turn.taken(fits=lambda: True):
-        assert not turn.wanted
+    with lock.taken(fits=lambda: True):
+        assert not lock.wanted
         other = start(take)
         until = time.monotonic() + PATIENCE
-        while not turn.wanted and time.monotonic() < until:
+        while not lock.wanted and time.monotonic() < until:
             time.sleep(0.01)
-        assert turn.wanted
-        with turn.yielded():  # as a loop does then
+        assert lock.wanted
+        with lock.yielded():  # as a loop does then
             other.result(timeout=PATIENCE)
-    assert not turn.wanted
+    assert not lock.wanted
 
 
 def test_ctrl_c_while_waiting_for_the_turn_does_not_break_anothers_turn(model):
@@ -533,12 +533,12 @@ def test_ctrl_c_while_waiting_for_the_turn_does_not_break_anothers_turn(model):
     holds, ended = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with runtime.turn.taken(fits=lambda: True):
+        with runtime.loop_lock.taken(fits=lambda: True):
             holds.set()
             ended.wait(PATIENCE)
 
     def take_and_yield() -> Future[Any]:
-        with runtime.turn.taken(fits=lambda: True), runtime.turn.yielded(), allowed():
+        with runtime.loop_lock.taken(fits=lambda: True), runtime.loop_lock.yielded(), allowed():
             other = start(hold)
             assert holds.wait(PATIENCE)
             interrupt_after(0.2)
@@ -553,7 +553,7 @@ def test_ctrl_c_while_waiting_for_the_turn_does_not_break_anothers_turn(model):
     others[0].result(timeout=PATIENCE)
 
     def take() -> bool:
-        with runtime.turn.taken(fits=lambda: True):
+        with runtime.loop_lock.taken(fits=lambda: True):
             return True
 
     assert in_thread(take)

@@ -186,11 +186,11 @@ class Pages(RuleBasedStateMachine):
     def grow_fork_and_free_under_a_promise(self, data: st.DataObject, promised: int) -> None:
         promise, before = Promise(self.pool), self.pool.available
         if promised > before:
-            with pytest.raises(OutOfPagesError), promise.held(promised):
+            with pytest.raises(OutOfPagesError), promise.reserved(promised):
                 pass
             assert self.pool.available == before
             return
-        with promise.held(promised):
+        with promise.reserved(promised):
             for _ in range(data.draw(st.integers(1, 4))):
                 row, available = data.draw(st.sampled_from(list(self.rows))), self.pool.available
                 left = promise._pages or 0

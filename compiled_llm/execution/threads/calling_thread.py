@@ -13,7 +13,7 @@ import torch
 
 from compiled_llm.compat import inside_torch_modes
 from compiled_llm.execution.threads.device_thread import DeviceThread
-from compiled_llm.execution.threads.interrupts import allowed, held
+from compiled_llm.execution.threads.interrupts import allowed, deferred
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class CallingThread:
         Modes that the caller has entered (``with torch.device(...)`` is one) cannot be left for the duration, and
         would be compiled into the graphs; such a call runs on another thread.
         """
-        with held(), self._lock:
+        with deferred(), self._lock:
             if self._caller == threading.get_ident():
                 with allowed():
                     return function(*args, **kwargs)

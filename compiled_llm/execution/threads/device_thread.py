@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from compiled_llm.compat import adopt_cudagraph_trees
-from compiled_llm.execution.threads.interrupts import allowed, guarded_by, held
+from compiled_llm.execution.threads.interrupts import allowed, deferred, guarded_by
 
 _PATIENCE = 0.2
 """Seconds: what came just before a wait began does not end it."""
@@ -175,7 +175,7 @@ class DeviceThread:
             threading.Event().wait()  # for ever: only a daemon thread gets here, and the interpreter is about to go
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         job = _Job(lambda: function(*args, **kwargs), stream)
-        with held():
+        with deferred():
             self._worker.put(job)
             try:
                 with allowed():

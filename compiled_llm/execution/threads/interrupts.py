@@ -1,8 +1,9 @@
-"""Ctrl-C that does not tear bookkeeping apart.
+"""Defers Ctrl-C while internal state is inconsistent.
 
 Python raises KeyboardInterrupt between any two instructions of the main thread, in a ``finally`` as well. Inside
-``held`` it waits until a block that is ``allowed`` to be interrupted, which is all that takes long, or until the end.
-Handlers of the user's own are left alone. A device thread is interrupted by the main one, which waits while that holds.
+``deferred`` it waits until a block that is ``allowed`` to be interrupted, as everything that takes long is, or until
+the end. The user's own signal handlers are left alone. A device thread is interrupted by the main one, which waits
+while the device thread is inside ``deferred``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class _State:
     allowed = True
     pending = False
     handles = False
-    """Whether ``held`` has put its handler in the place of Python's own."""
+    """Whether our handler is in the place of Python's own."""
 
 
 class _Workers(threading.local):
@@ -34,29 +35,29 @@ _workers = _Workers()
 
 
 def guarded_by(guard: threading.RLock) -> None:
-    """Let this thread take ``guard`` inside ``held``; whoever interrupts it takes it first."""
+    """Let this thread take ``guard`` inside ``deferred``; whoever interrupts it takes it first."""
     _workers.guard = guard
 
 
-class held(ContextDecorator):  # noqa: N801
-    """Hold Ctrl-C back for the block, except where it is ``allowed``."""
+class deferred(ContextDecorator):  # noqa: N801
+    """Defer Ctrl-C for the block, except where it is ``allowed``."""
 
-    _holding: AbstractContextManager[None] | None = None
+    _context: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
         if _workers.guard is not None:
-            self._holding = _guarded(_workers.guard)
-        elif _State.allowed and _is_ours_to_hold():  # inside ``held`` there is nothing left to do
-            self._holding = _held()
-        if self._holding is not None:
-            self._holding.__enter__()
+            self._context = _guarded(_workers.guard)
+        elif _State.allowed and _may_be_deferred():  # inside ``deferred`` there is nothing left to do
+            self._context = _deferred()
+        if self._context is not None:
+            self._context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if self._holding is not None:
-            self._holding.__exit__(*error)
+        if self._context is not None:
+            self._context.__exit__(*error)
 
-    def _recreate_cm(self) -> held:
-        return held()
+    def _recreate_cm(self) -> deferred:
+        return deferred()
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def _guarded(guard: threading.RLock) -> Iterator[None]:
 
 
 @contextmanager
-def _held() -> Iterator[None]:
+def _deferred() -> Iterator[None]:
     before, outermost = _State.allowed, not _State.handles
     try:
         _State.allowed = False
@@ -87,7 +88,7 @@ def _held() -> Iterator[None]:
 
 
 class allowed:  # noqa: N801
-    """Let Ctrl-C through for the block, inside ``held``.
+    """Let Ctrl-C through for the block, inside ``deferred``.
 
     The innermost context, and never around the ``yield`` of another: a generator that was interrupted at its ``yield``
     is closed when somebody drops the traceback, and would undo then what has long been undone.
@@ -99,7 +100,7 @@ class allowed:  # noqa: N801
         if _State.allowed or not _is_main_thread():
             return
         _State.allowed = True
-        if _State.pending:  # looked at last: what comes after this line is not held back any more
+        if _State.pending:  # checked last: from here on Ctrl-C is raised at once
             _State.allowed = False
             check()
         self._changed = True
@@ -110,7 +111,7 @@ class allowed:  # noqa: N801
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if one was held back from this thread."""
+    """Raise KeyboardInterrupt if one of this thread's was deferred."""
     if _State.pending and _is_main_thread():
         _State.pending = False
         raise KeyboardInterrupt
@@ -131,6 +132,6 @@ def _is_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
-def _is_ours_to_hold() -> bool:
-    # What is inside ``held`` asks without a look at the handler, which takes as long as all the rest.
+def _may_be_deferred() -> bool:
+    # What is inside ``deferred`` asks without a look at the handler, which takes as long as all the rest.
     return _is_main_thread() and (_State.handles or signal.getsignal(signal.SIGINT) is signal.default_int_handler)

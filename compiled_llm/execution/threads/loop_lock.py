@@ -1,4 +1,4 @@
-"""Whose loop runs: concurrent ones would push each other out of the decode buffers, so they queue."""
+"""One decoding loop runs at a time: concurrent ones would push each other out of the decode buffers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from compiled_llm.execution.threads.interrupts import check
 
 
-class Turn:
+class LoopLock:
     """A lock that a loop gives away while a callback of the user's runs, since that may call the model itself."""
 
     def __init__(self) -> None:
@@ -22,16 +22,16 @@ class Turn:
 
     @property
     def wanted(self) -> bool:
-        """Whether others wait for the turn."""
+        """Whether others wait for the lock."""
         return self._waiting > 0
 
     @contextmanager
     def taken(self, fits: Callable[[], bool]) -> Iterator[None]:
-        """Wait for the turn and hold it.
+        """Wait for the lock and hold it.
 
         Args:
-            fits: whether there are pages enough; if not, loops in progress are waited for, except from inside one of
-                their callbacks, which they wait for.
+            fits: whether there are enough pages; if not, wait for the loops in progress to end. A call from inside
+                one of their callbacks does not: they wait for it.
         """
         outer, mine = getattr(self._local, "loop", None), object()
         with self._condition:
@@ -44,14 +44,14 @@ class Turn:
         finally:
             self._local.loop = outer
             with self._condition:
-                if self._holder is mine:  # not so if Ctrl-C came while waiting to have it back
+                if self._holder is mine:  # False if Ctrl-C came while waiting to get it back
                     self._holder = None
                 self._loops.remove(mine)
                 self._condition.notify_all()
 
     @contextmanager
     def yielded(self) -> Iterator[None]:
-        """Let others have the turn while the block runs, in which Ctrl-C may be ``allowed``."""
+        """Let others have the lock while the block runs, in which Ctrl-C may be ``allowed``."""
         mine = self._local.loop
         with self._condition:
             self._holder = None
@@ -61,7 +61,7 @@ class Turn:
         finally:
             with self._condition:
                 self._wait_until(lambda: self._holder is None or mine not in self._loops)
-                if mine in self._loops:  # not so if only a traceback has kept this from being closed
+                if mine in self._loops:  # False if only a traceback has kept this open
                     self._holder = mine
 
     def _wait_until(self, predicate: Callable[[], bool]) -> None:
