@@ -63,8 +63,6 @@ STILL: dict[str, list[str]] = {
     ],
     "compiled_llm_ops": [
         "compiled_llm_ops.attention.append -> compiled_llm_ops.flashinfer.append",
-        "compiled_llm_ops.linear.linear -> compiled_llm_ops.kernels.linear_tiling",
-        "compiled_llm_ops.linear.normed_linear -> compiled_llm_ops.kernels.linear_tiling",
     ],
     "tests": [
         "tests/execution/test_model_gpu.py has over 600 lines",

@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_llm_ops.kernels.attention_tiling import Tiling, choose
+from compiled_llm_ops.kernels.attention_tiling import AttentionTiling
+from compiled_llm_ops.kernels.attention_tiling import choose_attention_tiling as choose
 
 H200 = {"processors": 132, "shared_memory": 228 * 1024}
 
 
 def test_programs_depend_on_what_never_changes() -> None:
-    assert choose(1, 8, 2, 128, 40_960, **H200) == Tiling(1, 16, 3, 1, 128, 5, 4), "one wave, each of large blocks"
+    assert choose(1, 8, 2, 128, 40_960, **H200) == AttentionTiling(1, 16, 3, 1, 128, 5, 4), (
+        "one wave, each of large blocks"
+    )
     assert choose(1, 8, 2, 128, 600, **H200).programs == 5, "no more than there can be blocks for"
     assert choose(1, 8, 2, 128, 384, **H200).programs == choose(1, 8, 2, 128, 0, **H200).programs == 1
     assert choose(1, 1, 16, 64, 2**20, **H200).programs == 64, "the last to end reads what all others found"
 
 
 @pytest.mark.parametrize(
-    ("rows", "together", "programs"),
+    ("rows", "row_tile", "programs"),
     [(2, 2, 8), (4, 4, 4), (8, 8, 4), (32, 32, 4), (33, 17, 4), (64, 32, 4), (300, 30, 4), (301, 31, 4), (2048, 32, 4)],
 )
-def test_rows_share_programs_for_the_device_or_a_few_each(rows: int, together: int, programs: int) -> None:
+def test_rows_share_programs_for_the_device_or_a_few_each(rows: int, row_tile: int, programs: int) -> None:
     """In groups: however many rows there are, a program looks at few, and one of them may be long."""
     tiling = choose(rows, 8, 2, 128, 40_960, **H200)
-    assert (tiling.together, tiling.programs) == (together, together * programs)
+    assert (tiling.row_tile, tiling.programs) == (row_tile, row_tile * programs)
     busy = programs == 4 and rows > 4
     assert (tiling.alone * tiling.block, tiling.least * tiling.block) == ((1024, 1024) if busy else (384, 128))
 
 
 def test_rows_that_cannot_be_long_get_one_program() -> None:
     tilings = [choose(64, 8, 2, 128, most_keys, **H200) for most_keys in (1024, 1025)]
-    assert [(tiling.together, tiling.programs) for tiling in tilings] == [(1, 1), (32, 128)]
+    assert [(tiling.row_tile, tiling.programs) for tiling in tilings] == [(1, 1), (32, 128)]
     assert choose(2, 8, 2, 128, 600, **H200).programs == 10, "no more than there can be blocks for"
 
 
@@ -43,4 +46,4 @@ def test_rows_that_cannot_be_long_get_one_program() -> None:
 def test_programs_are_as_large_as_fit(rows: int, group: int, shared_memory: int, block: int, stages: int) -> None:
     tiling = choose(rows, 8, group, 128, 4096, 132, shared_memory * 1024)
     assert (tiling.block, tiling.stages) == (block, stages)
-    assert tiling.alike is (rows < 50)
+    assert tiling.share_equal is (rows < 50)

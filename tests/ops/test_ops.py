@@ -38,7 +38,9 @@ from compiled_llm_ops import (
     sample_tokens,
     skinny_linear,
 )
-from compiled_llm_ops.kernels.linear_tiling import Tiling, choose, choose_normed
+from compiled_llm_ops.kernels.linear_tiling import LinearTiling
+from compiled_llm_ops.kernels.linear_tiling import choose_linear_tiling as choose
+from compiled_llm_ops.kernels.linear_tiling import choose_normed_tiling as choose_normed
 
 pytestmark = pytest.mark.core
 
@@ -808,8 +810,8 @@ def test_tilings_fit_the_product_and_the_device(processors):
                 if tiling.rows <= 2:
                     assert m == tiling.rows
                     assert k % 16 == 0
-                    assert tiling.early * tiling.inputs < k + tiling.inputs
-                    assert tiling.early * tiling.inputs * tiling.outputs <= 128 * 128, "registers"
+                    assert tiling.prefetched * tiling.inputs < k + tiling.inputs
+                    assert tiling.prefetched * tiling.inputs * tiling.outputs <= 128 * 128, "registers"
                     continue
                 assert n % 16 == k % 128 == 0
                 assert tiling.rows == 64 or tiling.outputs == 64, "what tensor cores take as their first operand"
@@ -820,25 +822,25 @@ def test_tilings_fit_the_product_and_the_device(processors):
 
 
 def test_tilings_of_measured_products():
-    assert choose(8, 4096, 4096) == Tiling(16, 64, 1, 256, 5, 0)
-    assert choose(8, 1024, 3072) == Tiling(16, 64, 1, 256, 5, 0)
-    assert choose(32, 24576, 4096) == Tiling(32, 64, 3, 128, 4, 0)
-    assert choose(32, 6144, 4096) == Tiling(32, 64, 1, 256, 4, 0)
-    assert choose(64, 24576, 4096) == Tiling(64, 64, 3, 128, 3, 0)
-    assert choose(64, 4096, 12288) == Tiling(64, 64, 1, 128, 7, 0)
-    assert choose(33, 2048, 2048) == Tiling(64, 32, 1, 256, 4, 0)
-    assert choose(64, 1024, 2048) == Tiling(64, 16, 1, 256, 5, 0)
-    assert choose(2, 4096, 12288) == Tiling(16, 64, 1, 256, 5, 0)
-    assert choose(2, 2048, 2048) == Tiling(2, 2, 1, 1024, 1, 2)
-    assert choose(1, 1024, 3072) == Tiling(1, 2, 1, 1024, 1, 3)
-    assert choose(1, 151936, 1024) == Tiling(1, 4, 1, 1024, 1, 1)
+    assert choose(8, 4096, 4096) == LinearTiling(16, 64, 1, 256, 5, 0)
+    assert choose(8, 1024, 3072) == LinearTiling(16, 64, 1, 256, 5, 0)
+    assert choose(32, 24576, 4096) == LinearTiling(32, 64, 3, 128, 4, 0)
+    assert choose(32, 6144, 4096) == LinearTiling(32, 64, 1, 256, 4, 0)
+    assert choose(64, 24576, 4096) == LinearTiling(64, 64, 3, 128, 3, 0)
+    assert choose(64, 4096, 12288) == LinearTiling(64, 64, 1, 128, 7, 0)
+    assert choose(33, 2048, 2048) == LinearTiling(64, 32, 1, 256, 4, 0)
+    assert choose(64, 1024, 2048) == LinearTiling(64, 16, 1, 256, 5, 0)
+    assert choose(2, 4096, 12288) == LinearTiling(16, 64, 1, 256, 5, 0)
+    assert choose(2, 2048, 2048) == LinearTiling(2, 2, 1, 1024, 1, 2)
+    assert choose(1, 1024, 3072) == LinearTiling(1, 2, 1, 1024, 1, 3)
+    assert choose(1, 151936, 1024) == LinearTiling(1, 4, 1, 1024, 1, 1)
     assert choose(8, 512, 4096) is choose(65, 4096, 4096) is None
 
 
 def test_few_programs_norm_the_row_each_for_itself():
     assert choose_normed(4096, 1024) == choose(1, 4096, 1024)
     assert choose_normed(6144, 4096) == choose(1, 6144, 4096)
-    assert choose_normed(6144, 1024) == Tiling(1, 8, 1, 1024, 1, 1)  # half as many
+    assert choose_normed(6144, 1024) == LinearTiling(1, 8, 1, 1024, 1, 1)  # half as many
     assert choose_normed(24576, 4096) is choose_normed(151936, 1024) is None  # too many
     assert choose_normed(1024, 12288) is None  # the row does not fit beside the weights
 
@@ -849,6 +851,6 @@ def test_programs_that_norm_hold_the_whole_row(processors):
         for k in (64, 896, 1024, 2048, 4096, 12288):
             tiling = choose_normed(n, k, processors)
             if tiling is not None:
-                assert tiling.early * tiling.inputs >= k
-                assert tiling.early * tiling.inputs * tiling.outputs <= 128 * 128, "registers"
+                assert tiling.prefetched * tiling.inputs >= k
+                assert tiling.prefetched * tiling.inputs * tiling.outputs <= 128 * 128, "registers"
                 assert n <= 16 * processors * tiling.outputs

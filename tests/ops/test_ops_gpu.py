@@ -969,7 +969,7 @@ def test_skinny_linear_is_as_exact_as_cublas(n: int, k: int, dtype: torch.dtype,
 def test_skinny_linear_leaves_what_does_not_fit_to_cublas(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from compiled_llm_ops.kernels import linear as triton_linear
 
-    tilings: list[tiling.Tiling] = []
+    tilings: list[tiling.LinearTiling] = []
     multiply = triton_linear.multiply
 
     def noted(*given: Any, **options: Any) -> Tensor:
@@ -990,7 +990,10 @@ def test_skinny_linear_leaves_what_does_not_fit_to_cublas(seed: int, monkeypatch
     assert not tilings
     for given in ((rows[:8], weight), (rows[:8].T.contiguous().T, weight), (rows[::9], weight)):
         torch.testing.assert_close(skinny_linear(*given), torch.mm(given[0], given[1].T), rtol=0.02, atol=0.02)
-    assert tilings == [tiling.choose(8, 4096, 4096, torch.cuda.get_device_properties(0).multi_processor_count)] * 3
+    assert (
+        tilings
+        == [tiling.choose_linear_tiling(8, 4096, 4096, torch.cuda.get_device_properties(0).multi_processor_count)] * 3
+    )
 
 
 @seeded

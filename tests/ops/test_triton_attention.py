@@ -26,7 +26,8 @@ from compiled_llm_ops import paged_attention_lse
 from compiled_llm_ops.attention.decode import _prepared
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels import attention_tiling
-from compiled_llm_ops.kernels.attention_tiling import MOST_ROWS, MOST_SHARES, Tiling, choose
+from compiled_llm_ops.kernels.attention_tiling import MOST_ROWS, MOST_SHARES, AttentionTiling
+from compiled_llm_ops.kernels.attention_tiling import choose_attention_tiling as choose
 from support.interpreting import INTERPRETED, check_interpreted, interpreted, needs_triton, not_interpreted
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
@@ -110,7 +111,7 @@ def batch_of(lengths: Sequence[int], group: int, page_size: int, head_dim: int, 
 
 
 def launch(
-    batch: Batch, tiling: int | Tiling, window_left: int = -1, soft_cap: float = 0.0, **preparation: Any
+    batch: Batch, tiling: int | AttentionTiling, window_left: int = -1, soft_cap: float = 0.0, **preparation: Any
 ) -> tuple[Tensor, Tensor]:
     """Attend with this tiling, or with so many programs besides one for each row."""
     from compiled_llm_ops.kernels.attention import decode
@@ -121,13 +122,17 @@ def launch(
     return decode(given, lse, tiling=tiling, pdl=False), lse
 
 
-def tiling_of(batch: Batch, spare: int, alone: int = 2, least: int = 1, together: int = 0) -> Tiling:
+def tiling_of(batch: Batch, spare: int, alone: int = 2, least: int = 1, row_tile: int = 0) -> AttentionTiling:
     """Blocks small enough for short rows to have several."""
-    together = together or (len(batch.query) if spare else 1)
-    return Tiling(together, together + spare, alone, least, block=8192 // batch.pages.shape[4], stages=3, warps=4)
+    row_tile = row_tile or (len(batch.query) if spare else 1)
+    return AttentionTiling(
+        row_tile, row_tile + spare, alone, least, block=8192 // batch.pages.shape[4], stages=3, warps=4
+    )
 
 
-def check(batch: Batch, tiling: int | Tiling, window_left: int = -1, soft_cap: float = 0.0) -> tuple[Tensor, Tensor]:
+def check(
+    batch: Batch, tiling: int | AttentionTiling, window_left: int = -1, soft_cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Compare what this tiling gives, which is returned, with a dense computation."""
     pages = batch.appended()
     out, lse = launch(batch, tiling, window_left, soft_cap)
@@ -192,17 +197,17 @@ def test_one_long_row_of_many(seed: int) -> None:
         lengths = torch.randint(1, 160, (rows,)).tolist()
         lengths[long] = 3000
         batch, tiling = batch_of(lengths, 2, 16, 128), choose(rows, 8, 2, 128, 40_960, **H200)
-        tiling = tiling._replace(programs=tiling.together + 5)  # the interpreter takes its time
+        tiling = tiling._replace(programs=tiling.row_tile + 5)  # the interpreter takes its time
         out, _ = check(batch, tiling)
         alone, _ = launch(batch, tiling._replace(alone=1000))
         assert not torch.equal(out[long], alone[long])
 
 
 @interpreted
-@pytest.mark.parametrize("together", [1, 3, 7], ids="together={}".format)
-def test_groups_of_rows_that_share_programs(together: int, seed: int) -> None:
+@pytest.mark.parametrize("row_tile", [1, 3, 7], ids="row_tile={}".format)
+def test_groups_of_rows_that_share_programs(row_tile: int, seed: int) -> None:
     batch = batch_of([300, 1000, 1, 40, 700, 1500, 65], 4, 16, 128)
-    check(batch, tiling_of(batch, 12, together=together))
+    check(batch, tiling_of(batch, 12, row_tile=row_tile))
 
 
 @interpreted
@@ -322,7 +327,7 @@ def test_counters_are_zero_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     from compiled_llm_ops.kernels import attention as triton_attention
 
     counters = torch.zeros(4 * KV_HEADS, dtype=torch.int32)
-    monkeypatch.setattr(triton_attention.zeros, "take", lambda count, device: counters[:count])
+    monkeypatch.setattr(triton_attention.zeroed_counters, "take", lambda count, device: counters[:count])
     for lengths in ([1, 2, 3, 4], [900, 1, 300, 257], [2000, 2000, 16, 16], [5, 1000]):
         check(batch_of(lengths, 2, 16, 128), 6)
         assert not counters.any()
@@ -376,12 +381,12 @@ class Share(NamedTuple):
     end: int
 
 
-def dealt(blocks: Sequence[int], tiling: Tiling, more: int = 0) -> list[Share]:
+def dealt(blocks: Sequence[int], tiling: AttentionTiling, more: int = 0) -> list[Share]:
     """What each program of a kv head finds, and so many programs past them."""
     from support.share_kernel import share_kernel
 
     found = torch.full((tiling.programs + more, 5), -1, dtype=torch.int32)
-    padded = 1 if tiling.together == 1 else MOST_ROWS
+    padded = 1 if tiling.row_tile == 1 else MOST_ROWS
     share_kernel[(len(found),)](
         int32(blocks),
         found,
@@ -391,7 +396,7 @@ def dealt(blocks: Sequence[int], tiling: Tiling, more: int = 0) -> list[Share]:
         tiling.least,
         padded,
         MOST_SHARES,
-        tiling.alike,
+        tiling.share_equal,
     )
     return [Share(*numbers) for numbers in found.tolist()]
 
@@ -415,7 +420,7 @@ def counts_of(shares: Sequence[Share], rows: int) -> list[int]:
 @example([2**20, 3], 69, 0, 1)
 def test_each_block_is_read_once(blocks: list[int], spare: int, alone: int, least: int) -> None:
     """By as many programs as there are, whatever the rows; those that read nothing come last."""
-    tiling = Tiling(len(blocks), len(blocks) + spare, alone, least, block=64, stages=3, warps=4)
+    tiling = AttentionTiling(len(blocks), len(blocks) + spare, alone, least, block=64, stages=3, warps=4)
     shares = dealt(blocks, tiling, more=3)
     counts = counts_of(shares, len(blocks))
     used = sum(counts)
@@ -478,7 +483,7 @@ def test_rows_are_shared_by_need(lengths: list[int], expected: list[int]) -> Non
 )
 def test_of_rows_that_fill_the_device_only_uneven_ones_are_shared(lengths: list[int], expected: list[int]) -> None:
     tiling = choose(2 * len(lengths), 8, 2, 128, 40_960, **H200)
-    assert tiling.together == len(lengths)
+    assert tiling.row_tile == len(lengths)
     assert counts_of(dealt([-(-length // tiling.block) for length in lengths], tiling), len(lengths)) == expected
 
 
@@ -487,7 +492,7 @@ def test_no_program_is_waited_for(seed: int) -> None:
     """Where rows of mixed lengths fill the device, the longest share sets the time."""
     lengths = torch.randint(16, 4001, (64,))
     tiling = choose(64, 8, 2, 128, 40_960, **H200)
-    for group in lengths.split(tiling.together):
+    for group in lengths.split(tiling.row_tile):
         blocks = [-(-length // tiling.block) for length in group.tolist()]
         assert max(share.end - share.begin for share in dealt(blocks, tiling)) * tiling.block <= 1024
 
@@ -542,9 +547,9 @@ def test_nothing_but_the_page_table_is_touched_before_waiting(
     tiling = choose(rows, 8, group, head_dim, 40_960, **H200)
     constants = {
         "ROWS": 1 if rows == 1 else MOST_ROWS, "MOST": MOST_SHARES,
-        "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
-        "BLOCK": tiling.block, "CHUNK": max(1, module.MERGED_NUMBERS // (padded * head_dim)),
-        "STAGES": tiling.stages, "CAPPED": False, "ALIKE": tiling.alike, "PDL": True, **changes,
+        "GQA": group, "PADDED": padded, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
+        "BLOCK": tiling.block, "CHUNK": max(1, module.MERGED_VALUES // (padded * head_dim)),
+        "STAGES": tiling.stages, "CAPPED": False, "SHARE_EQUAL": tiling.share_equal, "PDL": True, **changes,
         **({} if with_lse else {"lse": None}),
         **({} if prepares else dict.fromkeys(("query_norm", "key_norm", "cos", "sin"))),
     }  # fmt: skip
@@ -554,7 +559,7 @@ def test_nothing_but_the_page_table_is_touched_before_waiting(
         **dict.fromkeys(("lse", "partials", "partial_lses"), "*fp32"),
         **dict.fromkeys(("indptr", "indices", "last_page_len", "arrivals"), "*i32"),
         **dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i32"),
-        **dict.fromkeys(("rows", "together", "window_left", "alone", "least"), "i32"),
+        **dict.fromkeys(("rows", "row_tile", "window_left", "alone", "least"), "i32"),
         **dict.fromkeys(("scale", "cap", "epsilon"), "fp32"),
     }
     names = kernel.arg_names

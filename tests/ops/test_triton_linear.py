@@ -15,22 +15,22 @@ import pytest
 import torch
 
 from compiled_llm_ops import normed_linear
-from compiled_llm_ops.kernels.linear_tiling import Tiling
+from compiled_llm_ops.kernels.linear_tiling import LinearTiling
 from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
 
 TILINGS = [
-    Tiling(rows=1, outputs=4, tiles=1, inputs=256, stages=1, early=3),
-    Tiling(rows=1, outputs=2, tiles=1, inputs=512, stages=1, early=1),
-    Tiling(rows=2, outputs=4, tiles=1, inputs=512, stages=1, early=2),
-    Tiling(rows=2, outputs=16, tiles=1, inputs=256, stages=1, early=0),
-    Tiling(rows=16, outputs=64, tiles=1, inputs=256, stages=5, early=0),
-    Tiling(rows=16, outputs=64, tiles=3, inputs=128, stages=4, early=0),
-    Tiling(rows=32, outputs=64, tiles=2, inputs=128, stages=5, early=0),
-    Tiling(rows=64, outputs=16, tiles=1, inputs=256, stages=5, early=0),
-    Tiling(rows=64, outputs=64, tiles=3, inputs=128, stages=3, early=0),
-    Tiling(rows=64, outputs=64, tiles=1, inputs=512, stages=1, early=0),
+    LinearTiling(rows=1, outputs=4, tiles=1, inputs=256, stages=1, prefetched=3),
+    LinearTiling(rows=1, outputs=2, tiles=1, inputs=512, stages=1, prefetched=1),
+    LinearTiling(rows=2, outputs=4, tiles=1, inputs=512, stages=1, prefetched=2),
+    LinearTiling(rows=2, outputs=16, tiles=1, inputs=256, stages=1, prefetched=0),
+    LinearTiling(rows=16, outputs=64, tiles=1, inputs=256, stages=5, prefetched=0),
+    LinearTiling(rows=16, outputs=64, tiles=3, inputs=128, stages=4, prefetched=0),
+    LinearTiling(rows=32, outputs=64, tiles=2, inputs=128, stages=5, prefetched=0),
+    LinearTiling(rows=64, outputs=16, tiles=1, inputs=256, stages=5, prefetched=0),
+    LinearTiling(rows=64, outputs=64, tiles=3, inputs=128, stages=3, prefetched=0),
+    LinearTiling(rows=64, outputs=64, tiles=1, inputs=512, stages=1, prefetched=0),
 ]
 
 
@@ -43,7 +43,7 @@ def test_kernels_under_the_interpreter(seed: int) -> None:
 @interpreted
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 @pytest.mark.parametrize("n", [48, 208], ids="N={}".format)
-def test_every_tiling_multiplies(tiling: Tiling, n: int, seed: int) -> None:
+def test_every_tiling_multiplies(tiling: LinearTiling, n: int, seed: int) -> None:
     from compiled_llm_ops.kernels.linear import multiply
 
     for m in {1, 2, 5, tiling.rows - 1, tiling.rows} & set(range(1, tiling.rows + 1)):
@@ -53,22 +53,22 @@ def test_every_tiling_multiplies(tiling: Tiling, n: int, seed: int) -> None:
 
 
 ONE_ROW = [
-    Tiling(rows=1, outputs=4, tiles=1, inputs=256, stages=1, early=3),
-    Tiling(rows=1, outputs=2, tiles=1, inputs=512, stages=1, early=2),
+    LinearTiling(rows=1, outputs=4, tiles=1, inputs=256, stages=1, prefetched=3),
+    LinearTiling(rows=1, outputs=2, tiles=1, inputs=512, stages=1, prefetched=2),
 ]
 
 
 @interpreted
 @pytest.mark.parametrize("normed", [False, True], ids=["as it is", "normed"])
 @pytest.mark.parametrize("gated", [False, True], ids=["outputs", "gated"])
-@pytest.mark.parametrize("tiling", [*ONE_ROW, ONE_ROW[0]._replace(early=1)], ids=str)
+@pytest.mark.parametrize("tiling", [*ONE_ROW, ONE_ROW[0]._replace(prefetched=1)], ids=str)
 @pytest.mark.parametrize("n", [46, 208], ids="N={}".format)
-def test_one_row_is_normed_and_gated(tiling: Tiling, n: int, gated: bool, normed: bool, seed: int) -> None:
+def test_one_row_is_normed_and_gated(tiling: LinearTiling, n: int, gated: bool, normed: bool, seed: int) -> None:
     from compiled_llm_ops.kernels.linear import Normed, multiply_few
 
     k = 700
-    if normed and tiling.early * tiling.inputs < k:
-        pytest.skip("not all inputs are there early")
+    if normed and tiling.prefetched * tiling.inputs < k:
+        pytest.skip("not all inputs are prefetched")
     states, update = torch.randn(2, 1, k).half()
     norm, weight = torch.randn(k).half(), torch.randn(n, k).half() / 20
     total = torch.full_like(states, torch.nan)
@@ -106,7 +106,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def constants_of(tiling: Tiling) -> dict[str, Any]:
+def constants_of(tiling: LinearTiling) -> dict[str, Any]:
     return {"ROWS": tiling.rows, "BN": tiling.outputs, "BK": tiling.inputs, "PDL": True}
 
 
@@ -117,7 +117,7 @@ POINTERS = dict.fromkeys("xwy", "*bf16")
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("tiling", [tiling for tiling in TILINGS if tiling.rows > 2], ids=str)
-def test_with_tensor_cores_weights_alone_are_asked_for_before_waiting(tiling: Tiling) -> None:
+def test_with_tensor_cores_weights_alone_are_asked_for_before_waiting(tiling: LinearTiling) -> None:
     """Kernels in front may still write before `gdc_wait`; whoever is let go relies on that this one has waited."""
     from compiled_llm_ops.kernels.linear import _skinny_linear_tensor_cores as kernel
 
@@ -144,29 +144,31 @@ def test_with_tensor_cores_weights_alone_are_asked_for_before_waiting(tiling: Ti
     ("tiling", "changes"),
     [
         *[(tiling, {}) for tiling in TILINGS if tiling.rows <= 2],
-        (TILINGS[0], {"AHEAD": True}),
+        (TILINGS[0], {"TRIGGER_FIRST": True}),
         (TILINGS[0], {"normed": True}),
         (TILINGS[0], {"GATED": True}),
         (TILINGS[0], {"GATED": True, "normed": True}),
     ],
     ids=str,
 )
-def test_of_few_rows_weights_alone_are_read_before_waiting(tiling: Tiling, changes: dict[str, bool]) -> None:
-    """As above; a kernel that lets the next one go ahead has written nothing by then, and waits all the same."""
+def test_of_few_rows_weights_alone_are_read_before_waiting(tiling: LinearTiling, changes: dict[str, bool]) -> None:
+    """As above; a kernel that triggers the next one first has written nothing by then, and waits all the same."""
     from compiled_llm_ops.kernels.linear import _skinny_linear_one_or_two_rows as kernel
 
-    changes = {"GATED": False, "AHEAD": False, "normed": False, **changes}
+    changes = {"GATED": False, "TRIGGER_FIRST": False, "normed": False, **changes}
     normed = changes.pop("normed")
     types = {**POINTERS, **dict.fromkeys("NK", "i32"), "epsilon": "fp32"}
     if normed:
         types |= dict.fromkeys(("update", "norm", "total"), "*bf16")
     masked = tiling.inputs == 512
     found = in_order(
-        compiled(kernel, {**constants_of(tiling), "EARLY": tiling.early, "MASKED": masked, **changes}, types)
+        compiled(kernel, {**constants_of(tiling), "PREFETCHED": tiling.prefetched, "MASKED": masked, **changes}, types)
     )
     before, let_go = map(found.index, ("griddepcontrol.wait", "griddepcontrol.launch_dependents"))
-    assert let_go == before + (-1 if changes["AHEAD"] else 1)
+    assert let_go == before + (-1 if changes["TRIGGER_FIRST"] else 1)
     read = found[: min(before, let_go)]
-    assert set(read) == ({"ld.global"} if tiling.early else set())
+    assert set(read) == ({"ld.global"} if tiling.prefetched else set())
     outputs = tiling.outputs * (2 if changes["GATED"] else 1) + normed
-    assert len(read) == tiling.early * outputs * tiling.inputs // 128, "a thread's weights, one by one, and no more"
+    assert len(read) == tiling.prefetched * outputs * tiling.inputs // 128, (
+        "a thread's weights, one by one, and no more"
+    )

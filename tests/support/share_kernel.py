@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from compiled_llm_ops.kernels.attention import _alone, _of, _share
+from compiled_llm_ops.kernels.attention import _alone, _pick, _share
 
 
 @triton.jit
@@ -20,14 +20,14 @@ def share_kernel(
     least: Any,
     padded: tl.constexpr,
     most: tl.constexpr,
-    alike: tl.constexpr,
+    share_equal: tl.constexpr,
 ) -> None:
     """Write row, first program, number of programs, begin and end of each program's share."""
-    program, numbers = tl.program_id(0), tl.arange(0, padded)
-    given = tl.load(blocks + numbers, mask=numbers < rows, other=0)
-    alone = _alone(given, rows, alone, alike)
+    program, row_ids = tl.program_id(0), tl.arange(0, padded)
+    given = tl.load(blocks + row_ids, mask=row_ids < rows, other=0)
+    alone = _alone(given, rows, alone, share_equal)
     own, first, count, begin, end = _share(given, program, programs, rows, alone, least, most)
-    tl.store(found + 5 * program, _of(own, numbers))
+    tl.store(found + 5 * program, _pick(own, row_ids))
     tl.store(found + 5 * program + 1, first)
     tl.store(found + 5 * program + 2, count)
     tl.store(found + 5 * program + 3, begin)

@@ -1,7 +1,7 @@
 """Decode: one new token a row, whose keys and values are written into the pages, and whose query attends over them.
 
-Queries and keys may come as the layer's product made them: the op norms them and turns them by their position
-(rotary embedding), if it is given what for.
+Queries and keys may come straight from their projections: the op norms them and rotates them by their position
+(rotary embedding), if it is given the weights and angles.
 
 Shapes: B rows, H query heads, K kv heads, D head dimension, P pages, S page size, N entries of the page table,
 L tokens of one row in the cache, the new one included.
@@ -44,7 +44,7 @@ def decode_attention(
     """Write each row's newest key and value into its pages, then attend with its query over all of them.
 
     The newest token of row b goes to page ``indices[indptr[b + 1] - 1]``, slot ``last_page_len[b] - 1``: the table says
-    how the rows are with it. Nothing has to be planned, and a recorded launch may be replayed with any lengths.
+    the rows' lengths with it. Nothing has to be planned, and a captured launch may be replayed with any lengths.
 
     Args:
         query: ``[B, H, D]``, any strides; H a multiple of K.
@@ -57,15 +57,15 @@ def decode_attention(
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
-        query_norm: ``[D]`` of the query's dtype: each head of the query is divided by its root mean square, and
-            multiplied with this, first. None where it comes as it is to be.
+        query_norm: ``[D]`` of the query's dtype: first, each head of the query is divided by its root mean square
+            and multiplied with this. None if the query needs no norm.
         key_norm: ``[D]``, the same for the key.
         epsilon: is added to both mean squares.
-        cos: ``[B, D]`` of the query's dtype: query and key are turned by their position, after their norm. None where
-            they come turned, or are not turned at all.
+        cos: ``[B, D]`` of the query's dtype: after their norm, query and key are rotated by their position. None if
+            they need no rotation.
         sin: ``[B, D]``, belongs to ``cos``.
-        overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
-            ``compiled_llm_ops.kernels.overlap``; what is in front of it must not write ``indptr``, ``indices`` or
+        overlap: whether it may run at the same time as the previous and the next kernel on CUDA, by the rules of
+            ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``indptr``, ``indices`` or
             ``last_page_len`` then.
 
     Returns:
@@ -137,7 +137,7 @@ def _check(args: DecodeAttention) -> None:
 
 
 def _check_preparation(args: DecodeAttention) -> None:
-    """Check what queries and keys are normed and turned with."""
+    """Check what queries and keys are normed and rotated with."""
     rows, _, head_dim = args.query.shape
     if (args.cos is None) is not (args.sin is None):
         raise ValueError("decode_attention: cos and sin must be given together")
@@ -156,11 +156,11 @@ def _check_preparation(args: DecodeAttention) -> None:
 
 
 def _prepared(states: Tensor, norm: Tensor | None, args: DecodeAttention) -> Tensor:
-    """Return ``[B, heads, D]`` queries or keys, normed and turned as HuggingFace's models do it."""
+    """Return ``[B, heads, D]`` queries or keys, normed and rotated as HuggingFace's models do it."""
     if norm is not None:
-        numbers = states.float()
-        numbers = numbers * torch.rsqrt(numbers.pow(2).mean(-1, keepdim=True) + args.epsilon)
-        states = norm * numbers.to(states.dtype)
+        values = states.float()
+        values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + args.epsilon)
+        states = norm * values.to(states.dtype)
     if args.cos is not None and args.sin is not None:
         first, second = states.chunk(2, -1)
         states = states * args.cos[:, None] + torch.cat([-second, first], -1) * args.sin[:, None]
@@ -245,7 +245,7 @@ def _device(device: torch.device) -> _Device:
 def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_ops.kernels import attention_tiling
     from compiled_llm_ops.kernels.attention import decode
-    from compiled_llm_ops.kernels.overlap import possible
+    from compiled_llm_ops.kernels.pdl import has_pdl
 
     _check(args)
     (rows, heads, _), (_, _, kv_heads, page_size, padded) = args.query.shape, args.pages.shape
@@ -253,12 +253,12 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     # Nothing that changes from step to step: a recorded launch is replayed with rows of other lengths.
     most_keys = args.indices.shape[0] * page_size
     most_keys = most_keys if args.window_left < 0 else min(most_keys, args.window_left + 1)
-    tiling = attention_tiling.choose(
+    tiling = attention_tiling.choose_attention_tiling(
         rows, kv_heads, heads // kv_heads, padded, most_keys, device.processors, device.shared_memory
     )
     lse = torch.empty((rows, heads), dtype=torch.float32, device=args.query.device) if wants_lse else None
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
-        pdl = args.overlap and possible(args.query.device)
+        pdl = args.overlap and has_pdl(args.query.device)
         return decode(args, lse, tiling=tiling, pdl=pdl), lse
 
 

@@ -1,13 +1,13 @@
 """A Triton kernel for decode: one query a row over the pages of its row, in one launch and without a plan.
 
-Before it attends, it writes the row's newest key and value into the pages: a launch of its own for that would take
-longer than the writing.
+Before it attends, it writes the row's newest key and value into the pages: a separate launch would take longer than
+the writing.
 
 A plan would have to follow the rows' lengths. Here the grid depends on nothing that changes from step to step, so a
-recorded launch holds for ever. Rows share its programs: each program computes from the page table of the moment how
-their keys are dealt out, as a plan on the host would, and reads its own share. Those without any end at once.
+captured launch stays valid. Rows share its programs: each program computes from the current page table how the keys
+are divided, as a plan on the host would, and reads its own share. Programs without a share end at once.
 
-It may begin while the kernel in front of it ends (see ``overlap``), and reads the page table meanwhile.
+It may begin while the previous kernel ends (see ``pdl``), and reads the page table meanwhile.
 
 Shapes: B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same as stored,
 P pages, S page size, N entries of the page table.
@@ -25,11 +25,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import DecodeAttention
-from compiled_llm_ops.kernels.attention_tiling import MOST_ROWS, MOST_SHARES, Tiling
-from compiled_llm_ops.kernels.counters import zeros
+from compiled_llm_ops.kernels.attention_tiling import MOST_ROWS, MOST_SHARES, AttentionTiling
+from compiled_llm_ops.kernels.counters import zeroed_counters
 
-MERGED_NUMBERS = 2**12
-"""Numbers of partial results that are summed at a time."""
+MERGED_VALUES = 2**12
+"""Values of partial results that are summed at a time."""
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -41,35 +41,35 @@ def _capped(logits, cap):
 
 
 @triton.jit
-def _prepared(heads_at, offs_d, there, norm, cos_at, sin_at, epsilon, HEAD: tl.constexpr):
-    """Return heads ``[M, D']``: normed if there is a weight for it, then turned if there are cosines; else as they are.
+def _prepared(head_ptrs, offs_d, mask, norm, cos_ptr, sin_ptr, epsilon, HEAD: tl.constexpr):
+    """Return heads ``[M, D']``: normed if there is a weight for it, then rotated if there are cosines; else unchanged.
 
-    ``heads_at`` and ``offs_d`` are ``[M, 1]`` and ``[1, D']``; the second half of a head is turned against the first.
+    ``head_ptrs`` and ``offs_d`` are ``[M, 1]`` and ``[1, D']``; the second half of a head is rotated against the first.
     """
-    states = tl.load(heads_at + offs_d, mask=there, other=0.0)
-    if (norm is None) and (cos_at is None):
+    states = tl.load(head_ptrs + offs_d, mask=mask, other=0.0)
+    if (norm is None) and (cos_ptr is None):
         return states
     dtype = states.dtype
     in_head, second = offs_d < HEAD, offs_d >= HEAD // 2
-    mates_d = tl.where(second, offs_d - HEAD // 2, offs_d + HEAD // 2)
+    partner_d = tl.where(second, offs_d - HEAD // 2, offs_d + HEAD // 2)
     states = states.to(tl.float32)
     factor = tl.full([states.shape[0], 1], 1.0, tl.float32)
     if norm is not None:
         factor = tl.rsqrt(tl.sum(states * states, 1) / HEAD + epsilon)[:, None]
         states = states * factor * tl.load(norm + offs_d, mask=in_head, other=0.0).to(tl.float32)
-    if cos_at is not None:
-        mates = tl.load(heads_at + mates_d, mask=there, other=0.0).to(tl.float32)
+    if cos_ptr is not None:
+        partners = tl.load(head_ptrs + partner_d, mask=mask, other=0.0).to(tl.float32)
         if norm is not None:
-            mates = mates * factor * tl.load(norm + mates_d, mask=in_head, other=0.0).to(tl.float32)
-        cos = tl.load(cos_at + offs_d, mask=in_head, other=0.0).to(tl.float32)
-        sin = tl.load(sin_at + offs_d, mask=in_head, other=0.0).to(tl.float32)
-        states = states * cos + tl.where(second, mates, -mates) * sin
+            partners = partners * factor * tl.load(norm + partner_d, mask=in_head, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + offs_d, mask=in_head, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + offs_d, mask=in_head, other=0.0).to(tl.float32)
+        states = states * cos + tl.where(second, partners, -partners) * sin
     return states.to(dtype)
 
 
 @triton.jit
 def _attend(
-    q, keys_at, numbers_at, values_offset, first, length, begin, end, scale, cap,
+    q, keys_ptr, indices_ptr, values_offset, first, length, begin, end, scale, cap,
     PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -79,22 +79,23 @@ def _attend(
     """
     offs_n, offs_d = tl.arange(0, BLOCK), tl.arange(0, DIM)
     largest = tl.full([q.shape[0]], -float("inf"), tl.float32)
-    weight_sums = tl.zeros([q.shape[0], BLOCK], tl.float32)  # of each key in a block: threads meet once, at the end
+    # One sum for each key of a block: threads exchange them once, at the end, not at each block.
+    weight_sums = tl.zeros([q.shape[0], BLOCK], tl.float32)
     acc = tl.zeros([q.shape[0], DIM], tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
         position = first + block * BLOCK + offs_n
-        there = position < length
-        number = tl.load(numbers_at + position // PAGE, mask=there, other=0)
-        slot = number.to(tl.int64) * (2 * values_offset) + (position % PAGE) * DIM
-        k = tl.load(keys_at + slot[None, :] + offs_d[:, None], mask=there[None, :], other=0.0)
+        mask = position < length
+        page = tl.load(indices_ptr + position // PAGE, mask=mask, other=0)
+        slot = page.to(tl.int64) * (2 * values_offset) + (position % PAGE) * DIM
+        k = tl.load(keys_ptr + slot[None, :] + offs_d[:, None], mask=mask[None, :], other=0.0)
         logits = tl.dot(q, k.to(q.dtype)) * scale
         if CAPPED:
             logits = _capped(logits, cap)
-        logits = tl.where(there[None, :], logits, -float("inf"))
+        logits = tl.where(mask[None, :], logits, -float("inf"))
         larger = tl.maximum(largest, tl.max(logits, 1))  # finite: each block has a key
         weights = tl.exp2(logits - larger[:, None])
         fade = tl.exp2(largest - larger)
-        v = tl.load(keys_at + values_offset + slot[:, None] + offs_d[None, :], mask=there[:, None], other=0.0)
+        v = tl.load(keys_ptr + values_offset + slot[:, None] + offs_d[None, :], mask=mask[:, None], other=0.0)
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
         weight_sums = weight_sums * fade[:, None] + weights
         largest = larger
@@ -103,19 +104,19 @@ def _attend(
 
 
 @triton.jit
-def _merge(partials, partial_lses, first, count, GROUP: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr):
-    """Return ``[GROUP, D']`` and ``[GROUP]`` from ``count`` partial results, always in the same order."""
-    offs_g, offs_d = tl.arange(0, GROUP), tl.arange(0, DIM)
-    largest = tl.full([GROUP], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    acc = tl.zeros([GROUP, DIM], tl.float32)
+def _merge(partials, partial_lses, first, count, HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr):
+    """Return ``[HEADS, D']`` and ``[HEADS]`` from ``count`` partial results, always in the same order."""
+    offs_g, offs_d = tl.arange(0, HEADS), tl.arange(0, DIM)
+    largest = tl.full([HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, DIM], tl.float32)
     for start in tl.range(0, count, CHUNK):
-        splits = start + tl.arange(0, CHUNK)
-        there = splits < count
-        at = (first + splits)[:, None] * GROUP + offs_g[None, :]
-        lses = tl.load(partial_lses + at, mask=there[:, None], other=-float("inf"), cache_modifier=".cg")
-        parts_at = partials + at[:, :, None] * DIM + offs_d[None, None, :]
-        parts = tl.load(parts_at, mask=there[:, None, None], other=0.0, cache_modifier=".cg")
+        partial = start + tl.arange(0, CHUNK)
+        mask = partial < count
+        offs = (first + partial)[:, None] * HEADS + offs_g[None, :]
+        lses = tl.load(partial_lses + offs, mask=mask[:, None], other=-float("inf"), cache_modifier=".cg")
+        part_ptrs = partials + offs[:, :, None] * DIM + offs_d[None, None, :]
+        parts = tl.load(part_ptrs, mask=mask[:, None, None], other=0.0, cache_modifier=".cg")
         larger = tl.maximum(largest, tl.max(lses, 0))
         weights = tl.exp2(lses - larger[None, :])
         fade = tl.exp2(largest - larger)
@@ -126,20 +127,20 @@ def _merge(partials, partial_lses, first, count, GROUP: tl.constexpr, DIM: tl.co
 
 
 @triton.jit
-def _store(out, lse, values, lses, first_head, ROWS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
+def _store(out, lse, values, lses, first_head, ROWS: tl.constexpr, GQA: tl.constexpr, HEAD: tl.constexpr,
            DIM: tl.constexpr):  # fmt: skip
-    """Write the results of one group's heads, of which the first has the number ``first_head`` in the batch."""
+    """Write the results of the query heads of one kv head, the first of them head ``first_head`` of the batch."""
     offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, DIM)
-    keep = (offs_g[:, None] < GROUP) & (offs_d[None, :] < HEAD)
+    keep = (offs_g[:, None] < GQA) & (offs_d[None, :] < HEAD)
     tl.store(out + (first_head + offs_g)[:, None] * HEAD + offs_d[None, :], values.to(out.dtype.element_ty), mask=keep)
     if lse is not None:
-        tl.store(lse + first_head + offs_g, lses, mask=offs_g < GROUP)
+        tl.store(lse + first_head + offs_g, lses, mask=offs_g < GQA)
 
 
 @triton.jit
-def _of(own, numbers):
-    """Return the number of the one row that is the program's own, or 0 where there is none."""
-    return tl.sum(tl.where(own, numbers, 0))
+def _pick(own, values):
+    """Return the value of the program's own row, the one that the mask ``own`` selects; 0 if it has none."""
+    return tl.sum(tl.where(own, values, 0))
 
 
 @triton.jit
@@ -149,16 +150,16 @@ def _shares(blocks, size, alone, MOST: tl.constexpr):
 
 
 @triton.jit
-def _alone(blocks, together, alone, ALIKE: tl.constexpr):
+def _alone(blocks, row_tile, alone, SHARE_EQUAL: tl.constexpr):
     """Return the blocks up to which a row is not shared: any number where all rows have about as many."""
-    if ALIKE:
+    if SHARE_EQUAL:
         return alone
     longest = tl.max(blocks)
-    return tl.where(4 * together * longest <= 5 * tl.sum(blocks), tl.maximum(longest, alone), alone)
+    return tl.where(4 * row_tile * longest <= 5 * tl.sum(blocks), tl.maximum(longest, alone), alone)
 
 
 @triton.jit
-def _share(blocks, program, programs, together, alone, least, MOST: tl.constexpr):
+def _share(blocks, program, programs, row_tile, alone, least, MOST: tl.constexpr):
     """Return the row of ``program`` as a mask, its first program, how many they are, and the share: blocks from, to.
 
     ``blocks`` ``[ROWS]`` holds zeros where there is no row, and so does the mask of programs past the end.
@@ -171,74 +172,74 @@ def _share(blocks, program, programs, together, alone, least, MOST: tl.constexpr
     """
     total = tl.sum(blocks)
     shares = _shares(blocks, tl.maximum(tl.cdiv(total, programs), least), alone, MOST)
-    fewer = _shares(blocks, tl.maximum(tl.cdiv(total, programs - together + 1), least), alone, MOST)
+    fewer = _shares(blocks, tl.maximum(tl.cdiv(total, programs - row_tile + 1), least), alone, MOST)
     shares = tl.where(tl.sum(shares) <= programs, shares, fewer)
     shared = tl.where(shares > 1, shares, 0)
     single = tl.where(shares == 1, 1, 0)
     ends = tl.where(shares > 1, tl.cumsum(shared), tl.sum(shared) + tl.cumsum(single))
     own = (program >= ends - shares) & (program < ends)
-    smaller = _of(own, blocks // tl.maximum(shares, 1))
-    count = _of(own, shares)
-    first = _of(own, ends) - count
-    split, larger = program - first, _of(own, blocks) - smaller * count  # so many have one block more
+    smaller = _pick(own, blocks // tl.maximum(shares, 1))
+    count = _pick(own, shares)
+    first = _pick(own, ends) - count
+    split, larger = program - first, _pick(own, blocks) - smaller * count  # so many have one block more
     begin = split * smaller + tl.minimum(split, larger)
     end = begin + smaller + tl.where(split < larger, 1, 0)
     return own, first, count, begin, end
 
 
-@triton.jit(do_not_specialize=["rows", "together", "window_left", "alone", "least"])
+@triton.jit(do_not_specialize=["rows", "row_tile", "window_left", "alone", "least"])
 def _decode_paged_attention(
     query, key, value, pages, indptr, indices, last_page_len, query_norm, key_norm, cos, sin,
     out, lse, partials, partial_lses, arrivals,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
-    rows, together, window_left, alone, least, scale, cap, epsilon,
-    ROWS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr,
+    rows, row_tile, window_left, alone, least, scale, cap, epsilon,
+    ROWS: tl.constexpr, MOST: tl.constexpr, GQA: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    CAPPED: tl.constexpr, ALIKE: tl.constexpr, PDL: tl.constexpr,
+    CAPPED: tl.constexpr, SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some keys of one row and kv head; where several programs share them, the last to end merges all results.
 
     The program with the last keys writes the newest of them first.
 
-    Axes of the grid: kv heads, groups of rows, programs, so that programs without keys start last. A group is
-    ``together`` rows, at most ROWS. ``partials`` holds a [PADDED, D'] for each program and ``partial_lses`` a
+    Axes of the grid: kv heads, tiles of rows, programs, so that programs without keys start last. A tile is
+    ``row_tile`` rows, at most ROWS. ``partials`` holds a [PADDED, D'] for each program and ``partial_lses`` a
     [PADDED]; ``arrivals`` holds a zero for each row and kv head, which it is again afterwards.
     """
-    head, group, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, tile, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, programs = tl.num_programs(0), tl.num_programs(2)
     HEADS: tl.constexpr = max(PADDED, 16)  # tensor cores take no fewer
     offs_r, offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, HEADS), tl.arange(0, DIM)[None, :]
-    numbers = group * together + offs_r
-    there = (offs_r < together) & (numbers < rows)
-    first_pages = tl.load(indptr + numbers, mask=there, other=0)
-    end_pages = tl.load(indptr + numbers + 1, mask=there, other=1)  # no row: no keys
-    lengths = (end_pages - first_pages - 1) * PAGE + tl.load(last_page_len + numbers, mask=there, other=0)
+    row_ids = tile * row_tile + offs_r
+    mask = (offs_r < row_tile) & (row_ids < rows)
+    first_pages = tl.load(indptr + row_ids, mask=mask, other=0)
+    end_pages = tl.load(indptr + row_ids + 1, mask=mask, other=1)  # no row: no keys
+    lengths = (end_pages - first_pages - 1) * PAGE + tl.load(last_page_len + row_ids, mask=mask, other=0)
     firsts = tl.maximum(lengths - 1 - window_left, 0)
     blocks = tl.cdiv(lengths - firsts, BLOCK)
-    alone = _alone(blocks, together, alone, ALIKE)
-    own, first_program, count, begin, end = _share(blocks, program, programs, together, alone, least, MOST)
+    alone = _alone(blocks, row_tile, alone, SHARE_EQUAL)
+    own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, alone, least, MOST)
     if count > 0:
-        row, length, first = _of(own, numbers), _of(own, lengths), _of(own, firsts)
+        row, length, first = _pick(own, row_ids), _pick(own, lengths), _pick(own, firsts)
         head_pages, values_offset = pages + head * (PAGE * DIM), heads * (PAGE * DIM)
-        own_indices = indices + _of(own, first_pages)
+        own_indices = indices + _pick(own, first_pages)
         newest = length - 1
-        number = tl.load(own_indices + newest // PAGE).to(tl.int64)
-        slot_at = head_pages + number * (2 * values_offset) + (newest % PAGE) * DIM
+        page = tl.load(own_indices + newest // PAGE).to(tl.int64)
+        slot_ptr = head_pages + page * (2 * values_offset) + (newest % PAGE) * DIM
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
         in_head = offs_d < HEAD
-        cos_at, sin_at = cos, sin
+        cos_ptr, sin_ptr = cos, sin
         if cos is not None:
-            cos_at, sin_at = cos + row * HEAD, sin + row * HEAD
-        q_at = query + row * row_stride + (head * GROUP + offs_g)[:, None] * head_stride
-        q = _prepared(q_at, offs_d, (offs_g[:, None] < GROUP) & in_head, query_norm, cos_at, sin_at, epsilon, HEAD)
+            cos_ptr, sin_ptr = cos + row * HEAD, sin + row * HEAD
+        q_ptrs = query + row * row_stride + (head * GQA + offs_g)[:, None] * head_stride
+        q = _prepared(q_ptrs, offs_d, (offs_g[:, None] < GQA) & in_head, query_norm, cos_ptr, sin_ptr, epsilon, HEAD)
         if first + end * BLOCK >= length:
-            key_at = key + row * key_row_stride + head * key_head_stride + tl.zeros([1, 1], tl.int32)
-            k = _prepared(key_at, offs_d, in_head, key_norm, cos_at, sin_at, epsilon, HEAD)
+            key_ptrs = key + row * key_row_stride + head * key_head_stride + tl.zeros([1, 1], tl.int32)
+            k = _prepared(key_ptrs, offs_d, in_head, key_norm, cos_ptr, sin_ptr, epsilon, HEAD)
             v = tl.load(value + row * value_row_stride + head * value_head_stride + offs_d, mask=in_head)
-            tl.store(slot_at + offs_d, k.to(pages.dtype.element_ty), mask=in_head)
-            tl.store(slot_at + values_offset + offs_d, v.to(pages.dtype.element_ty), mask=in_head)
+            tl.store(slot_ptr + offs_d, k.to(pages.dtype.element_ty), mask=in_head)
+            tl.store(slot_ptr + values_offset + offs_d, v.to(pages.dtype.element_ty), mask=in_head)
             tl.debug_barrier()  # written before any thread of the program reads it
         values, lses = _attend(
             q, head_pages, own_indices, values_offset, first, length, begin, end, scale, cap,
@@ -246,21 +247,23 @@ def _decode_paged_attention(
         )  # fmt: skip
         item = row * heads + head
         if count == 1:
-            _store(out, lse, values, lses, item * GROUP, HEADS, GROUP, HEAD, DIM)
+            _store(out, lse, values, lses, item * GQA, HEADS, GQA, HEAD, DIM)
         else:
-            slots = (group * heads + head) * programs
-            slot, used = (slots + program) * PADDED + offs_g, offs_g < PADDED
-            own_values = partials + slot[:, None] * DIM + offs_d
+            first_partial = (tile * heads + head) * programs
+            offs_p, used = (first_partial + program) * PADDED + offs_g, offs_g < PADDED
+            own_values = partials + offs_p[:, None] * DIM + offs_d
             tl.store(own_values, values, mask=used[:, None], cache_modifier=".cg")
-            tl.store(partial_lses + slot, lses, mask=used, cache_modifier=".cg")
+            tl.store(partial_lses + offs_p, lses, mask=used, cache_modifier=".cg")
             tl.debug_barrier()  # every thread's part is written before one of them says so
             if tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu") == count - 1:
-                merged, merged_lses = _merge(partials, partial_lses, slots + first_program, count, PADDED, DIM, CHUNK)
-                _store(out, lse, merged, merged_lses, item * GROUP, PADDED, GROUP, HEAD, DIM)
+                merged, merged_lses = _merge(
+                    partials, partial_lses, first_partial + first_program, count, PADDED, DIM, CHUNK
+                )
+                _store(out, lse, merged, merged_lses, item * GQA, PADDED, GQA, HEAD, DIM)
                 tl.store(arrivals + item, 0)
 
 
-def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: Tiling, pdl: bool) -> Tensor:
+def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling, pdl: bool) -> Tensor:
     """Launch attention of one query a row. All is on one device, the current one.
 
     Args:
@@ -268,7 +271,7 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: Tiling, pdl: bo
             contiguous, with D' a power of two from 64 on; each row has a page at least.
         lse: ``[B, H]`` float32, contiguous, written: the log-sum-exp in base 2. None where it is not wanted.
         tiling: how keys are shared and read; block times D' a power of two.
-        pdl: begin before the kernel in front has ended; needs compute capability 9.0.
+        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
 
     Returns:
         ``[B, H, D]``, contiguous.
@@ -294,29 +297,29 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: Tiling, pdl: bo
         for tensor in (args.query_norm, args.key_norm, args.cos, args.sin)
     )
     (rows, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
-    group = heads // kv_heads
-    padded = triton.next_power_of_2(group)
+    gqa = heads // kv_heads
+    padded = triton.next_power_of_2(gqa)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    groups = -(-rows // tiling.together)
+    row_tiles = -(-rows // tiling.row_tile)
     # The only program of a row and kv head touches none of these; their types would make it another kernel.
-    slots = kv_heads * tiling.programs * groups if tiling.programs > 1 else 0
-    partials = torch.empty((slots, padded, stored), dtype=torch.float32, device=query.device)
-    partial_lses = torch.empty((slots, padded), dtype=torch.float32, device=query.device)
-    arrivals = zeros.take(rows * kv_heads, query.device) if slots else args.indptr
+    partial_results = kv_heads * tiling.programs * row_tiles if tiling.programs > 1 else 0
+    partials = torch.empty((partial_results, padded, stored), dtype=torch.float32, device=query.device)
+    partial_lses = torch.empty((partial_results, padded), dtype=torch.float32, device=query.device)
+    arrivals = zeroed_counters.take(rows * kv_heads, query.device) if partial_results else args.indptr
     factor, cap = args.scale * math.log2(math.e), 0.0
     if args.logits_soft_cap > 0:
         factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
     constants: dict[str, Any] = {
-        "ROWS": 1 if tiling.together == 1 else MOST_ROWS, "MOST": MOST_SHARES,
-        "GROUP": group, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
-        "BLOCK": tiling.block, "CHUNK": max(1, MERGED_NUMBERS // (padded * stored)), "STAGES": tiling.stages,
-        "CAPPED": cap > 0, "ALIKE": tiling.alike, "PDL": pdl, "num_warps": tiling.warps,
+        "ROWS": 1 if tiling.row_tile == 1 else MOST_ROWS, "MOST": MOST_SHARES,
+        "GQA": gqa, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
+        "BLOCK": tiling.block, "CHUNK": max(1, MERGED_VALUES // (padded * stored)), "STAGES": tiling.stages,
+        "CAPPED": cap > 0, "SHARE_EQUAL": tiling.share_equal, "PDL": pdl, "num_warps": tiling.warps,
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
-    _decode_paged_attention[(kv_heads, groups, tiling.programs)](
+    _decode_paged_attention[(kv_heads, row_tiles, tiling.programs)](
         query, key, value, args.pages, args.indptr, args.indices, args.last_page_len,
         query_norm, key_norm, cos, sin, out, lse, partials, partial_lses, arrivals,
-        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.together,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.row_tile,
         args.window_left if args.window_left >= 0 else 2**31 - 1, tiling.alone, tiling.least, factor, cap,
         args.epsilon, **constants,
     )  # fmt: skip

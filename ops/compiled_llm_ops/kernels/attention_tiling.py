@@ -1,5 +1,8 @@
 """How the programs of the decode kernel share the keys of their rows.
 
+The rule's constants were fitted to times on an H200, with rows of 160 to 32,768 keys at batch 1 to 64.
+``tools/fit_tilings.py --only attention`` measures that again, on any GPU.
+
 Shapes: B rows, K kv heads, G query heads of one kv head, D' head dimension as stored.
 """
 
@@ -8,85 +11,100 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ALONE = 3
-"""Blocks that one program reads as fast as several that have to merge what they found."""
+"""Blocks that one program reads as fast as several that have to merge their results."""
 
 FEW = 4
-"""Programs that there are for a row and kv head on average even if the device is busy without: one may be long."""
+"""Programs for a row and kv head on average even if the device is busy without them: one row may be long."""
 
-BUSY_NUMBERS = 2**17
-"""Numbers of keys that one program reads alone, where the others keep the device busy: 1,024 keys of size 128."""
+BUSY_VALUES = 2**17
+"""Values of keys that one program reads alone while others keep the device busy: 1,024 keys of size 128."""
 
 MOST_SHARES = 64
-"""Programs that share a row at most: the last of them reads what all others found."""
+"""Programs that share a row at most: the last of them reads the results of all."""
 
 MOST_ROWS = 32
-"""Rows that share programs at most: one for each thread of a warp, which sums their numbers in one instruction."""
+"""Rows that share programs at most: one for each thread of a warp, which sums over them in one instruction."""
+
+SMALL_BLOCK, LARGE_BLOCK = 2**13, 2**14
+"""Values of keys in a block: 64 or 128 keys of size 128."""
 
 LARGE_PROGRAM = 160 * 1024
-"""Bytes of shared memory that a program with blocks of 16,384 numbers needs."""
+"""Bytes of shared memory that a program with large blocks needs."""
+
+MOST_LARGE = 2
+"""Rows and kv heads for each multiprocessor up to which large programs are faster than several small ones."""
+
+MOST_DEEP = 3
+"""Rows and kv heads for each multiprocessor up to which small programs need a deep pipeline, and up to which rows of
+about equal lengths are shared: with more, they end together anyway, and sharing 64 of 1,100 keys took 9% longer."""
+
+DEEP, SHALLOW = 5, 3
+"""Stages of the pipeline: two blocks and the page numbers of two more are being loaded at a time, or one block."""
+
+MOST_GQA = 16
+"""Query heads of a kv head up to which registers hold more than the results: with more, blocks are small."""
 
 
-class Tiling(NamedTuple):
+class AttentionTiling(NamedTuple):
     """How programs share the keys of rows, and how each of them reads its own.
 
     Attributes:
-        together: rows that share programs, next to each other: 1 or up to MOST_ROWS.
+        row_tile: rows that share programs, next to each other: 1 or up to MOST_ROWS.
         programs: for each kv head of these rows; one for each row at least.
         alone: blocks up to which one program reads all keys of a row.
         least: the size of a share in blocks, at least; rows are cut evenly into as few as are no larger.
         block: keys read at a time.
-        stages: depth of the pipeline; with 5, two blocks and the page numbers of two more are on their way at a time,
-            with 3, one.
+        stages: of the pipeline, DEEP or SHALLOW.
         warps: in a program.
-        alike: whether rows of like lengths are shared as well; if not, rows are shared only to end at the same time.
+        share_equal: whether rows of about equal lengths are shared as well; if not, rows are shared only so that all
+            end at the same time.
     """
 
-    together: int
+    row_tile: int
     programs: int
     alone: int
     least: int
     block: int
     stages: int
     warps: int
-    alike: bool = True
+    share_equal: bool = True
 
 
-def choose(
-    rows: int, kv_heads: int, group: int, head_dim: int, most_keys: int, processors: int, shared_memory: int
-) -> Tiling:
+def choose_attention_tiling(
+    rows: int, kv_heads: int, gqa: int, head_dim: int, most_keys: int, processors: int, shared_memory: int
+) -> AttentionTiling:
     """Return how keys are shared, from what never changes: not from lengths, since a recorded launch is replayed.
 
-    The shapes of programs are fitted to times on an H200, rows of 160 to 32,768 keys at batch 1 to 64. What they say
-    in short: as much on its way on each multiprocessor as fits, in one large program or in several small ones.
+    In short: each multiprocessor loads as much at a time as it can hold, in one large program or in several small ones.
 
     There are as many programs as occupy multiprocessors that would be idle, and a few for each row in any case: one
-    row may be much longer than the others, which nobody knows here. Those without keys end at once. Where no row can
-    be long, each has one. Rows of like lengths that are three times as many as multiprocessors end together as it is:
-    sharing 64 of 1,100 keys took 9% longer.
+    row may be much longer than the others, which nobody knows here. Those without keys end at once. If no row can be
+    long, each has one program.
 
     Args:
         rows: B.
         kv_heads: K.
-        group: G.
+        gqa: G.
         head_dim: D'.
         most_keys: a bound on the keys that a query can see.
         processors: multiprocessors of the device.
         shared_memory: bytes of a multiprocessor.
     """
     items = rows * kv_heads
-    if group > 16:  # results of so many heads need the registers themselves
-        numbers, stages, warps = 2**13, 3, 4
-    elif items <= 2 * processors and shared_memory >= LARGE_PROGRAM:
-        numbers, stages, warps = 2**14, 5 if items <= processors else 3, 4
+    if gqa > MOST_GQA:
+        values, stages, warps = SMALL_BLOCK, SHALLOW, 4
+    elif items <= MOST_LARGE * processors and shared_memory >= LARGE_PROGRAM:
+        values, stages, warps = LARGE_BLOCK, DEEP if items <= processors else SHALLOW, 4
     else:
-        numbers, stages, warps = 2**13, 5 if items <= 3 * processors else 3, 2
+        values, stages, warps = SMALL_BLOCK, DEEP if items <= MOST_DEEP * processors else SHALLOW, 2
     splits, alone, least = processors // items, ALONE, 1
     if splits < FEW:
-        splits, alone, least = FEW, BUSY_NUMBERS // numbers, BUSY_NUMBERS // numbers
-    block = numbers // head_dim
+        splits, alone, least = FEW, BUSY_VALUES // values, BUSY_VALUES // values
+    block = values // head_dim
     blocks = -(-most_keys // block)
     if blocks <= alone:
-        return Tiling(1, 1, alone, least, block, stages, warps)
-    together = -(-rows // -(-rows // MOST_ROWS))
-    programs = together * min(splits, blocks, MOST_SHARES)
-    return Tiling(together, programs, alone, least, block, stages, warps, alike=items <= 3 * processors)
+        return AttentionTiling(1, 1, alone, least, block, stages, warps)
+    row_tile = -(-rows // -(-rows // MOST_ROWS))
+    programs = row_tile * min(splits, blocks, MOST_SHARES)
+    share_equal = items <= MOST_DEEP * processors
+    return AttentionTiling(row_tile, programs, alone, least, block, stages, warps, share_equal)

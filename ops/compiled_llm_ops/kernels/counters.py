@@ -1,4 +1,4 @@
-"""Counters with which the programs of a kernel learn which of them is the last."""
+"""Counters by which the programs of a kernel find out which of them is the last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SLAB = 2**18
 """Counters allocated at a time."""
 
 
-class Zeros:
+class ZeroedCounters:
     """Counters that are zero before a launch, and that the kernel leaves zero.
 
     No two launches that may run at the same time can share them. On which streams a recording will be replayed nobody
@@ -54,4 +54,4 @@ def _zeroed(device: torch.device) -> Tensor:
     return slab
 
 
-zeros = Zeros()
+zeroed_counters = ZeroedCounters()

@@ -1,6 +1,6 @@
 """Triton kernels for products of few rows with a weight, which read the weight near the bandwidth of memory.
 
-Both may begin while the kernel in front of them ends (see ``overlap``), and have weights on their way by then.
+Both may begin while the previous kernel ends (see ``pdl``): by then their first weights are being loaded.
 
 Shapes: M rows, N outputs, K inputs.
 """
@@ -18,14 +18,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from compiled_llm_ops.kernels.linear_tiling import Tiling
+from compiled_llm_ops.kernels.linear_tiling import LinearTiling
 
 
 @triton.jit
 def _after_waiting(value):
-    """Return ``value`` once the kernel in front has ended, and let the next one go.
+    """Return ``value`` once the previous kernel has ended, and trigger the next one.
 
-    A read at an address made of it cannot come earlier. To do both again, with each block, is of no effect.
+    A load whose address depends on the result cannot be moved above the wait. Waiting and triggering again, with
+    each block, does nothing.
     """
     return tl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;",
@@ -37,7 +38,7 @@ def _after_waiting(value):
     )
 
 
-@triton.jit(do_not_specialize=["M"])  # 1 and multiples of 16 would be compiled again
+@triton.jit(do_not_specialize=["M"])  # Triton would compile again for 1 and for multiples of 16
 def _skinny_linear_tensor_cores(
     x,
     w,
@@ -52,7 +53,7 @@ def _skinny_linear_tensor_cores(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """TILES times BN outputs of all rows over all of K; ``x`` and ``w`` describe tensors, and read zeros outside."""
+    """Compute TILES times BN outputs of all rows over all of K; the descriptors ``x`` and ``w`` read zeros outside."""
     # Tensor cores take 64 rows of their first operand at a time, and as few as 8 columns of the second.
     SWAPPED: tl.constexpr = ROWS < 64
     tile = tl.program_id(0) * TILES
@@ -60,7 +61,7 @@ def _skinny_linear_tensor_cores(
     for _ in tl.static_range(TILES):
         sums += (tl.zeros([BN, ROWS] if SWAPPED else [ROWS, BN], tl.float32),)
     for k in tl.range(0, K, BK, num_stages=STAGES):
-        # Loads that stand together wait at one barrier.
+        # Triton puts loads that follow each other directly behind one barrier: one wait for all tiles.
         weights = ()
         for i in tl.static_range(TILES):
             weights += (w.load([(tile + i) * BN, k]),)
@@ -87,30 +88,30 @@ def _load_block(at, offs_k, k, K, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _normed_row(x, update, factors, total, offs_k, K, epsilon, BK: tl.constexpr, EARLY: tl.constexpr,
+def _normed_row(x, update, factors, total, offs_k, K, epsilon, BK: tl.constexpr, PREFETCHED: tl.constexpr,
                 MASKED: tl.constexpr):  # fmt: skip
-    """Return all of ``x + update``, normed and multiplied with ``factors``, in EARLY blocks; one program stores it."""
+    """Return all of ``x + update``, normed and multiplied with ``factors``, in blocks; one program stores the sum."""
     blocks = ()
     squares = tl.zeros([BK], tl.float32)
-    for block in tl.static_range(EARLY):
+    for block in tl.static_range(PREFETCHED):
         first = _load_block(x + block * BK + offs_k, offs_k, block * BK, K, MASKED).to(tl.float32)
         sums = (first + _load_block(update + block * BK + offs_k, offs_k, block * BK, K, MASKED)).to(x.dtype.element_ty)
         if tl.program_id(0) == 0:
             tl.store(total + block * BK + offs_k, sums, mask=block * BK + offs_k < K)
-        numbers = sums.to(tl.float32)
-        squares += numbers * numbers
-        blocks += (numbers,)
+        values = sums.to(tl.float32)
+        squares += values * values
+        blocks += (values,)
     factor = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
     normed = ()
-    for block in tl.static_range(EARLY):
-        numbers = (blocks[block] * factor).to(x.dtype.element_ty).to(tl.float32)
-        normed += ((numbers * factors[block].to(tl.float32)).to(x.dtype.element_ty).to(tl.float32),)
+    for block in tl.static_range(PREFETCHED):
+        values = (blocks[block] * factor).to(x.dtype.element_ty).to(tl.float32)
+        normed += ((values * factors[block].to(tl.float32)).to(x.dtype.element_ty).to(tl.float32),)
     return normed
 
 
 @triton.jit
-def _silu(numbers):
-    return numbers / (1.0 + tl.exp(-numbers))
+def _silu(values):
+    return values / (1.0 + tl.exp(-values))
 
 
 @triton.jit
@@ -127,60 +128,60 @@ def _skinny_linear_one_or_two_rows(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     MASKED: tl.constexpr,
     GATED: tl.constexpr,
-    AHEAD: tl.constexpr,
+    TRIGGER_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BN outputs of each row over all of K; weights go straight to registers, the first EARLY blocks before waiting.
+    """Compute BN outputs of each row over all of K; weights go straight to registers, PREFETCHED blocks before waiting.
 
-    With a ``norm``, the one row is ``x + update``, normed by each program; EARLY blocks are all of K. GATED, outputs
-    are products of two: with the weight's first N rows, through SiLU, and with its others.
+    With a ``norm``, the one row is ``x + update``, which each program norms for itself; PREFETCHED blocks are then all
+    of K. If GATED, the weight has 2 N rows: the first N outputs go through SiLU and are multiplied with the others.
     """
     PARTS: tl.constexpr = 2 if GATED else 1
     offs_n, offs_k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     w_block = w + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]
     part_size = N.to(tl.int64) * K
-    early = ()
+    prefetched = ()
     factors = ()
-    for block in tl.static_range(EARLY):
+    for block in tl.static_range(PREFETCHED):
         for part in tl.static_range(PARTS):
             at = w_block + part * part_size + block * BK
-            early += (_load_block(at, offs_k[None, :], block * BK, K, MASKED),)
+            prefetched += (_load_block(at, offs_k[None, :], block * BK, K, MASKED),)
         if norm is not None:
             factors += (_load_block(norm + block * BK + offs_k, offs_k, block * BK, K, MASKED),)
     if PDL:
-        if AHEAD:
+        if TRIGGER_FIRST:
             gdc_launch_dependents()
         gdc_wait()
-        if not AHEAD:
+        if not TRIGGER_FIRST:
             gdc_launch_dependents()
     normed = ()
     if norm is not None:
-        normed = _normed_row(x, update, factors, total, offs_k, K, epsilon, BK, EARLY, MASKED)
+        normed = _normed_row(x, update, factors, total, offs_k, K, epsilon, BK, PREFETCHED, MASKED)
     sums = ()
     for _ in tl.static_range(ROWS * PARTS):
         sums += (tl.zeros([BN, BK], tl.float32),)
-    for block in tl.static_range(EARLY):
+    for block in tl.static_range(PREFETCHED):
         added = ()
         for row in tl.static_range(ROWS):
             if norm is not None:
-                numbers = normed[block]
+                values = normed[block]
             else:
                 at = x + row * K + block * BK + offs_k
-                numbers = _load_block(at, offs_k, block * BK, K, MASKED).to(tl.float32)
+                values = _load_block(at, offs_k, block * BK, K, MASKED).to(tl.float32)
             for part in tl.static_range(PARTS):
-                weights = early[block * PARTS + part].to(tl.float32)
-                added += (sums[row * PARTS + part] + weights * numbers[None, :],)
+                weights = prefetched[block * PARTS + part].to(tl.float32)
+                added += (sums[row * PARTS + part] + weights * values[None, :],)
         sums = added
-    for k in tl.range(EARLY * BK, K, BK, num_stages=1):
+    for k in tl.range(PREFETCHED * BK, K, BK, num_stages=1):
         added = ()
         for row in tl.static_range(ROWS):
-            numbers = _load_block(x + row * K + k + offs_k, offs_k, k, K, MASKED).to(tl.float32)
+            values = _load_block(x + row * K + k + offs_k, offs_k, k, K, MASKED).to(tl.float32)
             for part in tl.static_range(PARTS):
                 weights = _load_block(w_block + part * part_size + k, offs_k[None, :], k, K, MASKED).to(tl.float32)
-                added += (sums[row * PARTS + part] + weights * numbers[None, :],)
+                added += (sums[row * PARTS + part] + weights * values[None, :],)
         sums = added
     for row in tl.static_range(ROWS):
         outputs = tl.sum(sums[row * PARTS], 1).to(y.dtype.element_ty)
@@ -192,7 +193,7 @@ def _skinny_linear_one_or_two_rows(
 
 
 class Normed(NamedTuple):
-    """What makes of a row the one that is multiplied: the sum with another one, normed.
+    """How a row becomes the one that is multiplied: another one is added, and the sum is normed.
 
     Attributes:
         update: ``[1, K]``, what is added to it.
@@ -210,11 +211,11 @@ class Normed(NamedTuple):
 def multiply_few(
     rows: Tensor,
     weight: Tensor,
-    tiling: Tiling,
+    tiling: LinearTiling,
     *,
     normed: Normed | None = None,
     gated: bool = False,
-    ahead: bool = False,
+    trigger_first: bool = False,
     pdl: bool,
 ) -> Tensor:
     """Return ``rows @ weight.T`` of one or two rows.
@@ -222,11 +223,11 @@ def multiply_few(
     Args:
         rows: ``[M, K]``, contiguous, float16 or bfloat16.
         weight: ``[N, K]``, likewise.
-        tiling: for one or two rows, from ``choose``; where rows are normed, with all of K early.
+        tiling: for one or two rows, from ``choose_linear_tiling``; if rows are normed, all of K is prefetched.
         normed: how one row is normed first.
         gated: return ``silu(first) * second`` of both halves of the outputs.
-        ahead: let the next kernel begin before this one has waited.
-        pdl: begin before the kernel in front has ended; needs compute capability 9.0.
+        trigger_first: let the next kernel begin before this one has waited for the previous.
+        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
     """
     (m, k), n = rows.shape, weight.shape[0] // (2 if gated else 1)
     outputs = tiling.outputs // (2 if gated else 1)
@@ -234,8 +235,8 @@ def multiply_few(
     y = rows.new_empty(m, n)
     _skinny_linear_one_or_two_rows[(-(-n // outputs),)](
         rows, update, norm, total, weight, y, n, k, epsilon,
-        ROWS=m, BN=outputs, BK=tiling.inputs, EARLY=tiling.early, MASKED=k % tiling.inputs > 0, GATED=gated,
-        AHEAD=ahead, **_options(pdl),
+        ROWS=m, BN=outputs, BK=tiling.inputs, PREFETCHED=tiling.prefetched, MASKED=k % tiling.inputs > 0, GATED=gated,
+        TRIGGER_FIRST=trigger_first, **_options(pdl),
     )  # fmt: skip
     return y
 
@@ -244,18 +245,18 @@ def _options(pdl: bool) -> dict[str, Any]:
     return {"PDL": pdl, "num_warps": 4, **({"launch_pdl": True} if pdl else {})}
 
 
-def multiply(rows: Tensor, weight: Tensor, tiling: Tiling, *, ahead: bool = False, pdl: bool) -> Tensor:
+def multiply(rows: Tensor, weight: Tensor, tiling: LinearTiling, *, trigger_first: bool = False, pdl: bool) -> Tensor:
     """Return ``rows @ weight.T``.
 
     Args:
         rows: ``[M, K]``, contiguous, float16 or bfloat16.
         weight: ``[N, K]``, likewise, beginning at a multiple of 16 bytes.
-        tiling: from ``choose``.
-        ahead: let the next kernel begin before this one has waited, if there are one or two rows.
-        pdl: begin before the kernel in front has ended; needs compute capability 9.0.
+        tiling: from ``choose_linear_tiling``.
+        trigger_first: as in ``multiply_few``; of no effect with more than two rows.
+        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
     """
     if tiling.rows <= 2:
-        return multiply_few(rows, weight, tiling, ahead=ahead, pdl=pdl)
+        return multiply_few(rows, weight, tiling, trigger_first=trigger_first, pdl=pdl)
     (m, k), n = rows.shape, weight.shape[0]
     y = rows.new_empty(m, n)
     blocks_of_rows = TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs])

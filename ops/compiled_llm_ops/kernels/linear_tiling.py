@@ -1,22 +1,48 @@
-"""How a product of few rows with a weight is cut up for the Triton kernels, or that cuBLAS is better at it.
+"""How a matmul of few rows with a weight is cut up for the Triton kernels, or that cuBLAS is better at it.
+
+The constants of ``choose_linear_tiling`` were fitted to times of all decode matmuls of Qwen3-0.6B and -8B in bfloat16
+at M 1 to 64 on an H200, with weights from memory, each after a small kernel or its norm; those of
+``choose_normed_tiling`` to times of Qwen3-0.6B's decode step, with the kernels of its layers one after the other.
+``tools/fit_tilings.py --only linear,normed`` measures matmuls again, on any GPU.
 
 Shapes: M rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 TILE, BLOCK = 64, 128
+"""Outputs of a tile, which is what tensor cores take of their first operand, and inputs of a block."""
+
 MOST_ROWS = 64
+"""Rows up to which the kernels were measured."""
+
 MOST_TILES = 3
 """Tiles of a program: their sums are 96 registers of a thread, with 64 rows."""
+
+FEWEST_STAGES = 4
+"""Stages that have to fit for blocks of inputs to be twice as wide."""
+
+FEWEST_FULL_TILES = 0.4
+"""Tiles for each multiprocessor below which 64 rows take smaller tiles: few programs read fast enough only if each
+loads much at a time, and with 64 rows it has room for half as much."""
 
 WIDE_BLOCK = 1024
 """Inputs that a program without tensor cores multiplies at a time."""
 
-EARLY_NUMBERS = 2**14
+PREFETCHED_WEIGHTS = 2**14
 """Weights that a program of 128 threads holds in registers, two in each: 64 registers of a thread."""
+
+FEW_OUTPUTS, MANY_OUTPUTS = 2, 4
+"""Outputs of a program without tensor cores."""
+
+LEAST_FOR_MANY = 16
+"""Outputs for each multiprocessor from which on a program without tensor cores computes MANY_OUTPUTS."""
 
 MOST_OUTPUTS_OF_TWO = 16
 """Outputs for each multiprocessor up to which two rows are multiplied without tensor cores."""
@@ -34,8 +60,8 @@ SHARED_MEMORY = 226 * 1024
 """Bytes for blocks in a multiprocessor of compute capability 9.0; it has 1 KB more, for barriers."""
 
 
-class Tiling(NamedTuple):
-    """One way to cut a product up; a program multiplies all rows with a part of the weight, over all inputs.
+class LinearTiling(NamedTuple):
+    """One way to cut a matmul up; a program multiplies all rows with a part of the weight, over all inputs.
 
     Attributes:
         rows: rows there is room for; 1 and 2 stand for the kernel without tensor cores.
@@ -43,8 +69,8 @@ class Tiling(NamedTuple):
         tiles: tiles of a program.
         inputs: inputs that a program multiplies at a time.
         stages: blocks of inputs on their way at a time, with tensor cores.
-        early: without tensor cores, blocks of weights that a program asks for before the kernel in front has ended;
-            with them it fills its stages.
+        prefetched: blocks of weights that a program loads before the previous kernel has ended; 0 with tensor cores,
+            where the stages are filled.
     """
 
     rows: int
@@ -52,15 +78,29 @@ class Tiling(NamedTuple):
     tiles: int
     inputs: int
     stages: int
-    early: int
+    prefetched: int
 
 
-def choose(m: int, n: int, k: int, processors: int = 132) -> Tiling | None:
-    """Return the tiling for ``[M, K] @ [N, K].T``, or None where cuBLAS is as fast or nothing fits.
+@functools.cache
+def processors_of(device: torch.device) -> int:
+    """Return how many multiprocessors the device has, 0 if the kernels were not made for it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
-    The rules are fitted to times of all decode products of Qwen3-0.6B and -8B in bfloat16 at M 1 to 64 on an H200,
-    with weights from memory, each behind a small kernel or the norm in front of it. What they say in short: one program
-    on a multiprocessor, with as many bytes on their way as it holds, and no sum over programs.
+
+def tiling_for(rows: int, weight: Tensor) -> LinearTiling | None:
+    """Return how our kernels cut up a matmul of so many rows with ``weight`` ``[N, K]``, None if cuBLAS does it."""
+    processors = processors_of(weight.device)
+    if not processors or weight.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    return choose_linear_tiling(rows, weight.shape[0], weight.shape[1], processors)
+
+
+def choose_linear_tiling(m: int, n: int, k: int, processors: int = 132) -> LinearTiling | None:
+    """Return the tiling for ``[M, K] @ [N, K].T``, or None if cuBLAS is as fast or nothing fits.
+
+    In short: one program on a multiprocessor, which loads as many bytes at a time as it holds; no sum over programs.
 
     Args:
         m: rows.
@@ -73,45 +113,42 @@ def choose(m: int, n: int, k: int, processors: int = 132) -> Tiling | None:
     if not 2 <= m <= MOST_ROWS or n % 16 or k % BLOCK or n < LEAST_OUTPUTS * processors:
         return None
     rows, outputs = max(16, 1 << (m - 1).bit_length()), TILE
-    # Few programs read fast enough if each has much on its way; with 64 rows it has half as much.
-    while rows == MOST_ROWS and outputs > 16 and 5 * n < 2 * outputs * processors:
+    while rows == MOST_ROWS and outputs > 16 and n / (outputs * processors) < FEWEST_FULL_TILES:
         outputs //= 2
     tiles = min(MOST_TILES, -(-n // (outputs * processors)))
-    inputs = BLOCK if _fitting(rows, outputs * tiles, 2 * BLOCK) < 4 else 2 * BLOCK
-    return Tiling(rows, outputs, tiles, inputs, _fitting(rows, outputs * tiles, inputs), early=0)
+    inputs = BLOCK if stages_that_fit(rows, outputs * tiles, 2 * BLOCK) < FEWEST_STAGES else 2 * BLOCK
+    return LinearTiling(rows, outputs, tiles, inputs, stages_that_fit(rows, outputs * tiles, inputs), prefetched=0)
 
 
-def _fitting(rows: int, outputs: int, inputs: int) -> int:
+def stages_that_fit(rows: int, outputs: int, inputs: int) -> int:
     """Return how many blocks of rows and weights a multiprocessor holds."""
     return SHARED_MEMORY // ((rows + outputs) * inputs * 2)
 
 
-def _without_tensor_cores(m: int, n: int, k: int, processors: int) -> Tiling | None:
-    """Return the tiling of a kernel whose programs hold all their weights before they wait, where registers suffice."""
+def _without_tensor_cores(m: int, n: int, k: int, processors: int) -> LinearTiling | None:
+    """Return the tiling of a kernel whose programs hold all their weights before they wait, if registers suffice."""
     if k % 16:
         return None
-    outputs = 4 if n >= 16 * processors else 2
+    outputs = MANY_OUTPUTS if n >= LEAST_FOR_MANY * processors else FEW_OUTPUTS
     blocks = -(-k // WIDE_BLOCK)
-    if blocks * outputs * WIDE_BLOCK <= EARLY_NUMBERS:
-        return Tiling(m, outputs, 1, WIDE_BLOCK, stages=1, early=blocks)
-    return Tiling(m, outputs, 1, 2 * WIDE_BLOCK, stages=1, early=1)
+    if blocks * outputs * WIDE_BLOCK <= PREFETCHED_WEIGHTS:
+        return LinearTiling(m, outputs, 1, WIDE_BLOCK, stages=1, prefetched=blocks)
+    return LinearTiling(m, outputs, 1, 2 * WIDE_BLOCK, stages=1, prefetched=1)
 
 
-def choose_normed(n: int, k: int, processors: int = 132) -> Tiling | None:
-    """Return the tiling of a product of one row that each program norms, None where too many would do so.
-
-    Fitted to times of Qwen3-0.6B's decode step, with the kernels of its layers one behind the other.
+def choose_normed_tiling(n: int, k: int, processors: int = 132) -> LinearTiling | None:
+    """Return the tiling of a matmul of one row that each program norms, None if too many would do so.
 
     Args:
         n: outputs.
         k: inputs.
         processors: multiprocessors of the device.
     """
-    tiling = choose(1, n, k, processors)
-    if tiling is None or tiling.early * tiling.inputs < k:
+    tiling = choose_linear_tiling(1, n, k, processors)
+    if tiling is None or tiling.prefetched * tiling.inputs < k:
         return None
     twice = tiling._replace(outputs=2 * tiling.outputs)
-    fits = 2 * twice.outputs * tiling.early * tiling.inputs <= EARLY_NUMBERS  # beside the row itself
+    fits = 2 * twice.outputs * tiling.prefetched * tiling.inputs <= PREFETCHED_WEIGHTS  # beside the row itself
     if fits and n > FEW_NORMING * tiling.outputs * processors:
         tiling = twice
     return tiling if n <= MOST_NORMING * tiling.outputs * processors else None

@@ -1,4 +1,4 @@
-"""A Triton kernel for the norms of a decode step, which may begin while the kernel in front ends (see ``overlap``)."""
+"""A Triton kernel for the norms of a decode step, which may begin while the previous kernel ends (see ``pdl``)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ def _add_rms_norm(
     states, update, weight, total, normed, epsilon,
     INPUTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row in each program."""
+    """Add and norm one row in each program; rounded where HuggingFace's model rounds: the sum, the normed row."""
     offs = tl.arange(0, BLOCK)
-    there = offs < INPUTS
-    at = tl.program_id(0).to(tl.int64) * INPUTS + offs
-    factors = tl.load(weight + offs, mask=there, other=0.0).to(tl.float32)
+    mask = offs < INPUTS
+    offs_row = tl.program_id(0).to(tl.int64) * INPUTS + offs
+    factors = tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    first, second = tl.load(states + at, mask=there, other=0.0), tl.load(update + at, mask=there, other=0.0)
+    first, second = tl.load(states + offs_row, mask=mask, other=0.0), tl.load(update + offs_row, mask=mask, other=0.0)
     dtype = total.dtype.element_ty
     sums = (first.to(tl.float32) + second.to(tl.float32)).to(dtype)
-    tl.store(total + at, sums, mask=there)
-    numbers = sums.to(tl.float32)
-    numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / INPUTS + epsilon)
-    tl.store(normed + at, (numbers.to(dtype).to(tl.float32) * factors).to(dtype), mask=there)
+    tl.store(total + offs_row, sums, mask=mask)
+    values = sums.to(tl.float32)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / INPUTS + epsilon)
+    tl.store(normed + offs_row, (values.to(dtype).to(tl.float32) * factors).to(dtype), mask=mask)
 
 
 def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float, *, pdl: bool) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float,
         update: ``[..., I]``.
         weight: ``[I]``.
         epsilon: is added to the mean square.
-        pdl: begin before the kernel in front has ended; needs compute capability 9.0.
+        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
 
     Returns:
         ``[..., I]``, the sum, and ``[..., I]``, the normed sum.

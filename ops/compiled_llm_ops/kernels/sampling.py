@@ -67,10 +67,10 @@ def _source(logits, stride, slots, temperature, penalty, seen, vocabulary):
     """What the scores of this program's row are made of, and its entry in the tables and temperature."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    heat = tl.load(temperature + slot)
-    scale = 1.0 / tl.where(heat == 0.0, 1.0, heat)
+    row_temperature = tl.load(temperature + slot)
+    scale = 1.0 / tl.where(row_temperature == 0.0, 1.0, row_temperature)
     source = (logits + row * stride, seen + slot * vocabulary, vocabulary, scale, tl.load(penalty + slot))
-    return source, row, slot, heat
+    return source, row, slot, row_temperature
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def _sample_rows(
     found, candidates, candidate_scores, chosen, not_a_token, padded_groups: tl.constexpr,
 ):  # fmt: skip
     """Choose one row's token and mark it as seen; grid ``(B,)``."""
-    source, row, slot, heat = _source(logits, stride, slots, temperature, penalty, seen, vocabulary)
+    source, row, slot, row_temperature = _source(logits, stride, slots, temperature, penalty, seen, vocabulary)
     group = tl.arange(0, padded_groups)
     tops = tl.load(largest + row * groups + group, mask=group < groups, other=float("-inf"))
     peak = tl.max(tops, axis=0)
@@ -124,7 +124,7 @@ def _sample_rows(
         masses = tl.load(mass + group, mask=group < groups, other=0.0) * tl.exp(tops - peak)
         smallest = peak - _REACH
         token = -1
-        if heat == 0.0:
+        if row_temperature == 0.0:
             token = _first_of_largest(source, tops, peak, padded_groups)
         elif (k > 0) | (p < 1.0) | (m > 0.0):
             total = tl.sum(masses, axis=0)

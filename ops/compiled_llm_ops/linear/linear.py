@@ -1,17 +1,14 @@
-"""Products of few rows with a weight: what a decode step is made of.
+"""Matmuls of few rows with a weight, which most of a decode step is.
 
 Shapes: M rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import SkinnyLinear
-from compiled_llm_ops.kernels.linear_tiling import MOST_ROWS, Tiling, choose
 from compiled_llm_ops.library import define
 
 
@@ -21,11 +18,10 @@ def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bo
     Args:
         rows: ``[M, I]``, any strides.
         weight: ``[O, I]``, contiguous, of the same dtype.
-        overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
-            ``compiled_llm_ops.kernels.overlap``; what is in front of it must not write ``weight`` then.
-        ahead: whether the kernel behind may begin before this one has waited for the one in front; of effect with
-            ``overlap`` and one or two rows. The weight that is read behind is on its way sooner then, and delays what
-            the kernel in front still reads.
+        overlap: whether it may run at the same time as the previous and the next kernel on CUDA, by the rules of
+            ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``weight`` then.
+        ahead: only with ``overlap`` and 1 or 2 rows: let the next kernel begin before this one has waited for the
+            previous. The next kernel's weight is prefetched earlier, at the cost of bandwidth for the previous one.
 
     Returns:
         ``[M, O]``, contiguous.
@@ -52,8 +48,10 @@ def has_kernel(weight: Tensor, rows: int | None = None) -> bool:
     """
     if weight.device.type == "cpu":
         return weight.dtype is torch.float32
+    from compiled_llm_ops.kernels.linear_tiling import MOST_ROWS, tiling_for
+
     counts = range(1, MOST_ROWS + 1) if rows is None else [rows]
-    return any(tiling_of(count, weight) is not None for count in counts)
+    return any(tiling_for(count, weight) is not None for count in counts)
 
 
 def _check(args: SkinnyLinear) -> None:
@@ -65,47 +63,41 @@ def _check(args: SkinnyLinear) -> None:
         )
 
 
-def _weight_goes_left(count: int, outputs: int) -> bool:
-    return count <= 4 or (count <= 8 and outputs >= 8192)
+MOST_ROWS_LEFT, MOST_ROWS_LEFT_OF_LARGE, LARGE_WEIGHT = 4, 8, 8192
+"""Rows up to which BLAS is faster with the weight on the left: with any weight, and with so many outputs or more."""
+
+
+def weight_goes_left(count: int, outputs: int) -> bool:
+    """Whether BLAS multiplies so many rows faster if the weight is the left factor.
+
+    Fitted on a CPU with torch's own BLAS in float32; ``tools/fit_tilings.py --only cpu-linear`` measures it again.
+    """
+    return count <= MOST_ROWS_LEFT or (count <= MOST_ROWS_LEFT_OF_LARGE and outputs >= LARGE_WEIGHT)
 
 
 def _cpu(args: SkinnyLinear) -> Tensor:
     _check(args)
     rows, weight = args.rows, args.weight
     count, outputs = rows.shape[0], weight.shape[0]
-    if not _weight_goes_left(count, outputs):
+    if not weight_goes_left(count, outputs):
         return torch.mm(rows, weight.t())
     columns = (rows if count > 1 else torch.cat([rows, rows])).t()  # with one, BLAS would multiply a vector
     return torch.mm(weight, columns)[:, :count].t().contiguous()
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Return how many multiprocessors the device has, 0 if the kernels were not made for it."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def tiling_of(count: int, weight: Tensor) -> Tiling | None:
-    """Return how a product of ``count`` rows is cut up for kernels of our own, None if cuBLAS does it."""
-    if not processors(weight.device) or weight.dtype not in (torch.float16, torch.bfloat16):
-        return None
-    return choose(count, weight.shape[0], weight.shape[1], processors(weight.device))
-
-
 def _cuda(args: SkinnyLinear) -> Tensor:
-    from compiled_llm_ops.kernels.overlap import possible
+    from compiled_llm_ops.kernels.linear_tiling import tiling_for
+    from compiled_llm_ops.kernels.pdl import has_pdl
 
     _check(args)
     rows, weight = args.rows.contiguous(), args.weight
-    tiling = tiling_of(rows.shape[0], weight)
+    tiling = tiling_for(rows.shape[0], weight)
     if tiling is None or not weight.is_contiguous() or rows.data_ptr() % 16 or weight.data_ptr() % 16:
         return torch.mm(rows, weight.t())
     from compiled_llm_ops.kernels.linear import multiply
 
     with torch.cuda.device(rows.device):  # Triton launches on the current one
-        return multiply(rows, weight, tiling, ahead=args.ahead, pdl=args.overlap and possible(rows.device))
+        return multiply(rows, weight, tiling, trigger_first=args.ahead, pdl=args.overlap and has_pdl(rows.device))
 
 
 _skinny_linear = define(

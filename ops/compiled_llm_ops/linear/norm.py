@@ -1,4 +1,4 @@
-"""What lies between the products of a decode step: a layer's result is added to its input, and the sum is normed.
+"""What lies between the matmuls of a decode step: the residual sum, and its norm.
 
 Shapes: M rows, I inputs.
 """
@@ -22,8 +22,8 @@ def add_rms_norm(
         update: ``[..., I]``, like ``states``, of the same dtype.
         weight: ``[I]`` of the same dtype, multiplied with the normed rows.
         epsilon: is added to the mean square.
-        overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
-            ``compiled_llm_ops.kernels.overlap``; what is in front of it must not write ``weight`` then.
+        overlap: whether it may run at the same time as the previous and the next kernel on CUDA, by the rules of
+            ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``weight`` then.
 
     Returns:
         ``[..., I]``, the sum, and ``[..., I]``, the normed sum; both contiguous, of the same dtype.
@@ -64,13 +64,13 @@ def _cpu(args: AddRmsNorm) -> tuple[Tensor, Tensor]:
 
 def _cuda(args: AddRmsNorm) -> tuple[Tensor, Tensor]:
     from compiled_llm_ops.kernels import norm as triton_norm
-    from compiled_llm_ops.kernels.overlap import possible
+    from compiled_llm_ops.kernels.pdl import has_pdl
 
     check_norm(args.states, args.update, args.weight)
     tensors = (args.states.contiguous(), args.update.contiguous(), args.weight.contiguous())
     device = args.states.device
     with torch.cuda.device(device):  # Triton launches on the current one
-        return triton_norm.add_rms_norm(*tensors, args.epsilon, pdl=args.overlap and possible(device))
+        return triton_norm.add_rms_norm(*tensors, args.epsilon, pdl=args.overlap and has_pdl(device))
 
 
 _add_rms_norm = define(

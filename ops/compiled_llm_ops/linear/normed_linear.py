@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import NormedLinear
-from compiled_llm_ops.kernels.linear_tiling import choose_normed
 from compiled_llm_ops.library import define
 from compiled_llm_ops.linear import linear
 from compiled_llm_ops.linear.norm import add_rms_norm, check_norm
@@ -34,8 +33,8 @@ def normed_linear(
         weight: ``[O, I]`` of the same dtype, contiguous.
         gated: whether the first half of the outputs goes through SiLU and is multiplied with the second, as the MLPs of
             Llama and Qwen do it (SwiGLU).
-        overlap: whether CUDA may run it while the kernels in front and behind run, under the rules of
-            ``compiled_llm_ops.kernels.overlap``; what is in front of it must not write ``norm`` or ``weight`` then.
+        overlap: whether it may run at the same time as the previous and the next kernel on CUDA, by the rules of
+            ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``norm`` or ``weight`` then.
 
     Returns:
         ``[..., I]``, the sum, and ``[..., O]``, the product, ``[..., O / 2]`` if it is gated; both contiguous, of the
@@ -91,17 +90,18 @@ def _cuda(args: NormedLinear) -> tuple[Tensor, Tensor]:
 def _launch(args: NormedLinear) -> tuple[Tensor, Tensor]:
     from compiled_llm_ops.kernels import norm as triton_norm
     from compiled_llm_ops.kernels.linear import Normed, multiply_few
-    from compiled_llm_ops.kernels.overlap import possible
+    from compiled_llm_ops.kernels.linear_tiling import choose_normed_tiling, processors_of, tiling_for
+    from compiled_llm_ops.kernels.pdl import has_pdl
 
     states, weight = args.states, args.weight
-    pdl = args.overlap and possible(states.device)
-    tiling = choose_normed(weight.shape[0], weight.shape[1], linear.processors(weight.device))
+    pdl = args.overlap and has_pdl(states.device)
+    tiling = choose_normed_tiling(weight.shape[0], weight.shape[1], processors_of(weight.device))
     if tiling is not None:
         total = torch.empty_like(states)
         normed = Normed(args.update, args.norm, args.epsilon, total)
         product = multiply_few(states.view(1, -1), weight, tiling, normed=normed, gated=args.gated, pdl=pdl)
     else:
-        tiling = linear.tiling_of(1, weight)
+        tiling = tiling_for(1, weight)
         assert tiling is not None
         total, row = triton_norm.add_rms_norm(states, args.update, args.norm, args.epsilon, pdl=pdl)
         product = multiply_few(row.view(1, -1), weight, tiling, gated=args.gated, pdl=pdl)

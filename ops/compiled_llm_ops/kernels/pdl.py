@@ -1,0 +1,28 @@
+"""Kernels that begin while the previous one ends: PDL, programmatic dependent launch.
+
+If a caller allows ``overlap``, our kernels do what they can before the previous kernel has ended: they load weights, or
+read the page table. These rules make that safe:
+
+- Before it waits (``gdc_wait``), a kernel writes nothing, and it reads only what no earlier kernel writes that may
+  still run: weights, and the page table, which a step advances at its end.
+- All kernels on the stream wait, or do not overlap at all. When a kernel has waited, the previous one has ended, which
+  had waited itself: so all earlier ones have ended.
+- A kernel triggers the next one (``gdc_launch_dependents``) after it has waited, so that two run at a time. A matmul
+  that is called with ``ahead`` does so before, and three do: weights are being loaded while two earlier matmuls still
+  run. After attention that costs more than it gains, since weights delay the keys that attention reads.
+
+The second rule is the caller's to keep: ``compiled_llm.compat`` makes Inductor's kernels wait. Without ``overlap`` each
+kernel begins after the previous one, as kernels do.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def has_pdl(device: torch.device) -> bool:
+    """Return whether a kernel on the device can begin before the previous one has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

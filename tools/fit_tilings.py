@@ -1,0 +1,438 @@
+"""Sweep on this machine what the rules of kernels were fitted to, and see how well each rule chooses.
+
+    python tools/fit_tilings.py                                    # all rules
+    python tools/fit_tilings.py --only linear,attention --quick    # fewer shapes and fewer candidates
+    python tools/fit_tilings.py --json fit.json
+
+For each case it times every candidate and prints the best, the one that the rule chooses, and how much slower it is.
+To fit a rule to another GPU: run this, change the rule's constants (they say what they stand for), run it again. All
+but `cpu-linear` need a GPU, and `splitting` needs FlashInfer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from compiled_llm.execution.recorded_shapes import RecordedShapes
+from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops.kernels import attention_tiling, linear_tiling
+from compiled_llm_ops.kernels.attention_tiling import AttentionTiling, choose_attention_tiling
+from compiled_llm_ops.kernels.linear_tiling import LinearTiling, choose_linear_tiling, choose_normed_tiling
+from compiled_llm_ops.linear.linear import weight_goes_left
+
+CLOSE = 0.03
+"""How much slower than the best a choice may be to count as right."""
+
+LARGER_THAN_CACHES = 2**27
+"""Bytes that launches go through in turn, so that each reads from memory as in a model: an H200 has 50 MB of L2."""
+
+LAUNCHES, REPLAYS = 20, 5
+MODELS = {"0.6B": (1024, 2048, 1024, 3072), "8B": (4096, 4096, 1024, 12288)}
+"""Qwen3: hidden size, columns of all query heads, of all kv heads, intermediate size."""
+
+VOCABULARY, PAGE_SIZE, HEAD_DIM, KV_HEADS = 151_936, 16, 128, 8
+
+
+class Machine(NamedTuple):
+    """What rules ask of a device; by default an H200's."""
+
+    processors: int = 132
+    shared_memory: int = 228 * 1024
+
+
+class Case(NamedTuple):
+    """One choice that a rule has to make.
+
+    Attributes:
+        rule: its name, as for `--only`.
+        name: what there is to choose for.
+        candidates: what could be chosen, by name.
+        chosen: what the rule chooses, one of the names.
+        prepare: allocates the inputs; returns what measures a candidate, in microseconds.
+    """
+
+    rule: str
+    name: str
+    candidates: dict[str, Any]
+    chosen: str
+    prepare: Callable[[], Callable[[Any], float]]
+
+
+class Fit(NamedTuple):
+    """A measured case; `times` are in microseconds, by candidate."""
+
+    rule: str
+    case: str
+    best: str
+    chosen: str
+    slower: float
+    times: dict[str, float]
+
+
+def measure(case: Case) -> Fit:
+    microseconds = case.prepare()
+    times = {name: microseconds(candidate) for name, candidate in case.candidates.items()}
+    best = min(times, key=times.__getitem__)
+    return Fit(case.rule, case.name, best, case.chosen, times[case.chosen] / times[best] - 1, times)
+
+
+def case_of(rule: str, name: str, candidates: Iterable[Any], chosen: Any, prepare: Any) -> Case:
+    """A case whose candidates name themselves; the rule's choice is always among them."""
+    return Case(rule, name, {str(one): one for one in [chosen, *candidates]}, str(chosen), prepare)
+
+
+# ---- measuring
+
+
+def captured(launch: Callable[[int], object]) -> float:
+    """Microseconds of a launch, captured many times in a row and told its number: the best of some replays."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        launch(0)  # compiles, outside of the capture
+    except OutOfResources:
+        return math.inf
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(LAUNCHES):
+            launch(number)
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times) * 1000 / LAUNCHES
+
+
+def by_the_clock(run: Callable[[], object], synchronize: Callable[[], object], seconds: float = 0.2) -> float:
+    """Microseconds of a run, launches of the host included: the best of as many runs as take so long."""
+    run()
+    best, end = math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        synchronize()
+        start = time.perf_counter()
+        run()
+        synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best * 1e6
+
+
+def copies_of(tensor: Tensor) -> list[Tensor]:
+    """As many tensors like this one as no cache holds."""
+    size = tensor.numel() * tensor.element_size()
+    return [tensor, *(tensor.clone() for _ in range(min(LAUNCHES, LARGER_THAN_CACHES // size)))]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16) / math.sqrt(shape[-1])
+
+
+# ---- linear and normed: `kernels/linear_tiling.py`
+
+
+def products(quick: bool) -> dict[str, tuple[int, int]]:
+    """`(N, K)` of the matmuls of decode steps."""
+    found = {}
+    for model, (hidden, query, kv, intermediate) in MODELS.items():
+        found |= {
+            f"{model} qkv": (query + 2 * kv, hidden),
+            f"{model} out": (hidden, query),
+            f"{model} gate, up": (2 * intermediate, hidden),
+            f"{model} down": (hidden, intermediate),
+        }
+        if not quick:
+            found[f"{model} vocabulary"] = (VOCABULARY, hidden)
+    return found
+
+
+def linear_cases(machine: Machine, quick: bool) -> Iterator[Case]:
+    for name, (n, k) in products(quick).items():
+        for m in (1, 2, 8, 32, 64) if quick else (1, 2, 4, 8, 16, 32, 33, 48, 64):
+            chosen = choose_linear_tiling(m, n, k, machine.processors)
+            candidates = [*few_row_tilings(m, k), *tensor_core_tilings(m, k), None]
+            yield case_of("linear", f"{name}, M={m}", candidates, chosen, lambda m=m, n=n, k=k: linear_timer(m, n, k))
+
+
+def few_row_tilings(m: int, k: int) -> list[LinearTiling]:
+    """Tilings without tensor cores, up to twice the registers that the rule allows for what is prefetched."""
+    if m > 2 or k % 16:
+        return []
+    return [
+        LinearTiling(m, outputs, 1, inputs, stages=1, prefetched=prefetched)
+        for inputs in (linear_tiling.WIDE_BLOCK, 2 * linear_tiling.WIDE_BLOCK)
+        for outputs in (1, 2, 4, 8)
+        for prefetched in sorted({1, -(-k // inputs)})
+        if prefetched * outputs * inputs <= 2 * linear_tiling.PREFETCHED_WEIGHTS
+    ]
+
+
+def tensor_core_tilings(m: int, k: int) -> list[LinearTiling]:
+    if m < 2 or m > linear_tiling.MOST_ROWS or k % linear_tiling.BLOCK:
+        return []
+    rows = max(16, 1 << (m - 1).bit_length())
+    found = []
+    for outputs in (16, 32, 64) if rows == linear_tiling.MOST_ROWS else (64,):  # tensor cores take 64 rows of a tile
+        for tiles in range(1, linear_tiling.MOST_TILES + 1):
+            for inputs in (linear_tiling.BLOCK, 2 * linear_tiling.BLOCK):
+                stages = linear_tiling.stages_that_fit(rows, outputs * tiles, inputs)
+                if stages >= 3:
+                    found.append(LinearTiling(rows, outputs, tiles, inputs, stages, prefetched=0))
+    return found
+
+
+def linear_timer(m: int, n: int, k: int) -> Callable[[LinearTiling | None], float]:
+    """Each matmul comes after a small kernel, whose time is part of every candidate's."""
+    from compiled_llm_ops.kernels.linear import multiply
+
+    rows, weights = random(m, k), copies_of(random(n, k))
+
+    def launch(tiling: LinearTiling | None, number: int) -> Tensor:
+        inputs, weight = rows + 0, weights[number % len(weights)]
+        return inputs @ weight.T if tiling is None else multiply(inputs, weight, tiling, pdl=True)
+
+    return lambda tiling: captured(lambda number: launch(tiling, number))
+
+
+def normed_cases(machine: Machine, quick: bool) -> Iterator[Case]:
+    for name, (n, k) in products(quick).items():
+        plain = choose_linear_tiling(1, n, k, machine.processors)
+        if plain is None:
+            continue
+        candidates: list[LinearTiling | None] = [None]
+        if plain.prefetched * plain.inputs >= k:  # a program norms the whole row
+            candidates += [plain._replace(outputs=plain.outputs * factor) for factor in (1, 2, 4)]
+        chosen = choose_normed_tiling(n, k, machine.processors)
+        prepare = lambda n=n, k=k, plain=plain: normed_timer(n, k, plain)  # noqa: E731
+        yield case_of("normed", f"{name}, M=1", candidates, chosen, prepare)
+
+
+def normed_timer(n: int, k: int, plain: LinearTiling) -> Callable[[LinearTiling | None], float]:
+    """None stands for two launches, the norm and then the matmul."""
+    from compiled_llm_ops.kernels.linear import Normed, multiply_few
+    from compiled_llm_ops.kernels.norm import add_rms_norm
+
+    states, update, norm, weights = random(1, k), random(1, k), random(k), copies_of(random(n, k))
+
+    def launch(tiling: LinearTiling | None, number: int) -> Tensor:
+        added, weight = update + 0, weights[number % len(weights)]
+        if tiling is None:
+            _, row = add_rms_norm(states, added, norm, 1e-6, pdl=True)
+            return multiply_few(row, weight, plain, pdl=True)
+        normed = Normed(added, norm, 1e-6, torch.empty_like(states))
+        return multiply_few(states, weight, tiling, normed=normed, pdl=True)
+
+    return lambda tiling: captured(lambda number: launch(tiling, number))
+
+
+# ---- attention: `kernels/attention_tiling.py`
+
+
+def attention_cases(machine: Machine, quick: bool) -> Iterator[Case]:
+    most_keys = 40_960  # of Qwen3's rows
+    for gqa in (2,) if quick else (2, 4, 8):
+        for rows in (1, 8, 32) if quick else (1, 2, 4, 8, 16, 17, 32, 33, 64):
+            chosen = choose_attention_tiling(rows, KV_HEADS, gqa, HEAD_DIM, most_keys, *machine)
+            candidates = [*attention_tilings(rows, quick), chosen._replace(share_equal=not chosen.share_equal)]
+            for name, lengths in row_lengths(rows, quick).items():
+                prepare = lambda lengths=lengths, gqa=gqa: attention_timer(lengths, gqa, most_keys)  # noqa: E731
+                yield case_of("attention", f"B={rows}, G={gqa}, {name}", candidates, chosen, prepare)
+
+
+def row_lengths(rows: int, quick: bool) -> dict[str, list[int]]:
+    """Rows of equal lengths, and one long one among short ones."""
+    lengths = (160, 1024, 4096) if quick else (160, 600, 1024, 4096, 16_384, 32_768)
+    found = {f"{length} keys": [length] * rows for length in lengths}
+    if rows > 1:
+        found["8192 keys and 512"] = [8192] + [512] * (rows - 1)
+    return found
+
+
+def attention_tilings(rows: int, quick: bool) -> list[AttentionTiling]:
+    """Blocks, pipelines, programs for a row and sizes of shares."""
+    row_tile = -(-rows // -(-rows // attention_tiling.MOST_ROWS))
+    shapes = [(2**13, 3, 2), (2**13, 5, 2), (2**14, 3, 4), (2**14, 5, 4)]
+    found = []
+    for values, stages, warps in shapes if quick else [*shapes, (2**13, 3, 4), (2**13, 5, 4)]:
+        busy = attention_tiling.BUSY_VALUES // values
+        for splits in (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32):
+            for alone, least in ((attention_tiling.ALONE, 1), (busy, busy)):
+                sharing = (row_tile, row_tile * splits, alone, least)
+                found.append(AttentionTiling(*sharing, values // HEAD_DIM, stages, warps))
+    return found
+
+
+def attention_timer(lengths: Sequence[int], gqa: int, most_keys: int) -> Callable[[AttentionTiling], float]:
+    """One layer after the other, so many that no cache holds the keys of all."""
+    from compiled_llm_ops.kernels.attention import decode
+
+    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    pages = copies_of(torch.zeros(sum(counts), 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
+    indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    last_page_len = torch.tensor([(length - 1) % PAGE_SIZE + 1 for length in lengths], dtype=torch.int32, device="cuda")
+    indices = torch.zeros(len(lengths) * most_keys // PAGE_SIZE, dtype=torch.int32, device="cuda")
+    indices[: sum(counts)] = torch.randperm(sum(counts), device="cuda")
+    query = random(len(lengths), KV_HEADS * gqa, HEAD_DIM)
+    key, value = random(2, len(lengths), KV_HEADS, HEAD_DIM)
+
+    def launch(tiling: AttentionTiling, number: int) -> Tensor:
+        table = (indptr, indices, last_page_len)
+        args = DecodeAttention(query + 0, key, value, pages[number % len(pages)], *table, HEAD_DIM**-0.5)
+        return decode(args, None, tiling=tiling, pdl=True)
+
+    return lambda tiling: captured(lambda number: launch(tiling, number))
+
+
+# ---- recorded: `execution/recorded_shapes.py`
+
+
+def recorded_cases(_: Machine, quick: bool) -> Iterator[Case]:
+    """Prefills of one row: launched by the host as they are, or captured and padded to a multiple of something."""
+    for model, (hidden, query, kv, intermediate) in MODELS.items():
+        weights = hidden * (2 * query + 2 * kv + 3 * intermediate)
+        shapes = RecordedShapes(8, weights)
+        for tokens in (20, 200, 1000) if quick else (10, 20, 40, 70, 130, 200, 300, 500, 700, 1000, 1500, 2500, 4000):
+            shape = shapes.smallest(tokens, 2)
+            padded = {-(-tokens // multiple) * multiple for multiple in (16, 64, 128, 256)}
+            if shape is not None:
+                padded.add(shape.tokens)
+            candidates = {f"captured, T={size}": (size, True) for size in sorted(padded)}
+            candidates["launched"] = (tokens, False)
+            chosen = "launched" if shape is None else f"captured, T={shape.tokens}"
+            prepare = lambda sizes=(hidden, query, kv, intermediate): layer_timer(*sizes)  # noqa: E731
+            yield Case("recorded", f"{model}, T={tokens}", candidates, chosen, prepare)
+
+
+def layer_timer(hidden: int, query: int, kv: int, intermediate: int) -> Callable[[tuple[int, bool]], float]:
+    """A stand-in for a layer with about as many launches as a compiled one, without rotary embedding and pages."""
+    functional = torch.nn.functional
+    qkv, out, norm = random(query + 2 * kv, hidden), random(hidden, query), random(hidden)
+    gate_up, down = random(2 * intermediate, hidden), random(hidden, intermediate)
+
+    def layer(states: Tensor) -> Tensor:
+        heads = functional.linear(functional.rms_norm(states, (hidden,), norm), qkv)
+        q, k, v = (part.unflatten(1, (-1, HEAD_DIM)).transpose(0, 1)[None] for part in heads.split([query, kv, kv], 1))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        states = states + functional.linear(attended[0].transpose(0, 1).flatten(1), out)
+        gate, up = functional.linear(functional.rms_norm(states, (hidden,), norm), gate_up).chunk(2, 1)
+        return states + functional.linear(functional.silu(gate) * up, down)
+
+    def microseconds(candidate: tuple[int, bool]) -> float:
+        tokens, is_captured = candidate
+        states = random(tokens, hidden)
+        if is_captured:
+            return captured(lambda _: layer(states))
+        layers = range(LAUNCHES)
+        return by_the_clock(lambda: [layer(states) for _ in layers], torch.cuda.synchronize) / LAUNCHES
+
+    return microseconds
+
+
+# ---- cpu-linear: `linear/linear.py`
+
+
+def cpu_linear_cases(_: Machine, quick: bool) -> Iterator[Case]:
+    """The weight as the left factor of BLAS's matmul, or the right one."""
+    weights = [(576, 576), (1536, 576), (49_152, 576)]
+    more_weights = [(960, 576), (576, 1536), (4096, 1024), (8192, 1024), (12_288, 4096)]
+    for outputs, inputs in weights if quick else weights + more_weights:
+        for count in (1, 4, 8, 16) if quick else (1, 2, 3, 4, 5, 6, 8, 12, 16):
+            chosen = "left" if weight_goes_left(count, outputs) else "right"
+            prepare = lambda given=(count, outputs, inputs): cpu_linear_timer(*given)  # noqa: E731
+            name = f"N={outputs}, K={inputs}, M={count}"
+            yield Case("cpu-linear", name, {"left": True, "right": False}, chosen, prepare)
+
+
+def cpu_linear_timer(count: int, outputs: int, inputs: int) -> Callable[[bool], float]:
+    rows, weight = torch.randn(count, inputs), torch.randn(outputs, inputs)
+    columns = (rows if count > 1 else torch.cat([rows, rows])).t()
+    left, right = (lambda: torch.mm(weight, columns)), (lambda: torch.mm(rows, weight.t()))
+    return lambda goes_left: by_the_clock(left if goes_left else right, lambda: None, seconds=0.05)
+
+
+SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {
+    "linear": linear_cases,
+    "normed": normed_cases,
+    "attention": attention_cases,
+    "recorded": recorded_cases,
+    "cpu-linear": cpu_linear_cases,
+}
+
+
+# ---- what is printed
+
+
+def table_of(rule: str, fits: Sequence[Fit]) -> Table:
+    """Cases, the worst choice first."""
+    right = sum(fit.slower <= CLOSE for fit in fits)
+    table = Table(title=f"{rule}: {right} of {len(fits)} choices within {CLOSE:.0%} of the best", title_justify="left")
+    for column in ("case", "best", "µs", "chosen", "µs", "slower"):
+        table.add_column(column, justify="right" if column in ("µs", "slower") else "left")
+    for fit in sorted(fits, key=lambda fit: -fit.slower):
+        best, chosen = (f"{fit.times[name]:.1f}" for name in (fit.best, fit.chosen))
+        table.add_row(fit.case, fit.best, best, fit.chosen, chosen, f"{fit.slower:.1%}")
+    return table
+
+
+def machine_of_this_gpu() -> Machine:
+    properties = torch.cuda.get_device_properties(0)
+    return Machine(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--only", default=",".join(SWEEPS), help=f"some of {','.join(SWEEPS)}")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, fewer candidates")
+    parser.add_argument("--json", type=Path, help="write all times here")
+    given = parser.parse_args(arguments)
+    rules = given.only.split(",")
+    if unknown := set(rules) - SWEEPS.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: not among {', '.join(SWEEPS)}")
+    if not torch.cuda.is_available() and rules != ["cpu-linear"]:
+        parser.error("torch sees no CUDA device; without one there is --only cpu-linear")
+    machine = machine_of_this_gpu() if torch.cuda.is_available() else Machine()
+    fits = fits_of(rules, machine, given.quick)
+    console = Console()
+    for rule in rules:
+        console.print(table_of(rule, [fit for fit in fits if fit.rule == rule]))
+    if given.json is not None:
+        content = {"machine": name_of(machine), "fits": [fit._asdict() for fit in fits]}
+        given.json.write_text(json.dumps(content, indent=1))
+
+
+def fits_of(rules: Sequence[str], machine: Machine, quick: bool) -> list[Fit]:
+    cases = [case for rule in rules for case in SWEEPS[rule](machine, quick)]
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress, torch.inference_mode():
+        task = progress.add_task("measuring", total=len(cases))
+        fits = []
+        for case in cases:
+            progress.update(task, description=f"{case.rule}: {case.name}")
+            fits.append(measure(case))
+            progress.advance(task)
+    return fits
+
+
+def name_of(machine: Machine) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"gpu": gpu, "torch": torch.__version__, **machine._asdict()}
+
+
+if __name__ == "__main__":
+    main()
