@@ -9,6 +9,8 @@ a function, under `if TYPE_CHECKING`. Left imports right:
 
 from __future__ import annotations
 
+import ast
+import statistics
 from functools import cache
 from pathlib import Path
 
@@ -44,6 +46,8 @@ DOORS = {f"{OPS}.flashinfer": {f"{OPS}.backends"}}  # a backend's folder, and th
 MOST_ROOMS = 14
 LINES_OF_SOURCE = 400
 LINES_OF_TEST = 600
+MEDIAN_LINES_OF_A_FILE = 120
+MEDIAN_LINES_OF_A_FUNCTION = 8
 
 STILL: dict[str, list[str]] = {
     "commands": [
@@ -143,6 +147,18 @@ def test_arrows_run_one_way_and_files_stay_short() -> None:
 def test_what_no_longer_occurs_is_taken_off_the_list() -> None:
     mended = {line for lines in STILL.values() for line in lines} - violations().keys()
     assert not mended, "well done: delete these lines of STILL in tests/test_arrows.py:\n" + "\n".join(sorted(mended))
+
+
+def test_most_files_and_functions_are_short() -> None:
+    files = {path: path.read_text() for path in sources().values() if path.name != "__init__.py"}
+    assert statistics.median(len(text.splitlines()) for text in files.values()) <= MEDIAN_LINES_OF_A_FILE
+    functions = [
+        node.end_lineno - node.lineno + 1
+        for text in files.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None
+    ]
+    assert statistics.median(functions) <= MEDIAN_LINES_OF_A_FUNCTION
 
 
 def test_every_room_has_a_floor() -> None:
