@@ -1,4 +1,4 @@
-"""What `--device` and `--dtype` take, in every command."""
+"""What options take that several commands have: `--device`, `--dtype`, and lists of integers."""
 
 from __future__ import annotations
 
@@ -20,3 +20,18 @@ class Device(str, Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+
+
+def integers(option: str, text: str) -> list[int]:
+    """Return the integers of a comma-separated list.
+
+    Raises:
+        ValueError: one is not an integer from 1.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: give comma-separated integers") from None
+    if any(number < 1 for number in numbers):
+        raise ValueError(f"{option} {text!r}: each must be at least 1")
+    return numbers

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from compiled_llm.commands.choices import Device, Dtype
+from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.execution.progress import ProgressDisplay
 
@@ -32,7 +32,7 @@ def explain(
 ) -> None:
     """Show which lines keep a model from running as one graph, and what to do; exits with 1 if there are any."""
     with readable_errors():
-        sizes = _sizes(timings)
+        sizes = integers("--timings", timings)
         with ProgressDisplay(enabled=True).task("importing torch and transformers"):
             from compiled_llm.commands.loading import load
             from compiled_llm.explaining.explainer import explain as explain_model
@@ -45,13 +45,3 @@ def explain(
         if html is not None:
             typer.echo(f"written to {report.to_html(html)}", err=True)
     raise typer.Exit(0 if report.clean else 1)
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        sizes = [0]
-    if any(size < 1 for size in sizes):
-        raise ValueError(f"--timings {text!r}: give comma-separated batch sizes from 1")
-    return sizes

@@ -22,7 +22,7 @@ from compiled_llm.commands.bench.options import (
     Verbose,
 )
 from compiled_llm.commands.bench.run import bench_run, check_matplotlib, show_report, write_report
-from compiled_llm.commands.choices import Device
+from compiled_llm.commands.choices import Device, integers
 from compiled_llm.commands.errors import readable_errors
 
 app = typer.Typer(
@@ -62,10 +62,10 @@ def latency(
 
         cuda = run.use(device) == "cuda"
         asked = workloads(
-            _numbers("--batches", batches or ("1,8,32,64" if cuda else "1,4")),
-            _numbers("--prompts", prompts),
-            _numbers("--contexts", contexts),
-            _numbers("--new", new or ("256" if cuda else "64")),
+            integers("--batches", batches or ("1,8,32,64" if cuda else "1,4")),
+            integers("--prompts", prompts),
+            integers("--contexts", contexts),
+            integers("--new", new or ("256" if cuda else "64")),
             decoding.ways,
         )
         run.prepare(model, contenders, asked, vllm, sglang)
@@ -123,7 +123,7 @@ def roofline(
         from compiled_llm.commands.bench.workload import workloads
 
         run.use(device)
-        asked = workloads(_numbers("--batches", batches), _numbers("--prompts", prompts), [], [new], decoding.ways)
+        asked = workloads(integers("--batches", batches), integers("--prompts", prompts), [], [new], decoding.ways)
         run.prepare(model, contenders, asked, None, None)
         run.measure_bandwidth()
         experiment.measure(run.contenders, run.setup, runs, run.report, run.save)
@@ -190,13 +190,3 @@ def chart(
         speeds = pictured.read(results)
         picture.parent.mkdir(parents=True, exist_ok=True)
         pictured.draw(speeds, picture)
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise ValueError(f"{option} {text!r}: give comma-separated integers") from None
-    if any(number < 1 for number in numbers):
-        raise ValueError(f"{option} {text!r}: each must be at least 1")
-    return numbers

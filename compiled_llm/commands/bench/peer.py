@@ -2,8 +2,8 @@
 
 A worker says ``{"mark": "imported"}`` and ``{"mark": "loaded"}`` (with ``versions``, if it likes). To each request,
 ``{"batch": 8, "prompt": 128, "new": 16, "sampled": {...} or null, "number": 3}``, it says ``{"mark": "first token"}``
-and in the end ``{"first": seconds, "total": seconds, "tokens": count}``. It makes up the prompts, others for every
-number.
+and in the end ``{"first": seconds, "total": seconds, "tokens": count}``. It makes up the prompts, different ones for
+each number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from compiled_llm.commands.bench.workload import SAMPLING, Workload
 
 WORKERS = Path(__file__).parent / "workers"
 GPU_SHARE = 0.6
-"""Of the GPU's memory, for an engine that takes what it gets: this process's context lives beside it."""
+"""How much of the GPU's memory an engine may take; this process's CUDA context needs some, too."""
 LEAST_LENGTH = 4096
 
 Mark = Callable[[str], object]
@@ -101,7 +101,7 @@ class Peer:
 
 @contextmanager
 def started(command: list[str], mark: Mark, environ: Mapping[str, str] | None = None) -> Iterator[Peer]:
-    """Start a worker for the block; it is asked to end by closing its stdin, and made to if it does not."""
+    """Start a worker for the block; closing its stdin asks it to end; if it does not, it is killed."""
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environ
@@ -126,7 +126,7 @@ class PeerSession:
         self.versions = peer.versions
 
     def prepare(self, workload: Workload) -> None:
-        """Run twice; what the engine did not compile when it was loaded makes no sense as a time."""
+        """Run twice: an engine may still compile something in the first runs."""
         for _ in range(2):
             self._peer.ask(workload, next(self._numbers))
 
@@ -136,7 +136,7 @@ class PeerSession:
         return Timing(answer["first"], answer["total"])
 
     def memory(self) -> dict[str, int]:
-        """An engine takes what it gets: nothing to compare."""
+        """Nothing: an engine takes what it is given, so there is nothing to compare."""
         return {}
 
 

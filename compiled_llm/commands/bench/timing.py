@@ -12,7 +12,7 @@ from typing import Any
 Now = Callable[[], float]
 
 RUNS_OF_A_PERCENTILE = 100
-"""With fewer, the 99th percentile would be the worst."""
+"""With fewer runs, the 99th percentile would be the worst one."""
 
 
 @dataclass(frozen=True)

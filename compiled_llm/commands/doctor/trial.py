@@ -1,4 +1,4 @@
-"""Whether kernels build here and give the right tokens: found out by doing it.
+"""Builds kernels and runs a tiny model here, and checks the tokens that it generates.
 
 Shapes: T prompt tokens, G generated tokens, V vocabulary.
 """
