@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import OutOfPagesError
@@ -18,6 +18,7 @@ from compiled_llm.execution.decode import Decode
 from compiled_llm.execution.prefill import Prefill
 from compiled_llm.execution.runner import Runner
 from compiled_llm.kvcache.row import Row
+from support.alone import Alone
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_llama, tiny_qwen3
 
@@ -36,27 +37,6 @@ def model() -> PreTrainedModel:
 @pytest.fixture
 def runner(model: PreTrainedModel) -> Runner:
     return model.compiled.runner()
-
-
-class Alone:
-    """One row on HuggingFace's own forward with a cache of its own."""
-
-    def __init__(self, plain: PreTrainedModel, prompt: list[int]) -> None:
-        self._plain = plain
-        self._cache = DynamicCache(config=plain.config)
-        self.fed: list[int] = []
-        self.logits = torch.empty(0)
-        self.feed(prompt)
-
-    def feed(self, tokens: list[int]) -> None:
-        with torch.no_grad():
-            out = self._plain(input_ids=torch.tensor([tokens]), past_key_values=self._cache)
-        self.logits = out.logits[0, -1]
-        self.fed += tokens
-
-    @property
-    def next(self) -> int:
-        return int(self.logits.argmax())
 
 
 def prompt_of(length: int, rng: np.random.Generator) -> list[int]:

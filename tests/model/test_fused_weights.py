@@ -656,7 +656,7 @@ def test_a_swapped_weight_that_is_held_is_read_where_it_is(twins, products, seed
 def test_copies_and_pickles_fuse_weights_of_their_own(twins, seed):
     inputs = mixed_prompts([4, 9], 128, seed)
     for twin in (copy.deepcopy(twins[1]), pickle.loads(pickle.dumps(twins[1]))):
-        assert twin.compiled.facts.fused_groups == twins[1].compiled.groups
+        assert twin.compiled.facts.fused_groups == twins[1].compiled.facts.fused_groups
         torch.testing.assert_close(greedy(twin, inputs, 6), greedy(twins[0], inputs, 6))
         assert len(twin.compiled.device_model().readiness.weights.groups) == 2
         addresses = [{weight.data_ptr() for weight in model.parameters()} for model in (twin, twins[1])]
