@@ -13,8 +13,8 @@ import matplotlib
 import pytest
 
 from compiled_llm.commands.bench import chart
+from support.pages import CHECKOUT
 
-CHECKOUT = Path(__file__).parents[2]
 PAGE = CHECKOUT / "BENCHMARKS.md"
 RESULTS = sorted((CHECKOUT / "results").glob("*.json"))
 ROWS = ("latency", "startup", "roofline", "beams_and_drafts", "logits", "prefill_attention")

@@ -14,9 +14,9 @@ import torch
 
 import compiled_llm
 import compiled_llm_ops
+from support.pages import CHECKOUT
 from support.tiny_models import tiny_qwen3
 
-CHECKOUT = Path(__file__).parents[2]
 DESIGN = (CHECKOUT / "docs" / "design.md").read_text()
 PACKAGES = [Path(str(package.__file__)).parent for package in (compiled_llm, compiled_llm_ops)]
 

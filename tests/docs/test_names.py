@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).parents[2]
+from support.pages import CHECKOUT, short
+
 PAGES = sorted(
     page
     for pattern in ("*.md", "docs/**/*.md", "results/*.md", "compiled_llm/**/*.md", "ops/**/*.md")
@@ -20,10 +21,6 @@ PAGES = sorted(
 _PATH = re.compile(r"(?<![\w/.~-])(?:\.ci|compiled_llm|docs|ops|results|tests|tools)/[\w./-]*\w/?")
 _MODULE = re.compile(r"(?<![\w/.-])compiled_llm(?:_ops)?(?:\.\w+)+")
 LOGGERS = {f"compiled_llm.{name}" for name in ("generate", "graphs", "pages", "progress", "uploads")}
-
-
-def short(page: Path) -> str:
-    return str(page.relative_to(CHECKOUT))
 
 
 def paths_in(page: Path) -> set[str]:

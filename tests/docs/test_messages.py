@@ -1,0 +1,76 @@
+"""Error messages: those on the troubleshooting page exist, and those that exist are on the page."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from support.imports import sources
+from support.pages import CHECKOUT, DOCS
+
+# Where errors are raised that somebody meets who calls wrap or generate; those of a `Runner` are met by whoever writes
+# a loop of their own.
+SPEAKING = ("config.py", "model/*.py", "kvcache/*.py", "execution/*.py", "huggingface/*.py")
+QUIET = {"runner.py"}
+# Only for people who write a loop of their own, or said by another message on the page.
+UNLISTED = {
+    "a row cannot have room for ",
+    "a row of ",
+    " tokens cannot forget ",
+    "step: the rows have no next tokens; give them as forced tokens",
+}
+
+
+def messages_on_the_page() -> list[list[str]]:
+    """Each as the pieces between what depends on the call."""
+    text = (DOCS / "how-to" / "troubleshooting.md").read_text()
+    return [
+        [piece for piece in message.split("…") if len(piece) > 1]
+        for message in re.findall(r"^`(.+)`\n:   ", text, re.MULTILINE)
+    ]
+
+
+def pieces_of(node: ast.expr) -> list[str]:
+    """The constant pieces of a string or f-string."""
+    values = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return [part.value for part in values if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+
+
+def strings_in(tree: ast.AST) -> list[list[str]]:
+    found = (pieces_of(node) for node in ast.walk(tree) if isinstance(node, (ast.JoinedStr, ast.Constant)))
+    return [pieces for pieces in found if pieces]
+
+
+def shows(listed: list[str], actual: list[str]) -> bool:
+    """Whether each piece on the page is part of the message, in order."""
+    rest = "\0".join(actual)
+    for piece in listed:
+        _, found, rest = rest.partition(piece)
+        if not found:
+            return False
+    return True
+
+
+def test_every_message_on_the_troubleshooting_page_exists() -> None:
+    actual = [pieces for file in sources().values() for pieces in strings_in(ast.parse(file.read_text()))]
+    listed = messages_on_the_page()
+    assert len(listed) > 40
+    for message in listed:
+        assert any(shows(message, pieces) for pieces in actual), message
+
+
+def test_every_message_is_on_the_troubleshooting_page() -> None:
+    listed, missing = messages_on_the_page(), []
+    package = CHECKOUT / "compiled_llm"
+    for source in (file for pattern in SPEAKING for file in sorted(package.glob(pattern)) if file.name not in QUIET):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
+                continue
+            if getattr(node.exc.func, "id", "").startswith("_"):  # it builds the error elsewhere
+                continue
+            pieces = pieces_of(node.exc.args[0])
+            if max(map(len, pieces), default=0) < 12 or UNLISTED.intersection(pieces):
+                continue
+            if not any(shows(message, pieces) for message in listed):
+                missing.append(f"{source.relative_to(package)}, line {node.lineno}: {'…'.join(pieces)}")
+    assert missing == []

@@ -1,0 +1,69 @@
+"""What pages promise to list whole, they do: options, environment variables, the API, families."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+
+import pytest
+
+import compiled_llm
+import compiled_llm_ops
+from compiled_llm.config import WrapConfig
+from compiled_llm.env import Env
+from support.families import FAMILIES, REFUSED
+from support.imports import sources
+from support.pages import CHECKOUT, DOCS, hooks, rendered
+
+
+def test_every_option_is_documented_with_its_default() -> None:
+    assert "(docs/reference/options.md)" in (CHECKOUT / "README.md").read_text()
+    options = rendered("options.md")
+    for field in dataclasses.fields(WrapConfig):
+        row = re.search(rf"^\| `{field.name}` \| [^|]+ \| `(.+?)` \| (.{{20,}}) \|$", options, re.MULTILINE)
+        assert row is not None, field.name
+        assert eval(row[1]) == field.default
+
+
+def test_every_environment_variable_is_documented() -> None:
+    page = rendered("environment.md")
+    assert len(dataclasses.fields(Env)) == len(re.findall(r"^\| `[A-Z_]+` \|", hooks().environment(), re.MULTILINE))
+    read = set()
+    for file in sources().values():
+        read |= set(re.findall(r"(?:environ\.get\(|environ\[|getenv\()\s*[\"'](\w+)", file.read_text()))
+    assert read >= {"COMPILED_LLM_CACHE", "XDG_CACHE_HOME"}
+    for variable in read:
+        assert f"`{variable}`" in page, variable
+
+
+def test_a_field_that_the_docstring_leaves_out_is_an_error() -> None:
+    @dataclasses.dataclass
+    class Forgetful:
+        """A class.
+
+        Attributes:
+            first: one.
+        """
+
+        first: int
+        second: int
+
+    with pytest.raises(ValueError, match="second"):
+        hooks().described(Forgetful)
+
+
+def test_api_pages_name_everything_public() -> None:
+    api, ops = ((DOCS / "reference" / page).read_text() for page in ("api.md", "ops.md"))
+    for page, package in ((api, compiled_llm), (ops, compiled_llm_ops)):
+        for name in package.__all__:
+            assert re.search(rf"^::: [\w.]+\.{name}$", page, re.MULTILINE), name
+    for page in (api, ops):
+        for path in re.findall(r"^::: ([\w.]+)\.(\w+)$", page, re.MULTILINE):
+            assert hasattr(importlib.import_module(path[0]), path[1]), path
+
+
+def test_every_tested_family_is_on_the_compatibility_page() -> None:
+    page = (DOCS / "reference" / "compatibility.md").read_text()
+    for family in (*FAMILIES, *REFUSED):
+        assert re.search(rf"[ ,]{family.removesuffix('LMHead')}[ ,]", page), family

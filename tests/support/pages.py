@@ -1,0 +1,58 @@
+"""The pages of the documentation, and the Python on them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+CHECKOUT = Path(__file__).parents[2]
+DOCS = CHECKOUT / "docs"
+PAGES = [CHECKOUT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+_BLOCK = re.compile(r"(?:^<!-- skip: (?P<skip>.+?) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+_PRINTS = re.compile(r"^ *print\(.*\)  # -> (.+)$", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A piece of Python on a page."""
+
+    line: int
+    code: str
+    skip: str | None
+
+    @property
+    def prints(self) -> list[str]:
+        return _PRINTS.findall(self.code)
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(text.count("\n", 0, match.start("code")), match["code"], match["skip"]) for match in _BLOCK.finditer(text)
+    ]
+
+
+def short(page: Path) -> str:
+    return str(page.relative_to(CHECKOUT))
+
+
+@cache
+def hooks() -> ModuleType:
+    """The tables that mkdocs puts into pages."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rendered(page: str) -> str:
+    """A page of the reference, as mkdocs sees it."""
+    markdown: str = hooks().on_page_markdown((DOCS / "reference" / page).read_text())
+    assert "<!-- table" not in markdown
+    return markdown
