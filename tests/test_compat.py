@@ -250,6 +250,23 @@ def test_inductor_writes_what_it_makes_each_time_and_does_not_warn(tmp_path: Pat
     assert warned.records == []
 
 
+def test_sizes_that_are_marked_dynamic_are_not_taken_for_one_another():
+    """Equal ones at the first call, such as pages and rows, would be one symbol by the rule of duck shapes."""
+
+    def sums(first: Tensor, second: Tensor, third: Tensor) -> list[Tensor]:
+        return [double(tensor).sum() for tensor in (first, second, third)]
+
+    copy = compat.own_copy(sums)
+    program = torch.compile(copy, backend="eager", dynamic=False, fullgraph=True)
+    for sizes in ((4, 4, 4), (4, 5, 4), (5, 4, 4), (7, 8, 9)):
+        tensors = [torch.zeros(size) for size in sizes]
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        program(*tensors)
+    assert compat.graph_count(copy) == 1
+    compat.forget([copy])
+
+
 # ---- nothing private is used anywhere else
 
 # The dictionaries of `nn.Module`, and what Python names with an underscore.

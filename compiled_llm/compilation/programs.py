@@ -152,11 +152,6 @@ class Programs:
         return self.decode_one_function if inputs.tokens.shape[0] == 1 else self.decode_many_function
 
     @property
-    def decode_many_is_new(self) -> bool:
-        """Whether decode for larger batches has not been compiled yet."""
-        return graph_count(self.decode_many_function) == 0
-
-    @property
     def functions(self) -> dict[str, Callable[..., Any]]:
         """What is compiled, by name; prefill from embeddings once it was needed."""
         embedded = {PREFILL_EMBEDDED: self._embedded_function} if graph_count(self._embedded_function) else {}

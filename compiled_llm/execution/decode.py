@@ -77,13 +77,8 @@ class Decode:
         self._prepare(bucket, waiting)
 
     def _prepare(self, bucket: int, waiting: int) -> None:
-        readiness, distinct = self._readiness, self._state.distinct
+        readiness = self._readiness
         buckets = buckets_up_to(self._state.config.max_batch_size)
-        if bucket > 1 and readiness.programs.decode_many_is_new and not distinct(bucket, bucket + 1):
-            for other in buckets[1:]:
-                if distinct(other, other + 1):
-                    self.make_ready(other)
-                    break
         what, number = f"decode bucket {bucket}", f" ({buckets.index(bucket) + 1} of {len(buckets)})"
         waiting = 0 if self._recordings.lost(bucket) else waiting
         with readiness.preparing(what, waiting, number), self._recordings.accounted(what):

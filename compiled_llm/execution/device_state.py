@@ -70,10 +70,6 @@ class DeviceState:
         if self._sampling is not None:
             self._sampling.fit(logits_width(self.facts.model))
 
-    def distinct(self, *sizes: int) -> bool:
-        """Whether none of the sizes is P: Dynamo takes equal sizes at the first call for one symbol."""
-        return self.pages[0].shape[0] not in sizes
-
     @property
     def page_bytes(self) -> int:
         """Size of all pages, in bytes."""

@@ -36,8 +36,8 @@ from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm_ops import PageTable
 
-# Rows, and tokens whose logits are kept, that prefill may be compiled with.
-_PREFILL_SIZES = ((3, 5), (10, 13))
+# Rows, and tokens whose logits are kept, that prefill is compiled with.
+_ROWS, _KEPT = 3, 5
 # Inductor's tilings for CUDA follow from the sizes that it compiles with and from timing its kernels there, so there
 # should be many tokens; but from so many results for each multiprocessor on, it loops over what is summed.
 _RESULTS_THAT_LOOP = 64
@@ -79,18 +79,17 @@ class Prefill:
         if program in readiness.ready:
             return
         with readiness.preparing(program, waiting):
-            rows, length, kept = self._prefill_sizes()
-            null = [null_extension(length, self._page_size)] * rows
-            embeddings = self._null_embeddings(length * rows) if embedded else None
-            slots = self._state.sampling.of([], kept - 1)
-            self._launch(self._laid_out(null, np.zeros(kept, dtype=np.int64), slots, embeddings))
+            length = self._compiled_length()
+            null = [null_extension(length, self._page_size)] * _ROWS
+            embeddings = self._null_embeddings(length * _ROWS) if embedded else None
+            slots = self._state.sampling.of([], _KEPT - 1)
+            self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings))
         readiness.ready.add(program)
 
-    def _prefill_sizes(self) -> tuple[int, int, int]:
-        """Return rows, tokens of each, and tokens whose logits are kept, to compile prefill with."""
-        most, page_size = min(self._typical_tokens, self._state.max_positions), self._page_size
-        sizes = ((rows, max(2, most // rows // page_size * page_size), kept) for rows, kept in _PREFILL_SIZES)
-        return next(candidate for candidate in sizes if self._state.distinct(*_symbols(*candidate)))
+    def _compiled_length(self) -> int:
+        """Return the tokens of each row that prefill is compiled with."""
+        most = min(self._typical_tokens, self._state.max_positions)
+        return max(2, most // _ROWS // self._page_size * self._page_size)
 
     def _null_embeddings(self, tokens: int) -> Tensor:
         model = self._state.facts.model
@@ -255,11 +254,6 @@ class Prefill:
             column.copy_(packed[start : start + len(column)])
             start += len(column)
         return self._launch(inputs)
-
-
-def _symbols(rows: int, length: int, kept: int) -> tuple[int, ...]:
-    """Return B, B + 1, T, L and C of a prefill of ``rows`` rows of ``length`` tokens."""
-    return rows, rows + 1, length * rows, kept, kept - 1
 
 
 def typical_tokens(layers: Sequence[Layer], device: torch.device) -> int:

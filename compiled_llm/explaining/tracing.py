@@ -49,8 +49,6 @@ from compiled_llm.model.fused_weights import FusedWeights
 # Steps of one batch: a prefill, a decode step that compiles and one that shows what has changed since.
 _STEPS = 3
 _MAX_ROWS = 4
-# More pages than any other size in the programs, which Dynamo would take for the same symbol.
-_SPARE_PAGES = 61
 
 
 @dataclass
@@ -256,7 +254,7 @@ class Sandbox:
         self._prompts = [prompts[index % len(prompts)] for index in range(_MAX_ROWS - 1)]
         self._given = config
         tokens = sum(len(prompt) + _STEPS for prompt in self._prompts)
-        self._config = self._configured("eager", _MAX_ROWS, tokens + (_SPARE_PAGES + _MAX_ROWS) * config.page_size)
+        self._config = self._configured("eager", _MAX_ROWS, tokens + _MAX_ROWS * config.page_size)
         self._facts, self._device = facts, facts.model.device
         self.thread = executor_for(self._device, config)
         self._display = ProgressDisplay(config.progress)

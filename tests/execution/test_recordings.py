@@ -20,7 +20,7 @@ from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.recorder import Recording
 from compiled_llm.compilation.graphs.recordings import Recordings
 from compiled_llm.compilation.graphs.validity import Guards, Weights
-from compiled_llm.execution.prefill import Prefill, typical_tokens
+from compiled_llm.execution.prefill import _ROWS, Prefill, typical_tokens
 from compiled_llm.execution.prefill_plans import Planner
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm.model.sizes import weights_of_a_layer
@@ -256,22 +256,11 @@ def test_prefill_is_compiled_with_fewer_results_than_inductor_loops_from(monkeyp
 
 @pytest.mark.parametrize("max_positions", [4, 40, 100, 2048, 40960])
 @pytest.mark.parametrize("page_size", [4, 16, 64])
-@pytest.mark.parametrize("taken", [True, False], ids=["P is a size", "P is none"])
-def test_prefill_is_compiled_with_as_many_tokens_as_the_model_can_take(max_positions, page_size, taken):
-    asked: list[tuple[int, ...]] = []
-
-    def distinct(*sizes: int) -> bool:
-        asked.append(sizes)
-        return len(asked) > 1 or not taken
-
-    prefill = SimpleNamespace(
-        _typical_tokens=500,
-        _page_size=page_size,
-        _state=SimpleNamespace(max_positions=max_positions, distinct=distinct),
-    )
-    rows, length, kept = Prefill._prefill_sizes(cast(Any, prefill))
+def test_prefill_is_compiled_with_as_many_tokens_as_the_model_can_take(max_positions, page_size):
+    state = SimpleNamespace(max_positions=max_positions)
+    prefill = SimpleNamespace(_typical_tokens=500, _page_size=page_size, _state=state)
+    rows, length = _ROWS, Prefill._compiled_length(cast(Any, prefill))
     assert length >= 2
-    assert asked[-1] == (rows, rows + 1, rows * length, kept, kept - 1)
     if length > 2:
         assert rows * length <= min(500, max_positions)
         assert rows * -(-length // page_size) <= -(-max_positions // page_size) + 1, "more pages than there is room for"
