@@ -84,14 +84,14 @@ if problems := missing_for_cuda():
     sys.exit("\n".join(problems))
 PYTHON
   say 'the ops'
-  run_tests ops.log -x tests/ops/test_ops_gpu.py
+  run_tests ops.log -x tests/ops/test_*_gpu.py
 }
 
 tests() {
   local files=() file
   for file in $(grep -rlE 'mark\.gpu' tests --include='test_*.py'); do
     # The checks have run these already.
-    if [[ $file != tests/ops/test_ops_gpu.py || " ${stages[*]} " != *' checks '* ]]; then
+    if [[ $file != tests/ops/test_*_gpu.py || " ${stages[*]} " != *' checks '* ]]; then
       files+=("$file")
     fi
   done

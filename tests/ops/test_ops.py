@@ -36,11 +36,7 @@ from compiled_llm_ops import (
     paged_attention_lse,
     register_plan,
     sample_tokens,
-    skinny_linear,
 )
-from compiled_llm_ops.kernels.linear_tiling import LinearTiling
-from compiled_llm_ops.kernels.linear_tiling import choose_linear_tiling as choose
-from compiled_llm_ops.kernels.linear_tiling import choose_normed_tiling as choose_normed
 
 pytestmark = pytest.mark.core
 
@@ -774,83 +770,3 @@ def test_rows_without_queries_are_not_taken_for_decode(seed):
     torch.testing.assert_close(
         paged_attention(query, pages, *table, scale=0.3), paged_attention(query, pages, *alone, scale=0.3)
     )
-
-
-# ---- skinny_linear
-
-
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 33])
-@pytest.mark.parametrize("outputs", [1, 48, 8200])
-def test_skinny_linear_equals_a_product_in_double_precision(rows, outputs, seed):
-    x, weight = torch.randn(rows, 96), torch.randn(outputs, 96)
-    expected = (x.double() @ weight.double().T).float()
-    for rows_given in (x, x.T.contiguous().T):
-        torch.testing.assert_close(skinny_linear(rows_given, weight), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "weight",
-    [torch.zeros(3, 4), torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5)],
-    ids=["inputs", "dtype", "1-D"],
-)
-def test_skinny_linear_names_shapes_that_do_not_fit(weight):
-    with pytest.raises(ValueError, match=r"skinny_linear: rows must be \[M, I\].*got \(2, 5\)"):
-        skinny_linear(torch.zeros(2, 5), weight)
-
-
-@pytest.mark.parametrize("processors", [78, 114, 132])
-def test_tilings_fit_the_product_and_the_device(processors):
-    for m in range(1, 66):
-        for n in (16, 48, 128, 1000, 1024, 2560, 3072, 4096, 5120, 6144, 12288, 24576, 151936):
-            for k in (64, 128, 896, 1024, 2048, 2560, 4000, 4096, 12288, 29568):
-                tiling = choose(m, n, k, processors)
-                if tiling is None:
-                    continue
-                assert m <= min(tiling.rows, 64)
-                if tiling.rows <= 2:
-                    assert m == tiling.rows
-                    assert k % 16 == 0
-                    assert tiling.prefetched * tiling.inputs < k + tiling.inputs
-                    assert tiling.prefetched * tiling.inputs * tiling.outputs <= 128 * 128, "registers"
-                    continue
-                assert n % 16 == k % 128 == 0
-                assert tiling.rows == 64 or tiling.outputs == 64, "what tensor cores take as their first operand"
-                assert tiling.tiles * tiling.outputs * tiling.rows <= 128 * 96, "registers"
-                shared = tiling.stages * (tiling.tiles * tiling.outputs + tiling.rows) * tiling.inputs * 2
-                assert tiling.stages >= 3
-                assert shared < 227 * 1024
-
-
-def test_tilings_of_measured_products():
-    assert choose(8, 4096, 4096) == LinearTiling(16, 64, 1, 256, 5, 0)
-    assert choose(8, 1024, 3072) == LinearTiling(16, 64, 1, 256, 5, 0)
-    assert choose(32, 24576, 4096) == LinearTiling(32, 64, 3, 128, 4, 0)
-    assert choose(32, 6144, 4096) == LinearTiling(32, 64, 1, 256, 4, 0)
-    assert choose(64, 24576, 4096) == LinearTiling(64, 64, 3, 128, 3, 0)
-    assert choose(64, 4096, 12288) == LinearTiling(64, 64, 1, 128, 7, 0)
-    assert choose(33, 2048, 2048) == LinearTiling(64, 32, 1, 256, 4, 0)
-    assert choose(64, 1024, 2048) == LinearTiling(64, 16, 1, 256, 5, 0)
-    assert choose(2, 4096, 12288) == LinearTiling(16, 64, 1, 256, 5, 0)
-    assert choose(2, 2048, 2048) == LinearTiling(2, 2, 1, 1024, 1, 2)
-    assert choose(1, 1024, 3072) == LinearTiling(1, 2, 1, 1024, 1, 3)
-    assert choose(1, 151936, 1024) == LinearTiling(1, 4, 1, 1024, 1, 1)
-    assert choose(8, 512, 4096) is choose(65, 4096, 4096) is None
-
-
-def test_few_programs_norm_the_row_each_for_itself():
-    assert choose_normed(4096, 1024) == choose(1, 4096, 1024)
-    assert choose_normed(6144, 4096) == choose(1, 6144, 4096)
-    assert choose_normed(6144, 1024) == LinearTiling(1, 8, 1, 1024, 1, 1)  # half as many
-    assert choose_normed(24576, 4096) is choose_normed(151936, 1024) is None  # too many
-    assert choose_normed(1024, 12288) is None  # the row does not fit beside the weights
-
-
-@pytest.mark.parametrize("processors", [78, 114, 132])
-def test_programs_that_norm_hold_the_whole_row(processors):
-    for n in (16, 1000, 1024, 2560, 4096, 6144, 12288, 24576, 151936):
-        for k in (64, 896, 1024, 2048, 4096, 12288):
-            tiling = choose_normed(n, k, processors)
-            if tiling is not None:
-                assert tiling.prefetched * tiling.inputs >= k
-                assert tiling.prefetched * tiling.inputs * tiling.outputs <= 128 * 128, "registers"
-                assert n <= 16 * processors * tiling.outputs

@@ -18,40 +18,28 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from compiled_llm import compat
-from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose
+from compiled_llm.compat.inductor import make_kernels_wait_first
 from compiled_llm_ops import (
     Geometry,
     PageTable,
     add_rms_norm,
     decode_attention,
     decode_attention_lse,
-    normed_linear,
-    sample_tokens,
-    skinny_linear,
 )
 from compiled_llm_ops.flashinfer import splitting, versions
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.plan import FlashInferPlan
 from compiled_llm_ops.flashinfer.workspace import STAGING_BUFFERS, Workspace
-from compiled_llm_ops.kernels import linear_tiling as tiling
-from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles, tables_of
+from support.gpu import by_dtype, close, needs_cuda, seeded
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, needs_cuda]
 
-SEED = 20240607
 PAGE_SIZE = 16
 GROUPS = [1, 2, 4, 7, 8]
-DTYPES = [torch.bfloat16, torch.float16]
 UNWRITTEN = 100.0
 """What lies in slots that no token was written to: finite, and far off if it is read."""
 
-seeded = pytest.mark.parametrize("seed", [SEED], ids="seed={}".format)
 by_group = pytest.mark.parametrize("group", GROUPS, ids="group={}".format)
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 captured_or_not = pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
 split_or_not = pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 
@@ -196,12 +184,6 @@ def attention(geometry: Geometry, query: Tensor, keys: Tensor, values: Tensor) -
     total = weights.sum(dim=-1, keepdim=True)
     out = torch.einsum("hql,lhd->qhd", weights / total, v)
     return out, ((largest + total.log()) / torch.log(torch.tensor(2.0))).squeeze(-1).T
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
-    torch.testing.assert_close(
-        actual, expected, atol=tolerance, rtol=tolerance, msg=lambda difference: f"{name}: {difference}"
-    )
 
 
 def _starts(counts: Tensor) -> Tensor:
@@ -594,7 +576,7 @@ def test_decode_norms_and_turns_queries_and_keys(
 
 def test_inductors_kernels_wait_before_they_touch_memory() -> None:
     """Also those that read nothing, or nothing of what the kernel in front writes."""
-    compat.make_kernels_wait_first()
+    make_kernels_wait_first()
 
     def steps(states: Tensor, other: Tensor) -> tuple[Tensor, ...]:
         product = states @ states.T
@@ -614,18 +596,6 @@ def test_inductors_kernels_wait_before_they_touch_memory() -> None:
 
 
 @seeded
-@by_dtype
-@pytest.mark.parametrize("shape", [(1, 1024), (64, 1, 4096), (3, 5000)], ids=str)
-def test_sums_are_normed(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    states, update, weight = (torch.randn(size, generator=generator).to(dtype) for size in (shape, shape, shape[-1:]))
-    total, normed = add_rms_norm(states.cuda(), update.cuda(), weight.cuda(), 1e-6)
-    expected_total, expected = add_rms_norm(states, update, weight, 1e-6)
-    assert torch.equal(total.cpu(), expected_total)
-    close(normed.cpu().float(), expected.float(), 1e-3 if dtype is torch.float16 else 8e-3, "normed")
-
-
-@seeded
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="kernels do not overlap"
 )
@@ -637,7 +607,7 @@ def test_decode_waits_for_what_is_in_front_of_it(lengths: list[int], seed: int) 
     columns, scale = on_device(rows.table()), scale_of(layer.geometry)
     norms, cos, sin = preparation_of(rows, len(lengths), 128, torch.bfloat16)
     preparation = (-1, 0.0, *norms, 0.01, cos, sin)
-    compat.make_kernels_wait_first()
+    make_kernels_wait_first()
 
     def chain(query: Tensor) -> Tensor:
         for _ in range(12):
@@ -820,300 +790,3 @@ def test_launch_that_was_not_planned_raises(seed: int, workspace: Workspace) -> 
         plan.run(query[:1], layer.pages, *outputs(query[:1]), 1.0)
     with pytest.raises(ValueError, match="planned for query"):
         plan.run(query, layer.pages[..., :64], *outputs(query), 1.0)
-
-
-# ---- choosing tokens
-
-
-VOCABULARIES = [5, 49_152, 151_936, 262_145]
-SLACK = 3e-5
-"""How far sums of float32 in other orders may move a border between two tokens."""
-
-
-def normal_logits(rows: int, vocabulary: int, spread: float, dtype: torch.dtype, seed: int) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return (torch.randn(rows, vocabulary, generator=generator, device="cuda") * spread).to(dtype)
-
-
-@seeded
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("spread", [0.5, 4.0], ids="spread={}".format)
-@pytest.mark.parametrize("vocabulary", VOCABULARIES, ids="V={}".format)
-def test_each_row_is_sampled_by_its_own_settings(vocabulary: int, spread: float, dtype: torch.dtype, seed: int) -> None:
-    settings = [BRANCHES[row % len(BRANCHES)] for row in range(64)]
-    logits = normal_logits(64, vocabulary, spread, dtype, seed)
-    uniform = torch.rand(64, dtype=torch.float64)
-    given = arguments(logits, uniform, settings)
-    seen = given[-1].clone()
-    chosen = sample_tokens(*given)
-    assert_at(chosen, uniform, logits, settings, SLACK)
-    seen[given[2], chosen] = True
-    assert torch.equal(given[-1], seen)
-    for rows in (1, 7):
-        alone = arguments(logits[:rows], uniform[:rows], settings[:rows])
-        assert torch.equal(sample_tokens(*alone), chosen[:rows]), "a draw depends on its batch"
-
-
-@seeded
-@pytest.mark.parametrize("setting", [setting for setting in BRANCHES if setting.temperature], ids=str)
-def test_sampled_sets_are_exact(setting: Sampling, seed: int) -> None:
-    """Tokens from the whole distribution, each at the middle of its part: another one more or less moves them all."""
-    logits = normal_logits(1, 5001, 2.0, torch.float32, seed)
-    tokens, uniform = middles(distribution(logits[0].cpu(), setting), least=1e-4)
-    tokens, uniform = tokens[:512], uniform[:512]
-    chosen = sample_tokens(*arguments(logits.expand(len(tokens), -1), uniform, [setting] * len(tokens)))
-    assert torch.equal(chosen.cpu(), tokens)
-
-
-@seeded
-def test_equal_logits_and_ties_are_all_kept(seed: int) -> None:
-    settings = [Sampling(top_k=50), Sampling(top_p=0.5), Sampling(top_k=3, top_p=0.1, min_p=0.9), Sampling(min_p=1.0)]
-    uniform = torch.tensor([0.1, 0.4, 0.6, 0.999], dtype=torch.float64)
-    logits = torch.full((4, 151_936), -2.5, device="cuda", dtype=torch.bfloat16)
-    for own in (logits, normal_logits(4, 151_936, 3.0, torch.bfloat16, seed).clamp(max=0)):
-        assert_at(sample_tokens(*arguments(own, uniform, settings)), uniform, own, settings, SLACK)
-
-
-@seeded
-def test_rows_without_a_usable_logit_are_not_sampled(seed: int) -> None:
-    for setting in BRANCHES:
-        logits = normal_logits(4, 151_936, 1.0, torch.bfloat16, seed)
-        logits[0, 151_935], logits[1, 70], logits[2] = float("nan"), float("inf"), float("-inf")
-        chosen = sample_tokens(*arguments(logits, torch.rand(4, dtype=torch.float64), [setting] * 4)).tolist()
-        assert chosen[:3] == [NOT_A_TOKEN] * 3
-        assert chosen[3] >= 0
-
-
-@seeded
-def test_sampled_rows_may_have_any_stride(seed: int) -> None:
-    wide = normal_logits(len(BRANCHES), 2 * 50_001, 2.0, torch.bfloat16, seed)
-    uniform = torch.rand(len(BRANCHES), dtype=torch.float64)
-    for logits in (wide[:, :50_001], wide[:, 1:50_001]):
-        assert_at(sample_tokens(*arguments(logits, uniform, BRANCHES)), uniform, logits, BRANCHES, SLACK)
-
-
-@seeded
-def test_replays_draw_anew_and_by_the_settings_of_the_moment(seed: int) -> None:
-    settings = [Sampling(temperature=0.8, top_k=50, top_p=0.95)] * 8
-    logits = normal_logits(8, 151_936, 2.0, torch.bfloat16, seed)
-    given = arguments(logits, torch.rand(8, dtype=torch.float64), settings)
-    sample_tokens(*given)  # loads the kernels
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chosen = sample_tokens(*given)
-    drawn = []
-    for turn in range(20):
-        uniform = torch.rand(8, dtype=torch.float64)
-        own = [BRANCHES[(turn + row) % len(BRANCHES)] for row in range(8)] if turn % 2 else settings
-        fresh = arguments(logits, uniform, own)
-        for static, value in zip(given[1:], fresh[1:], strict=True):
-            static.copy_(value)
-        graph.replay()
-        assert_at(chosen, uniform, logits, own, SLACK)
-        drawn.append(chosen.tolist())
-    assert len({tuple(tokens) for tokens in drawn}) == len(drawn)
-
-
-@seeded
-def test_choosing_compiles_whole_and_draws_what_eager_draws(seed: int) -> None:
-    compiled = torch.compile(choose, fullgraph=True, dynamic=False)
-    logits = normal_logits(len(BRANCHES), 49_152, 2.0, torch.bfloat16, seed)
-    slots, positions = (torch.arange(len(BRANCHES), device="cuda") + start for start in (0, 1000))
-    ours, theirs = (tables_of(BRANCHES, 49_152, "cuda") for _ in range(2))
-    for _ in range(3):
-        assert torch.equal(compiled(logits, slots, positions, ours), choose(logits, slots, positions, theirs))
-        positions += 1
-    assert torch.equal(ours.seen, theirs.seen)
-
-
-# ---- skinny_linear
-
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="cuBLAS does it all"
-)
-WEIGHTS = [(1024, 1024), (1024, 3072), (2064, 2048), (4096, 1024), (4096, 4096), (4096, 12288), (6144, 1024)]
-WEIGHTS += [(6144, 4096), (24576, 4096), (151936, 1024), (576, 1536), (49152, 576), (1152, 896)]
-LEFT_TO_CUBLAS = [(1023, 1024), (4096, 4000), (24, 128), (2048, 1000)]
-EDGES = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65]
-
-by_weight = pytest.mark.parametrize(("n", "k"), WEIGHTS + LEFT_TO_CUBLAS)
-
-
-def product_of(m: int, n: int, k: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    rows = torch.randn(m, k, device="cuda", generator=generator).to(dtype)
-    return rows, (torch.randn(n, k, device="cuda", generator=generator) * k**-0.5).to(dtype)
-
-
-def rms(values: Tensor) -> float:
-    return float(values.double().square().mean().sqrt())
-
-
-@seeded
-@by_dtype
-@by_weight
-def test_skinny_linear_is_as_exact_as_cublas(n: int, k: int, dtype: torch.dtype, seed: int) -> None:
-    all_rows, weight = product_of(EDGES[-1], n, k, dtype, seed)
-    for m in EDGES:
-        rows = all_rows[:m]
-        exact = rows.float().double() @ weight.double().T if n * k < 2**25 else rows.float() @ weight.float().T
-        ours, cublas = skinny_linear(rows, weight), torch.mm(rows, weight.T)
-        assert rms(ours - exact) <= 1.1 * rms(cublas - exact), m
-        assert torch.allclose(ours.double(), exact.double(), rtol=0.02, atol=0.02), m
-        for _ in range(5):
-            assert torch.equal(ours, skinny_linear(rows, weight)), m
-
-
-@seeded
-@hopper
-def test_skinny_linear_leaves_what_does_not_fit_to_cublas(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from compiled_llm_ops.kernels import linear as triton_linear
-
-    tilings: list[tiling.LinearTiling] = []
-    multiply = triton_linear.multiply
-
-    def noted(*given: Any, **options: Any) -> Tensor:
-        tilings.append(given[2])
-        return multiply(*given, **options)
-
-    monkeypatch.setattr(triton_linear, "multiply", noted)
-    rows, weight = product_of(65, 4096, 4096, torch.bfloat16, seed)
-    for given in (
-        (rows, weight),  # too many rows
-        (rows[:8], weight[1:]),  # an odd number of outputs
-        (rows[:8, 1:], weight[:, 1:].contiguous()),  # and of inputs
-        (rows[:8], weight.T.contiguous().T),
-        (rows[:8], torch.cat([weight.flatten(), weight[0]])[1:][: weight.numel()].view_as(weight)),  # not aligned
-        (rows[:8].float(), weight.float()),
-    ):
-        torch.testing.assert_close(skinny_linear(*given), torch.mm(given[0], given[1].T))
-    assert not tilings
-    for given in ((rows[:8], weight), (rows[:8].T.contiguous().T, weight), (rows[::9], weight)):
-        torch.testing.assert_close(skinny_linear(*given), torch.mm(given[0], given[1].T), rtol=0.02, atol=0.02)
-    assert (
-        tilings
-        == [tiling.choose_linear_tiling(8, 4096, 4096, torch.cuda.get_device_properties(0).multi_processor_count)] * 3
-    )
-
-
-@seeded
-@hopper
-@pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 4096), (6144, 1024)])
-def test_skinny_linear_replays_on_several_streams_at_once(n: int, k: int, seed: int) -> None:
-    """Recordings from one stream, replayed on others at the same time, with launches outside of them in between."""
-    given = [product_of(m, n, k, torch.bfloat16, seed + m) for m in (1, 2, 8, 16, 32, 64)]
-    expected = [skinny_linear(rows, weight) for rows, weight in given]
-    recording, graphs, outputs = torch.cuda.Stream(), [], []
-    for rows, weight in given:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=recording):
-            outputs.append([skinny_linear(rows + 0, weight, overlap=True) for _ in range(20)])
-        graphs.append(graph)
-    streams = [torch.cuda.Stream() for _ in graphs]
-    for repeat in range(30):
-        for outs in outputs:
-            for out in outs:
-                out.fill_(float("nan"))
-        torch.cuda.synchronize()
-        eager = []
-        for stream, graph, (rows, weight) in zip(streams, graphs, given, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-                eager.append(skinny_linear(rows, weight))
-                graph.replay()
-        torch.cuda.synchronize()
-        for outs, launched, out in zip(outputs, eager, expected, strict=True):
-            assert all(torch.equal(one, out) for one in [*outs, launched]), repeat
-
-
-@seeded
-@hopper
-@pytest.mark.parametrize("m", [1, 2, 8, 32, 64])
-def test_skinny_linear_waits_for_what_is_in_front_of_it(m: int, seed: int) -> None:
-    """Chains of products, each of which reads what the one before wrote, between kernels that let go early."""
-    rows, weight = product_of(m, 4096, 4096, torch.bfloat16, seed)
-
-    def chain(rows: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        for _ in range(12):
-            rows = torch.nn.functional.rms_norm(product(rows, weight) + rows, (4096,))
-        return rows
-
-    def overlapping(rows: Tensor, weight: Tensor) -> Tensor:
-        return skinny_linear(rows, weight, overlap=True)
-
-    compat.make_kernels_wait_first()
-    compiled = torch.compile(chain, options={"triton.enable_pdl": True}, fullgraph=True)
-    expected = compiled(rows, overlapping)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = compiled(rows, overlapping)
-    for _ in range(50):
-        out.zero_()
-        graph.replay()
-        assert torch.equal(out, expected)
-    exact = chain(rows.double(), lambda rows, weight: rows @ weight.double().T)
-    cublas = chain(rows, lambda rows, weight: torch.mm(rows, weight.T))
-    assert rms(expected - exact) <= 1.2 * rms(cublas - exact)
-
-
-# ---- normed_linear
-
-
-def norm_of(k: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    states, update = torch.randn(2, 1, 1, k, device="cuda", generator=generator).to(dtype)
-    return states, update, (torch.rand(k, device="cuda", generator=generator) + 0.5).to(dtype)
-
-
-@seeded
-@by_dtype
-@by_weight
-@pytest.mark.parametrize("gated", [False, True], ids=["outputs", "gated"])
-def test_normed_linear_is_as_exact_as_its_parts(n: int, k: int, gated: bool, dtype: torch.dtype, seed: int) -> None:
-    if gated and n % 2:
-        pytest.skip("no halves")
-    _, weight = product_of(1, n, k, dtype, seed)
-    states, update, norm = norm_of(k, dtype, seed)
-    total, ours = normed_linear(states, update, norm, 1e-6, weight, gated)
-    assert torch.equal(total, states + update)
-
-    def multiplied(row: Tensor) -> Tensor:
-        product = row @ weight.to(row.dtype).T
-        if not gated:
-            return product
-        first, second = product.chunk(2, -1)
-        return torch.nn.functional.silu(first) * second
-
-    exact = multiplied(torch.nn.functional.rms_norm(total.double(), (k,), norm.double(), 1e-6))
-    parts = multiplied(add_rms_norm(states, update, norm, 1e-6)[1])
-    assert ours.shape == exact.shape
-    assert rms(ours - exact) <= 1.1 * rms(parts - exact)
-    for _ in range(5):
-        again = normed_linear(states, update, norm, 1e-6, weight, gated)
-        assert all(map(torch.equal, again, (total, ours)))
-
-
-@seeded
-@hopper
-@pytest.mark.parametrize("inputs", [1024, 4096, 8192], ids="I={}".format)
-def test_normed_linear_waits_for_what_is_in_front_of_it(inputs: int, seed: int) -> None:
-    """Chains of layers that read what the one before wrote, whose kernels let go before they have waited."""
-    states, update, norm = norm_of(inputs, torch.bfloat16, seed)
-    _, up = product_of(1, 2 * inputs, inputs, torch.bfloat16, seed)
-    _, down = product_of(1, inputs, inputs, torch.bfloat16, seed + 1)
-
-    def chain(overlap: bool) -> Tensor:
-        total, out = states, update
-        for _ in range(12):
-            total, row = normed_linear(total, out, norm, 1e-6, up, True, overlap)
-            out = skinny_linear(row[0], down, overlap, ahead=True)[None]
-        return add_rms_norm(total, out, norm, 1e-6, overlap)[1]
-
-    expected = chain(overlap=False)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(overlap=True)
-    for _ in range(50):
-        out.zero_()
-        graph.replay()
-        assert torch.equal(out, expected)

@@ -1,4 +1,4 @@
-"""The kernels of `skinny_linear` on CUDA: here under Triton's interpreter on the CPU; on a GPU see `test_ops_gpu.py`.
+"""The kernels of `skinny_linear`, under Triton's interpreter on the CPU; `test_linear_gpu.py` runs them on a GPU.
 
 Triton decides at import whether it interprets, so the test runs in a process of its own.
 

@@ -1,4 +1,4 @@
-"""The kernel of `add_rms_norm` on CUDA: here under Triton's interpreter on the CPU; on a GPU see `test_ops_gpu.py`.
+"""The kernel of `add_rms_norm` on CUDA: here under Triton's interpreter on the CPU; on a GPU see `test_linear_gpu.py`.
 
 Triton decides at import whether it interprets, so the test runs in a process of its own.
 

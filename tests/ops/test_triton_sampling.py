@@ -1,4 +1,4 @@
-"""The kernels that choose tokens on CUDA: here under Triton's interpreter on the CPU; on a GPU see `test_ops_gpu.py`.
+"""The kernels that choose tokens, under Triton's interpreter on the CPU; `test_sampling_gpu.py` runs them on a GPU.
 
 Triton decides at import whether it interprets, so the tests run in a process of their own.
 """

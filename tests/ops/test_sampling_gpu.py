@@ -1,0 +1,117 @@
+"""The kernels that choose tokens, on a GPU: every draw follows the distribution that HuggingFace's processors make.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose
+from compiled_llm_ops import sample_tokens
+from support.gpu import needs_cuda, seeded
+from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles, tables_of
+
+pytestmark = [pytest.mark.gpu, needs_cuda]
+
+VOCABULARIES = [5, 49_152, 151_936, 262_145]
+SLACK = 3e-5
+"""How far sums of float32 in other orders may move a border between two tokens."""
+
+
+def normal_logits(rows: int, vocabulary: int, spread: float, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(rows, vocabulary, generator=generator, device="cuda") * spread).to(dtype)
+
+
+@seeded
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("spread", [0.5, 4.0], ids="spread={}".format)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES, ids="V={}".format)
+def test_each_row_is_sampled_by_its_own_settings(vocabulary: int, spread: float, dtype: torch.dtype, seed: int) -> None:
+    settings = [BRANCHES[row % len(BRANCHES)] for row in range(64)]
+    logits = normal_logits(64, vocabulary, spread, dtype, seed)
+    uniform = torch.rand(64, dtype=torch.float64)
+    given = arguments(logits, uniform, settings)
+    seen = given[-1].clone()
+    chosen = sample_tokens(*given)
+    assert_at(chosen, uniform, logits, settings, SLACK)
+    seen[given[2], chosen] = True
+    assert torch.equal(given[-1], seen)
+    for rows in (1, 7):
+        alone = arguments(logits[:rows], uniform[:rows], settings[:rows])
+        assert torch.equal(sample_tokens(*alone), chosen[:rows]), "a draw depends on its batch"
+
+
+@seeded
+@pytest.mark.parametrize("setting", [setting for setting in BRANCHES if setting.temperature], ids=str)
+def test_sampled_sets_are_exact(setting: Sampling, seed: int) -> None:
+    """Tokens from the whole distribution, each at the middle of its part: another one more or less moves them all."""
+    logits = normal_logits(1, 5001, 2.0, torch.float32, seed)
+    tokens, uniform = middles(distribution(logits[0].cpu(), setting), least=1e-4)
+    tokens, uniform = tokens[:512], uniform[:512]
+    chosen = sample_tokens(*arguments(logits.expand(len(tokens), -1), uniform, [setting] * len(tokens)))
+    assert torch.equal(chosen.cpu(), tokens)
+
+
+@seeded
+def test_equal_logits_and_ties_are_all_kept(seed: int) -> None:
+    settings = [Sampling(top_k=50), Sampling(top_p=0.5), Sampling(top_k=3, top_p=0.1, min_p=0.9), Sampling(min_p=1.0)]
+    uniform = torch.tensor([0.1, 0.4, 0.6, 0.999], dtype=torch.float64)
+    logits = torch.full((4, 151_936), -2.5, device="cuda", dtype=torch.bfloat16)
+    for own in (logits, normal_logits(4, 151_936, 3.0, torch.bfloat16, seed).clamp(max=0)):
+        assert_at(sample_tokens(*arguments(own, uniform, settings)), uniform, own, settings, SLACK)
+
+
+@seeded
+def test_rows_without_a_usable_logit_are_not_sampled(seed: int) -> None:
+    for setting in BRANCHES:
+        logits = normal_logits(4, 151_936, 1.0, torch.bfloat16, seed)
+        logits[0, 151_935], logits[1, 70], logits[2] = float("nan"), float("inf"), float("-inf")
+        chosen = sample_tokens(*arguments(logits, torch.rand(4, dtype=torch.float64), [setting] * 4)).tolist()
+        assert chosen[:3] == [NOT_A_TOKEN] * 3
+        assert chosen[3] >= 0
+
+
+@seeded
+def test_sampled_rows_may_have_any_stride(seed: int) -> None:
+    wide = normal_logits(len(BRANCHES), 2 * 50_001, 2.0, torch.bfloat16, seed)
+    uniform = torch.rand(len(BRANCHES), dtype=torch.float64)
+    for logits in (wide[:, :50_001], wide[:, 1:50_001]):
+        assert_at(sample_tokens(*arguments(logits, uniform, BRANCHES)), uniform, logits, BRANCHES, SLACK)
+
+
+@seeded
+def test_replays_draw_anew_and_by_the_settings_of_the_moment(seed: int) -> None:
+    settings = [Sampling(temperature=0.8, top_k=50, top_p=0.95)] * 8
+    logits = normal_logits(8, 151_936, 2.0, torch.bfloat16, seed)
+    given = arguments(logits, torch.rand(8, dtype=torch.float64), settings)
+    sample_tokens(*given)  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen = sample_tokens(*given)
+    drawn = []
+    for turn in range(20):
+        uniform = torch.rand(8, dtype=torch.float64)
+        own = [BRANCHES[(turn + row) % len(BRANCHES)] for row in range(8)] if turn % 2 else settings
+        fresh = arguments(logits, uniform, own)
+        for static, value in zip(given[1:], fresh[1:], strict=True):
+            static.copy_(value)
+        graph.replay()
+        assert_at(chosen, uniform, logits, own, SLACK)
+        drawn.append(chosen.tolist())
+    assert len({tuple(tokens) for tokens in drawn}) == len(drawn)
+
+
+@seeded
+def test_choosing_compiles_whole_and_draws_what_eager_draws(seed: int) -> None:
+    compiled = torch.compile(choose, fullgraph=True, dynamic=False)
+    logits = normal_logits(len(BRANCHES), 49_152, 2.0, torch.bfloat16, seed)
+    slots, positions = (torch.arange(len(BRANCHES), device="cuda") + start for start in (0, 1000))
+    ours, theirs = (tables_of(BRANCHES, 49_152, "cuda") for _ in range(2))
+    for _ in range(3):
+        assert torch.equal(compiled(logits, slots, positions, ours), choose(logits, slots, positions, theirs))
+        positions += 1
+    assert torch.equal(ours.seen, theirs.seen)
