@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from compiled_llm.commands.bench import contenders, latency, markdown, models
 from compiled_llm.commands.bench.contender import Setup
+from compiled_llm.commands.bench.contenders.ours import Ours
 from compiled_llm.commands.bench.local import LocalSession
 from compiled_llm.commands.bench.report import Report
 from compiled_llm.commands.bench.tables import tables_of
@@ -128,3 +132,16 @@ def test_model_is_given_back_as_it_was() -> None:
         session.prepare(asked)
     assert type(setup.model()) is plain
     assert not hasattr(setup.model(), "compiled")
+
+
+@pytest.mark.parametrize(("backend", "options"), [("auto", {}), ("flashinfer", {"backend": "flashinfer"})])
+def test_a_backend_is_handed_to_wrap(backend: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrap(model: object, **given: Any) -> None:
+        raise RuntimeError({name: value for name, value in given.items() if name == "backend"})
+
+    monkeypatch.setattr("compiled_llm.commands.bench.contenders.ours.compiled_llm.wrap", wrap)
+    contender, setup = Ours("cuda-graphs", backend), new_setup([Workload(1, 8, 4)])
+    with pytest.raises(RuntimeError, match=re.escape(str(options))), contender.opened(setup):
+        pass
+    assert (contender.obstacle(setup) is None) == (backend == "auto")
+    assert contender.obstacle(replace(setup, device=torch.device("cuda"))) is None

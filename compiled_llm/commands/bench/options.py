@@ -37,8 +37,9 @@ ContenderNames = Annotated[
     typer.Option(
         "--contenders",
         help="Comma-separated: hf-eager, hf-static, compiled-llm:eager, compiled-llm:compile, "
-        "compiled-llm:reduce-overhead, compiled-llm:cuda-graphs, vllm, sglang; `all`; or `default`: all on CUDA, "
-        "HuggingFace and ours on a CPU.",
+        "compiled-llm:reduce-overhead, compiled-llm:cuda-graphs, compiled-llm:cuda-graphs:flashinfer (which decodes "
+        "with FlashInfer, too), vllm, sglang; `all`; or `default`: on CUDA all but that one, HuggingFace and ours on a "
+        "CPU.",
     ),
 ]
 DeviceName = Annotated[Device, typer.Option("--device", help="auto: CUDA if there is a device.")]

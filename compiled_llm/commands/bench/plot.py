@@ -23,6 +23,7 @@ COLOURS = {
     "compiled-llm:compile": "#4292c6",
     "compiled-llm:reduce-overhead": "#2171b5",
     "compiled-llm:cuda-graphs": "#08306b",
+    "compiled-llm:cuda-graphs:flashinfer": "#756bb1",
     "vllm": "#e6550d",
     "sglang": "#31a354",
 }

@@ -18,26 +18,33 @@ ALL: list[Contender] = [
     Ours("compile"),
     Ours("reduce-overhead"),
     Ours("cuda-graphs"),
+    Ours("cuda-graphs", "flashinfer"),
     VLLM(),
     SGLang(),
 ]
 ON_CPU = ("hf-eager", "compiled-llm:cuda-graphs")
 """What runs on a CPU by default: there, the other modes are slower or the same."""
+NOT_BY_DEFAULT = ("compiled-llm:cuda-graphs:flashinfer",)
+"""What is not what a user gets, and runs if it is named."""
 
 
 def choose(names: str, device_type: str) -> list[Contender]:
     """Return contenders by name, in the order of ``ALL``.
 
     Args:
-        names: names with commas between; ``all``; or ``default``: all on CUDA, ``ON_CPU`` on a CPU.
+        names: comma-separated names; ``all``; or ``default``: ``ON_CPU`` on a CPU, on CUDA all but ``NOT_BY_DEFAULT``.
         device_type: ``cuda`` or ``cpu``.
 
     Raises:
         ValueError: there is no such contender.
     """
-    if names == "default":
-        return [contender for contender in ALL if device_type != "cpu" or contender.name in ON_CPU]
-    return list(ALL) if names == "all" else _named([name.strip() for name in names.split(",")])
+    if names == "all":
+        return list(ALL)
+    if names != "default":
+        return _named([name.strip() for name in names.split(",")])
+    if device_type == "cpu":
+        return [contender for contender in ALL if contender.name in ON_CPU]
+    return [contender for contender in ALL if contender.name not in NOT_BY_DEFAULT]
 
 
 def _named(names: Sequence[str]) -> list[Contender]:

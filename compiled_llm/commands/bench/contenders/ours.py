@@ -1,4 +1,4 @@
-"""compiled-llm, once for each mode."""
+"""compiled-llm, in each mode, and with a backend of choice."""
 
 from __future__ import annotations
 
@@ -20,14 +20,21 @@ _HOST_STEPS = 64
 class Ours:
     """The wrapped model, with pages for the largest workload."""
 
-    def __init__(self, mode: Mode) -> None:
-        """Take the ``mode`` of ``wrap``."""
+    def __init__(self, mode: Mode, backend: str = "auto") -> None:
+        """Take the ``mode`` and the ``backend`` of ``wrap``."""
         self.mode: Mode = mode
         self.name = f"compiled-llm:{mode}"
         self.summary = f"this package, mode {mode}"
+        self._options: dict[str, str] = {}
+        if backend != "auto":
+            self.name += f":{backend}"
+            self.summary += f", backend {backend}"
+            self._options["backend"] = backend
 
     def obstacle(self, setup: Setup) -> str | None:
-        """It runs anywhere; what a model lacks, ``wrap`` says."""
+        """Return why the backend cannot run there; what a model lacks, ``wrap`` says."""
+        if "backend" in self._options and setup.device.type != "cuda":
+            return f"backend {self._options['backend']} runs on CUDA only"
         return None
 
     @contextmanager
@@ -41,6 +48,7 @@ class Ours:
             max_batch_size=max(work.batch for work in setup.workloads),
             kv_memory=f"{tokens} tokens",
             progress=False,
+            **self._options,
         )
         try:
             yield _WrappedSession(setup, model, compiles=self.mode != "eager")
