@@ -273,7 +273,7 @@ def test_sizes_that_are_marked_dynamic_are_not_taken_for_one_another():
 NOT_PRIVATE = {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 OF_PYTHON = {"_asdict", "_replace", "_fields", "_field_defaults", "_exit"}
 # Other libraries' private parts, with tables and tests of their own.
-ELSEWHERE = ("huggingface_compat.py", "wrapped_model.py", "flashinfer/")
+ELSEWHERE = ("compat/huggingface.py", "wrapped_model.py", "flashinfer/")
 
 
 def private_names(tree: ast.Module) -> set[str]:

@@ -1,5 +1,7 @@
 """Private parts of torch that we depend on, one function each, and what we change for the whole process.
 
+Those of transformers stand in ``compat.huggingface``.
+
 | what | for | ends when |
 | --- | --- | --- |
 | ``cudagraph_trees._initialize_tls`` / ``local`` | cudagraph trees on a thread of ours | torch < 2.13 is dropped |

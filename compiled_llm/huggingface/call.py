@@ -15,13 +15,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from compiled_llm.compat.huggingface import is_users_own, mask_width
 from compiled_llm.execution.limits import pages_needed
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.cache_columns import RowUpdate
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.host_copies import HostCopies
 from compiled_llm.huggingface.paged_cache import PagedCache
-from compiled_llm.huggingface_compat import is_users_own, mask_width
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.modules import has_hooks
 

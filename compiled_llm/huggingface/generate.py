@@ -31,11 +31,11 @@ from transformers.generation.streamers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from compiled_llm.compat.huggingface import pad_token
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, draw
 from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call import Call
 from compiled_llm.huggingface.processors import new_seeds
-from compiled_llm.huggingface_compat import pad_token
 from compiled_llm.kvcache.row import Row
 
 # What these do between steps is known; classes derived from them may do anything.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from compiled_llm.compat.huggingface import set_special_tokens, special_tokens
 from compiled_llm.huggingface.host_copies import HostCopies
-from compiled_llm.huggingface_compat import set_special_tokens, special_tokens
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _MOST = 256

@@ -1,4 +1,4 @@
-"""What a wrapped model does in place of HuggingFace's methods; ``huggingface_compat`` says why for each private one."""
+"""What a wrapped model does in place of HuggingFace's methods; ``compat.huggingface`` says why for each private one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from compiled_llm.compat.huggingface import is_huggingfaces
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.call import Call, LoopArguments, obstacle
@@ -27,7 +28,6 @@ from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop, run_our_loop
 from compiled_llm.huggingface.signatures import MethodSignature
-from compiled_llm.huggingface_compat import is_huggingfaces
 from compiled_llm.model.attention import set_implementations
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import Group

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from compiled_llm.huggingface_compat import attention_implementations, set_attention_implementations
+from compiled_llm.compat.huggingface import attention_implementations, set_attention_implementations
 from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
 from compiled_llm_ops import (
     append_paged_kv,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat import fake_tensors
-from compiled_llm.huggingface_compat import experts_implementation, set_experts_implementation
+from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation
 from compiled_llm.model.restore import attributes_restored
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.

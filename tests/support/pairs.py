@@ -1,0 +1,17 @@
+"""A tiny model and its wrapped twin, in eager mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+import compiled_llm
+from support.tiny_models import tiny_qwen3
+
+OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 16}
+
+
+def pair(**overrides: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model and a wrapped twin."""
+    return tiny_qwen3(**overrides), compiled_llm.wrap(tiny_qwen3(**overrides), **OPTIONS)
