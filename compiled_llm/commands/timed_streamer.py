@@ -1,4 +1,4 @@
-"""A streamer that keeps the time of tokens, for the figures of `compiled-llm generate`."""
+"""A streamer that notes when tokens come, for the figures of `compiled-llm generate`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TimedStreamer:
-    """Keep the time of tokens, and pass them on to another streamer. `generate` puts the prompt first."""
+    """Notes when tokens come, and passes them on to another streamer. `generate` puts the prompt first."""
 
     leaves_model_alone = True
 
@@ -46,7 +46,7 @@ class TimedStreamer:
         }
 
     def figures(self) -> str:
-        """Return the same in words."""
+        """Return the figures in words."""
         if self._first is None:
             return "0 tokens"
         speed = self._tokens / (self._last - self._start)

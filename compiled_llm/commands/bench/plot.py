@@ -1,4 +1,4 @@
-"""A report as a picture: matplotlib, which is imported here alone."""
+"""A report as a picture. Nothing but this file and ``chart.py`` imports matplotlib."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "roofline": _roofline,
     "beams_and_drafts": Task,
 }
-"""The lists of results, and what makes a result of its fields."""
+"""The lists of results, and what builds a result from its fields."""
 
 
 def _with_figures(results: Iterable[Any]) -> list[dict[str, Any]]:

@@ -77,7 +77,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Startup:
-    """One contender's way from nothing to tokens, in processes of its own.
+    """How long one contender takes to start and to generate, in processes of its own.
 
     Attributes:
         contender: its name.

@@ -1,4 +1,4 @@
-"""The profiler on decode steps in the midst of a call of ``generate``."""
+"""The profiler on decode steps in the middle of a call of ``generate``."""
 
 from __future__ import annotations
 

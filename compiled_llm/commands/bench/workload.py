@@ -54,7 +54,7 @@ class Workload:
         return f"batch {self.batch}, {self.prompt} + {self.new} tokens, {self.decoding}"
 
     def prompts(self, vocabulary: int, number: int) -> list[list[int]]:
-        """Return ``[B][T]`` random token ids, others for each ``number``: no cache of prefixes may ever hit."""
+        """Return ``[B][T]`` random token ids, different for each ``number``, so that no prefix cache ever hits."""
         generator = random.Random(f"{self.batch} {self.prompt} {number}")
         return [[generator.randrange(1, vocabulary) for _ in range(self.prompt)] for _ in range(self.batch)]
 

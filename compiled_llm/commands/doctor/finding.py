@@ -38,7 +38,7 @@ class Finding:
 
 
 def essence(error: BaseException) -> str:
-    """Return an error in one line: its first, and the first after it that speaks of an error."""
+    """Return an error in one line: its first line, and the next one that mentions an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     cause = next((line for line in lines[1:] if re.search(r"\b(error|fatal)\b", line, re.IGNORECASE)), None)
     text = lines[0] if cause is None else f"{lines[0].rstrip(':')}: {cause}"

@@ -25,7 +25,7 @@ ALL: list[Contender] = [
 ON_CPU = ("hf-eager", "compiled-llm:cuda-graphs")
 """What runs on a CPU by default: there, the other modes are slower or the same."""
 NOT_BY_DEFAULT = ("compiled-llm:cuda-graphs:flashinfer",)
-"""What is not what a user gets, and runs if it is named."""
+"""What no user gets by default; it runs if it is named."""
 
 
 def choose(names: str, device_type: str) -> list[Contender]:

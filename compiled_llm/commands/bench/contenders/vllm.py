@@ -1,4 +1,4 @@
-"""vLLM, in a process and if need be in an environment of its own."""
+"""vLLM, in a process of its own, and in an environment of its own if need be."""
 
 from __future__ import annotations
 

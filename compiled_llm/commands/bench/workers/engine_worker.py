@@ -92,7 +92,7 @@ def answer(engine: Engine, request: dict[str, Any], vocabulary: int) -> dict[str
 
 
 def prompts_of(request: dict[str, Any], vocabulary: int, call: str) -> Prompts:
-    """Return random prompts, others for each request and call."""
+    """Return random prompts, different for each request and call."""
     generator = random.Random(f"{request['batch']} {request['prompt']} {request['number']} {call}")
     return [[generator.randrange(1, vocabulary) for _ in range(request["prompt"])] for _ in range(request["batch"])]
 
