@@ -9,6 +9,8 @@ vocabulary, N entries of the page table.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +25,17 @@ from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.compilation.layer_state import KnownState
 from compiled_llm.compilation.options import decode_options, passes_for, prefill_options
 from compiled_llm.compilation.outline import Outline
+from compiled_llm.compilation.passes.attention import PreparedInAttention
+from compiled_llm.compilation.passes.norms import NormedSums
+from compiled_llm.compilation.passes.patterns import is_like_llama
 from compiled_llm.compilation.passes.products import FusedProducts
 from compiled_llm.compilation.sampling import SamplingTables
 from compiled_llm.compilation.steps import decode_step, prefill_step
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.facts import Forward
 from compiled_llm.model.fused_weights import FusedWeights
+
+logger = logging.getLogger("compiled_llm.graphs")
 
 PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
@@ -57,6 +64,8 @@ class Programs:
         self._device = device
         self._outlines: dict[Callable[..., Any], Outline] = {}
         self._known_state = KnownState()
+        self._passes: list[Pass] = []
+        self._warned = False
         self.recorded = config.uses_trees_on(device.type)
         self.prefill_function = own_copy(prefill_step)
         self.decode_one_function = own_copy(decode_step)
@@ -81,6 +90,7 @@ class Programs:
     def _compiled(self, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         decodes = function in (self.decode_one_function, self.decode_many_function)
         passes = passes_for(self._config, self._device, self._fused, decodes)
+        self._passes += passes
         backend = Inductor(options, passes, piecewise=self._config.records_on(self._device.type))
         if backend.piecewise:
             self._outlines[function] = Outline(function, self._known_state)
@@ -161,6 +171,26 @@ class Programs:
             DECODE_ONE: self.decode_one_function,
             DECODE_MANY: self.decode_many_function,
         }
+
+    def pattern_matches(self) -> dict[str, int]:
+        """Return how often each pattern was found in the graphs that were searched for it."""
+        found: Counter[str] = Counter()
+        for searched in self._passes:
+            if isinstance(searched, (PreparedInAttention, NormedSums)) and searched.matches is not None:
+                found[searched.pattern] += searched.matches
+        return dict(found)
+
+    def warn_if_nothing_matched(self, model: PreTrainedModel) -> None:
+        """Warn, once, if a model seems to be written like Llama, and nothing in its decode steps matches a pattern."""
+        matches = self.pattern_matches()
+        if self._warned or not matches or any(matches.values()) or not is_like_llama(model):
+            return
+        self._warned = True
+        logger.warning(
+            "%s has RMS norms and rotary embeddings, but writes them in a way that no pattern of ours matches; its "
+            "decode steps are correct, and slower than they could be",
+            type(model).__name__,
+        )
 
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""

@@ -85,6 +85,7 @@ class Decode:
             for _ in range(_CALLS_TO_RECORD if readiness.programs.recorded else 1):
                 self.upload([], bucket, None, "bucket_prepared")
                 self._launch(bucket)
+            readiness.programs.warn_if_nothing_matched(self._state.facts.model)
             if self._recordings.own:
                 inputs = self._state.decode_buffers.bucket(bucket)
                 readiness.record(bucket, lambda: self._launch(bucket), inputs)

@@ -81,6 +81,7 @@ class Runtime:
             cudagraph_skips=recordings.skips,
             recordings=device_model.thread.call(recordings.decodes),
             prefill_recordings=recordings.prefills,
+            patterns=device_model.readiness.programs.pattern_matches(),
             buckets=device_model.readiness.ready_buckets,
             pages=device_model.pool.account(),
             page_size=self.config.page_size,

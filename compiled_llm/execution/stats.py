@@ -44,6 +44,8 @@ class Stats:
         recordings: CUDA graphs recorded of decode steps, one for each batch size that is ready.
         prefill_recordings: CUDA graphs recorded of prefills, one for each number of tokens and rows they are padded to;
             0 but in mode ``"cuda-graphs"``.
+        patterns: on CUDA, how often decode programs had what our passes look for, ``rotary`` and ``norm``; 0 for both
+            if the model writes them in another way, which makes its steps slower.
         buckets: decode batch sizes that are ready.
         pages: the page account, or None while nothing is allocated.
         page_size: tokens in a page.
@@ -62,6 +64,7 @@ class Stats:
     cudagraph_skips: int = 0
     recordings: int = 0
     prefill_recordings: int = 0
+    patterns: dict[str, int] = field(default_factory=dict)
     buckets: list[int] = field(default_factory=list)
     pages: PageAccount | None = None
     page_size: int = 0
@@ -89,6 +92,8 @@ class Stats:
             f"{self.graphs}, {self.graph_breaks} graph breaks, {self.recompiles} recompiles; recorded "
             f"{self.recordings} decode steps and {self.prefill_recordings} prefills, {self.cudagraph_skips} skips",
         )
+        if self.patterns:
+            yield "patterns", ", ".join(f"{count} {pattern}" for pattern, count in self.patterns.items())
         yield "batch sizes", ", ".join(map(str, self.buckets)) or "none ready"
         if self.pages is not None:
             yield (

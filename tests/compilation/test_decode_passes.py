@@ -114,6 +114,8 @@ def test_what_the_ops_do_in_a_step(family, steps, seed):
     torch.testing.assert_close(greedy(model, inputs, 12), expected)
     torch.testing.assert_close(greedy(model, {name: column[1:2] for name, column in inputs.items()}, 12), expected[1:2])
     assert len(steps) == 2, "batch 1, and larger ones"
+    found = FOUND[family]
+    assert model.compiled.stats().patterns == {"rotary": 2 * found.turned, "norm": 2 * found.sums}
     for graph in steps:
         attentions, products = attentions_in(graph), products_in(graph)
         turned = sum(attention.cos is not None for attention in attentions)
@@ -122,6 +124,15 @@ def test_what_the_ops_do_in_a_step(family, steps, seed):
         gated = sum(product[5] for product in products)
         assert Found(turned, normed, norms_in(graph) + len(products), len(products), gated) == expected_here
         assert all(attention.overlap for attention in attentions)
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize(("family", "warned"), [("GptOss", 1), ("Starcoder2", 0), ("Phi3", 0)])
+def test_a_model_like_llama_that_matches_nothing_is_told_of_once(family, warned, caplog, seed):
+    """Starcoder2 has layer norms, and Phi3 matches in part."""
+    model = compiled_llm.wrap(make(family, FAMILIES[family], seed), **OPTIONS)
+    model.compiled.warmup([1, 2, 4])
+    assert ["no pattern of ours matches" in record.message for record in caplog.records].count(True) == warned
 
 
 @pytest.mark.slow

@@ -23,17 +23,29 @@ class PreparedInAttention:
     """Moves norm and rotary embedding of queries and keys into decode attention, which reads them anyway.
 
     It runs on the graph as Dynamo made it, before any other pass: the examples of its nodes are still true.
+
+    Attributes:
+        pattern: what it looks for.
+        matches: how many layers had it; None until a graph was searched.
     """
+
+    pattern = "rotary"
+
+    def __init__(self) -> None:
+        """Nothing was searched yet."""
+        self.matches: int | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite the graph in place."""
         attentions = [node for node in graph.nodes if node.target in _DECODE_ATTENTIONS]
         flat: dict[fx.Node, fx.Node] = {}
+        self.matches = self.matches or 0
         for node in attentions:
             args = arguments_of(node, DecodeAttention)
             query, key = _raw(args.query), _raw(args.key)
             if query is not None and key is not None and query.goes_with(key):
                 _prepare_inside(graph, node, query, key, flat)
+                self.matches += 1
         if attentions and _table_is_settled(attentions):
             for node in attentions:
                 set_arguments(node, arguments_of(node, DecodeAttention)._replace(overlap=True))

@@ -18,27 +18,38 @@ class NormedSums:
     """Makes one op of a sum and its norm, which stand between the matmuls of a layer.
 
     It runs on the graph as Dynamo made it, like ``PreparedInAttention``.
+
+    Attributes:
+        pattern: what it looks for.
+        matches: how many there were; None until a graph was searched.
     """
+
+    pattern = "norm"
+
+    def __init__(self) -> None:
+        """Nothing was searched yet."""
+        self.matches: int | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite the graph in place."""
+        self.matches = self.matches or 0
         for node in graph.find_nodes(op="call_function", target=operator.mul):
             match = RMS_NORM.match(node)
             if match is not None:
-                _norm_sum(graph, node, *match)
+                self.matches += _norm_sum(graph, node, *match)
 
 
-def _norm_sum(graph: fx.Graph, normed: fx.Node, found: Found, nodes: Sequence[fx.Node]) -> None:
-    """Replace a norm and the sum that it norms, if that is of two tensors of one shape and dtype."""
+def _norm_sum(graph: fx.Graph, normed: fx.Node, found: Found, nodes: Sequence[fx.Node]) -> bool:
+    """Replace a norm and the sum that it norms; False if that is not of two tensors of one shape and dtype."""
     total = found["states"]
     if total.target is not operator.add or not all(isinstance(entry, fx.Node) for entry in total.args):
-        return
+        return False
     example = example_of(total)
     summands = map(example_of, total.args)
     if not norms_each_column(found, example):
-        return
+        return False
     if any((summand.shape, summand.dtype) != (example.shape, example.dtype) for summand in summands):
-        return
+        return False
     with graph.inserting_before(total):
         both = graph.call_function(_ADD_RMS_NORM, (*total.args, found["weight"], found["epsilon"], True))
         for number, node in enumerate((total, normed)):
@@ -48,3 +59,4 @@ def _norm_sum(graph: fx.Graph, normed: fx.Node, found: Found, nodes: Sequence[fx
     for node in (*reversed(nodes), total):
         if not node.users:
             graph.erase_node(node)
+    return True

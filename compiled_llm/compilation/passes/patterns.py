@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from compiled_llm.compat import example_of
 
@@ -99,6 +99,12 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype)
 
 
 ROTARY, RMS_NORM = Pattern(rotary), Pattern(rms_norm)
+
+
+def is_like_llama(model: nn.Module) -> bool:
+    """Whether a model, by the names of its modules, has what the patterns describe: RMS norms and rotary embeddings."""
+    names = {type(module).__name__ for module in model.modules()}
+    return all(any(part in name for name in names) for part in ("RMSNorm", "RotaryEmbedding"))
 
 
 def norms_each_column(norm: Found, states: Tensor) -> bool:
