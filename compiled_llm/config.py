@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 
 Mode = Literal["eager", "compile", "reduce-overhead", "cuda-graphs"]
 
+Backend = Literal["auto", "flashinfer", "reference"]
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -36,6 +38,10 @@ class WrapConfig:
         mode: ``"eager"`` runs the ops without compiling, ``"compile"`` compiles with Inductor, ``"cuda-graphs"`` also
             records whole steps as CUDA graphs and replays them, ``"reduce-overhead"`` leaves recording to torch's
             cudagraph trees, which cost the host more. On a CPU the last three are the same.
+        backend: whose kernels attend over the pages. ``"auto"`` takes the fastest: on CUDA FlashInfer for prefill and
+            our own kernel for decode, on a CPU plain PyTorch. ``"flashinfer"`` decodes with FlashInfer, too; on CUDA
+            only. ``"reference"`` is plain PyTorch: what a CPU runs anyway, and on CUDA, with ``mode="eager"``, the
+            oracle for all others.
         page_size: tokens in one page of the KV cache.
         max_batch_size: most rows that run at once; a call with more raises.
         kv_memory: what the pages may take. A float up to 1.0 is a fraction of the free memory, an int is bytes, a
@@ -53,6 +59,7 @@ class WrapConfig:
     """
 
     mode: Mode = "cuda-graphs"
+    backend: Backend = "auto"
     page_size: int = 16
     max_batch_size: int = 64
     kv_memory: float | int | str | None = None
@@ -69,6 +76,8 @@ class WrapConfig:
         """
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(map(repr, get_args(Mode)))}")
+        if self.backend not in get_args(Backend):
+            raise ValueError(f"backend={self.backend!r}: choose one of {', '.join(map(repr, get_args(Backend)))}")
         for name in ("page_size", "max_batch_size", "prefill_tokens", "workspace_bytes"):
             value = getattr(self, name)
             if name == "workspace_bytes" and value is None:
@@ -85,6 +94,16 @@ class WrapConfig:
         """Return whether projections are fused on a kind of device, ``"cpu"`` or ``"cuda"``."""
         wanted = device == "cuda" if self.fuse_projections is None else self.fuse_projections
         return wanted and self.mode != "eager"
+
+    def backend_on(self, device: str) -> str:
+        """Return the name of the backend that attends over pages on a kind of device."""
+        if self.backend == "auto":
+            return "flashinfer" if device == "cuda" else "reference"
+        return self.backend
+
+    def plans_decode_on(self, device: str) -> bool:
+        """Return whether the backend attends in decode too on a kind of device, in place of ``decode_attention``."""
+        return device == "cuda" and self.backend != "auto"
 
     def records_on(self, device: str) -> bool:
         """Return whether we record whole steps as CUDA graphs on a kind of device."""

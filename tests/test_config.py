@@ -147,8 +147,8 @@ def pages(max_positions: int = 4096, **options: Any) -> int:
 
 
 def test_a_page_takes_keys_and_values_of_all_layers():
-    assert page_bytes(LAYERS, 16, torch.float32, CPU) == 16 * 2 * (2 * 16 + 2 * 16 + 1 * 32) * 4
-    assert page_bytes(LAYERS, 5, torch.bfloat16, CPU) == 5 * 2 * (2 * 16 + 2 * 16 + 1 * 32) * 2
+    assert page_bytes(LAYERS, 16, torch.float32) == 16 * 2 * (2 * 16 + 2 * 16 + 1 * 32) * 4
+    assert page_bytes(LAYERS, 5, torch.bfloat16) == 5 * 2 * (2 * 16 + 2 * 16 + 1 * 32) * 2
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 1), (16, 1), (17, 2), (20000, 1250)])
@@ -158,14 +158,14 @@ def test_tokens_are_rounded_up_to_pages(tokens, count):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_bytes_are_rounded_down_to_pages(page_size):
-    one = page_bytes(LAYERS, page_size, torch.float32, CPU)
+    one = page_bytes(LAYERS, page_size, torch.float32)
     assert pages(kv_memory=one, page_size=page_size) == 2
     assert pages(kv_memory=10 * one - 1, page_size=page_size) == 10
     assert pages(kv_memory=f"{10 * one} B", page_size=page_size) == 11
 
 
 def test_a_fraction_is_of_what_is_free_and_at_most_what_rows_can_use(monkeypatch):
-    one = page_bytes(LAYERS, 16, torch.float32, CPU)
+    one = page_bytes(LAYERS, 16, torch.float32)
     monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 1000 * one)
     assert pages(kv_memory=0.5) == 501
     assert pages(kv_memory=1.0) == 1001
@@ -176,7 +176,7 @@ def test_a_fraction_is_of_what_is_free_and_at_most_what_rows_can_use(monkeypatch
 
 @pytest.mark.parametrize("memory", [10, "10 B", 1e-12])
 def test_memory_for_no_page_is_refused_with_the_numbers(memory, monkeypatch):
-    one = page_bytes(LAYERS, 16, torch.float32, CPU)
+    one = page_bytes(LAYERS, 16, torch.float32)
     monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 12345678)
     with pytest.raises(ValueError, match="page_size") as caught:
         pages(kv_memory=memory)

@@ -74,13 +74,13 @@ if missing:
     sys.exit(1)
 
 import torch
-from compiled_llm_ops.flashinfer.install import missing_for_cuda
+from compiled_llm_ops.backends import backend_named
 
 print("python", sys.version.split()[0], "CUDA", torch.version.cuda, "nvcc", shutil.which("nvcc"))
 if not torch.cuda.is_available():
     sys.exit("torch sees no CUDA device")
 print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
-if problems := missing_for_cuda():
+if problems := backend_named("flashinfer").problems():
     sys.exit("\n".join(problems))
 PYTHON
   say 'the ops'

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from compiled_llm.model.attention import AttentionPlans
+
 
 class Shape(NamedTuple):
     """What a recorded prefill is fixed to.
@@ -17,12 +19,12 @@ class Shape(NamedTuple):
     Attributes:
         tokens: T.
         rows: rows that choose a token; B is one more, whose tokens, if any are missing, fill up T.
-        split: whether several blocks share the keys of a row.
+        variant: how the backend divides it among thread blocks, which only the backend understands.
     """
 
     tokens: int
     rows: int
-    split: bool = False
+    variant: int = 0
 
 
 class PrefillInputs(NamedTuple):
@@ -40,6 +42,7 @@ class PrefillInputs(NamedTuple):
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in the row's last page.
+        plans: how attention is divided, decided on the host.
     """
 
     ids: Tensor
@@ -53,6 +56,7 @@ class PrefillInputs(NamedTuple):
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
+    plans: AttentionPlans
 
 
 class DecodeInputs(NamedTuple):
@@ -65,6 +69,8 @@ class DecodeInputs(NamedTuple):
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         slots: ``[B]`` int64, each row's entry in the sampling tables.
+        qo_indptr: ``[B + 1]`` int32, each row has one query: 0, 1, 2, ...
+        plans: how attention is divided, decided on the host; None if it is left to ``decode_attention``.
     """
 
     tokens: Tensor
@@ -73,3 +79,5 @@ class DecodeInputs(NamedTuple):
     indptr: Tensor
     indices: Tensor
     slots: Tensor
+    qo_indptr: Tensor
+    plans: AttentionPlans | None = None

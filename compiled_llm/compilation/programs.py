@@ -200,7 +200,7 @@ class Programs:
 def _mark_symbolic(inputs: PrefillInputs) -> None:
     """Say which sizes of a prefill's inputs change from call to call."""
     for name, tensor in inputs._asdict().items():
-        if name != "indices":
+        if name not in ("indices", "plans"):
             torch._dynamo.mark_dynamic(tensor, 1 if name in ("ids", "positions") else 0)
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.compilation.sampling import SamplingTables, choose
-from compiled_llm.model.attention import BATCH_ARGUMENT, PackedTokens, PagedBatch
+from compiled_llm.model.attention import BATCH_ARGUMENT, AttentionPlans, PackedTokens, PagedBatch
 from compiled_llm.model.facts import Forward
 
 
@@ -42,7 +42,7 @@ def prefill_step(
         indptr=inputs.indptr,
         indices=inputs.indices,
         last_page_len=inputs.last_page_len,
-        packed=PackedTokens(inputs.token_rows, inputs.token_positions, inputs.qo_indptr),
+        packed=PackedTokens(inputs.token_rows, inputs.token_positions, inputs.qo_indptr, inputs.plans),
     )
     out = forward(
         model,
@@ -72,7 +72,8 @@ def decode_step(
     Returns:
         ``[B, V]`` logits in the model's dtype and ``[B]`` int64, the next tokens, ``NOT_A_TOKEN`` where there is none.
     """
-    batch = PagedBatch(pages, inputs.indptr, inputs.indices, inputs.last_page_len)
+    packed = None if inputs.plans is None else _one_token_each(inputs, inputs.plans, page_size=pages[0].shape[3])
+    batch = PagedBatch(pages, inputs.indptr, inputs.indices, inputs.last_page_len, packed)
     out = forward(
         model,
         input_ids=inputs.tokens[:, None],
@@ -86,3 +87,10 @@ def decode_step(
     chosen = choose(logits, inputs.slots, inputs.positions, tables)
     inputs.tokens.copy_(chosen.clamp(min=0))
     return logits, chosen
+
+
+def _one_token_each(inputs: DecodeInputs, plans: AttentionPlans, page_size: int) -> PackedTokens:
+    """Return where the new token of each row goes: to the end of its last page."""
+    full_pages = inputs.indptr[1:] - inputs.indptr[:-1] - 1
+    positions = full_pages * page_size + inputs.last_page_len - 1
+    return PackedTokens(inputs.qo_indptr[:-1], positions, inputs.qo_indptr, plans, one_a_row=True)

@@ -14,9 +14,11 @@ import numpy as np
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.recordings import StepOutputs
+from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.execution.decode_buffers import bucket_for, buckets_up_to
 from compiled_llm.execution.device_state import DeviceState
 from compiled_llm.execution.events import UploadCause
+from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.readiness import Readiness
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import build_table
@@ -41,9 +43,10 @@ class Decode:
         ready: the buckets, among others, that can be run at once; always the same set.
     """
 
-    def __init__(self, state: DeviceState, readiness: Readiness) -> None:
+    def __init__(self, state: DeviceState, readiness: Readiness, planner: Planner) -> None:
         """Begin with empty buffers; nothing is compiled yet."""
         self._state = state
+        self._planner = planner
         self._readiness = readiness
         self._recordings = readiness.recordings
         self.ready = readiness.ready
@@ -87,8 +90,7 @@ class Decode:
                 self._launch(bucket)
             readiness.programs.warn_if_nothing_matched(self._state.facts.model)
             if self._recordings.own:
-                inputs = self._state.decode_buffers.bucket(bucket)
-                readiness.record(bucket, lambda: self._launch(bucket), inputs)
+                readiness.record(bucket, lambda: self._launch(bucket), self._inputs(bucket))
         self.ready.add(bucket)
 
     def claim(self, owner: Seated | None) -> None:
@@ -128,6 +130,7 @@ class Decode:
                 (state.sampling.of(rows, bucket), inputs.slots),
             ]
         )
+        self._planner.plan_decode(table, bucket)
         if tokens is not None:
             inputs.tokens[: len(rows)].copy_(tokens)
         self._readiness.events.uploads[cause] += 1
@@ -145,5 +148,8 @@ class Decode:
     def _launch(self, bucket: int) -> StepOutputs:
         state, readiness = self._state, self._readiness
         with readiness.paged():
-            inputs = state.decode_buffers.bucket(bucket)
+            inputs = self._inputs(bucket)
             return readiness.programs.decode(state.facts.model, inputs, state.sampling.tables, state.pages)
+
+    def _inputs(self, bucket: int) -> DecodeInputs:
+        return self._state.decode_buffers.bucket(bucket)._replace(plans=self._planner.for_decode(bucket))

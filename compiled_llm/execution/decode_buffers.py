@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.kvcache.memory import mark_static
@@ -20,13 +21,14 @@ class DecodeBuffers:
             indptr=torch.zeros(max_rows + 1, dtype=torch.int32, device=device),
             indices=torch.zeros(entries, dtype=torch.int32, device=device),
             slots=torch.zeros(max_rows, dtype=torch.int64, device=device),
+            qo_indptr=torch.arange(max_rows + 1, dtype=torch.int32, device=device),
         )
         self._buckets: dict[int, DecodeInputs] = {}
 
     @property
     def nbytes(self) -> int:
         """Size of all buffers, in bytes."""
-        return sum(tensor.nbytes for tensor in self._whole)
+        return sum(tensor.nbytes for tensor in _tensors(self._whole))
 
     def bucket(self, rows: int) -> DecodeInputs:
         """Return the views for a bucket of ``rows``, always the same tensor objects.
@@ -42,13 +44,18 @@ class DecodeBuffers:
                 whole.indptr[: rows + 1],
                 whole.indices,
                 whole.slots[:rows],
+                whole.qo_indptr[: rows + 1],
             )
-            for tensor in cut:
+            for tensor in _tensors(cut):
                 mark_static(tensor)
                 if rows > 1 and tensor is not whole.indices:
                     torch._dynamo.mark_dynamic(tensor, 0)
             self._buckets[rows] = cut
         return self._buckets[rows]
+
+
+def _tensors(inputs: DecodeInputs) -> list[Tensor]:
+    return [column for column in inputs if isinstance(column, Tensor)]
 
 
 def buckets_up_to(max_rows: int) -> list[int]:

@@ -24,8 +24,8 @@ from compiled_llm.execution.device_state import DeviceState
 from compiled_llm.execution.events import Events, UploadCause
 from compiled_llm.execution.growth import grown
 from compiled_llm.execution.persistent_batch import PersistentBatch
-from compiled_llm.execution.prefill import Prefill
-from compiled_llm.execution.prefill_plans import Planner, attention_groups
+from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.prefill import Prefill, most_unrecorded_tokens
 from compiled_llm.execution.readiness import Readiness
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm.execution.staging import Readbacks
@@ -34,7 +34,7 @@ from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import FusedWeights
-from compiled_llm.model.sizes import weights_of_a_layer
+from compiled_llm.model.sizes import attention_geometries, weights_of_a_layer
 
 
 class DeviceModel:
@@ -87,16 +87,17 @@ class DeviceModel:
         self.readbacks = Readbacks(self.device)
         shapes = RecordedShapes(config.max_batch_size, weights_of_a_layer(model, len(facts.layers)))
         self._planner = Planner(
-            attention_groups(facts.layers, config.page_size, model.dtype, self.device),
+            attention_geometries(self.state.stored_layers, config.page_size, model.dtype),
             config,
             self.device,
-            self.max_positions,
-            shapes.all() if config.records_on(self.device.type) else [],
+            longest=self.max_positions,
+            most_tokens=most_unrecorded_tokens(facts.layers, config, self.device),
+            shapes=shapes.all() if config.records_on(self.device.type) else [],
         )
         self._planner.load()
         self.readiness = Readiness(self.state, weights, thread, self.events, programs)
         self.prefill = Prefill(self.state, self.readiness, self._planner, shapes)
-        self.decode = Decode(self.state, self.readiness)
+        self.decode = Decode(self.state, self.readiness, self._planner)
 
     # ---- run
 

@@ -15,11 +15,12 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.decode_buffers import DecodeBuffers
 from compiled_llm.execution.sampling_slots import SamplingSlots
 from compiled_llm.execution.staging import Staging
-from compiled_llm.kvcache.memory import allocate_pages, pages_to_allocate
+from compiled_llm.kvcache.memory import allocate_pages, as_stored, pages_to_allocate
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.sizes import logits_width, max_positions_of
+from compiled_llm_ops.backends import backend_named
 
 
 class DeviceState:
@@ -30,6 +31,7 @@ class DeviceState:
         config: the options of ``wrap``.
         device: where the model lives.
         max_positions: how many positions the model was made for.
+        stored_layers: its layers with the head sizes that pages have.
         pages: one ``[P, 2, K, S, D]`` a layer.
         pool: who has which page.
         decode_buffers: what decode steps read and advance.
@@ -48,9 +50,10 @@ class DeviceState:
         self.config = config
         self.device = model.device
         self.max_positions = max_positions_of(model)
-        count = pages_to_allocate(config, facts.layers, model.dtype, self.device, self.max_positions)
+        self.stored_layers = as_stored(facts.layers, backend_named(config.backend_on(self.device.type)))
+        count = pages_to_allocate(config, self.stored_layers, model.dtype, self.device, self.max_positions)
         with torch.inference_mode(False):
-            self.pages = allocate_pages(count, facts.layers, config.page_size, model.dtype, self.device)
+            self.pages = allocate_pages(count, self.stored_layers, config.page_size, model.dtype, self.device)
             entries = config.max_batch_size * (-(-self.max_positions // config.page_size) + 1)
             self.decode_buffers = DecodeBuffers(config.max_batch_size, entries, self.device)
             self.prefill_indices = torch.zeros(entries, dtype=torch.int32, device=self.device)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from compiled_llm.compilation.graphs.recordings import StepOutputs
 from compiled_llm.compilation.inputs import PrefillInputs, Shape
 from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED
+from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.device_state import DeviceState
 from compiled_llm.execution.packing import (
@@ -28,13 +29,12 @@ from compiled_llm.execution.packing import (
     padded,
     token_count,
 )
-from compiled_llm.execution.prefill_plans import Planner
+from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.readiness import Readiness
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.layer_probe import Layer
-from compiled_llm_ops import PageTable
 
 # Rows, and tokens whose logits are kept, that prefill is compiled with.
 _ROWS, _KEPT = 3, 5
@@ -159,18 +159,18 @@ class Prefill:
         """Return a prefill in new tensors on the device, planned."""
         state = self._state
         packed, table = pack(chunk, keep, slots, self._page_size)
-        inputs = self._as_inputs(state.staging.to_device(packed))
+        inputs = self._as_inputs(state.staging.to_device(packed), None)
         if embeddings is not None:
             inputs = inputs._replace(ids=embeddings[None])
         state.staging.upload([(table.indices, state.prefill_indices)])
-        self._planner.plan_prefill(_table_of(inputs), table)
+        self._planner.plan_prefill(table)
         return inputs
 
-    def _as_inputs(self, columns: Sequence[Tensor]) -> PrefillInputs:
-        """Return device tensors, in the order of ``Packed``, as the program takes them."""
+    def _as_inputs(self, columns: Sequence[Tensor], shape: Shape | None) -> PrefillInputs:
+        """Return device tensors, in the order of ``Packed``, as the program takes them, with the plans of a shape."""
         named = Packed(*columns)._asdict()  # type: ignore[arg-type]
         named |= {"ids": named["ids"][None], "positions": named["positions"][None]}
-        return PrefillInputs(indices=self._state.prefill_indices, **named)
+        return PrefillInputs(indices=self._state.prefill_indices, plans=self._planner.for_prefill(shape), **named)
 
     def _launch(self, inputs: PrefillInputs) -> StepOutputs:
         state, readiness = self._state, self._readiness
@@ -181,8 +181,9 @@ class Prefill:
 
     def recorded_shapes(self, rows: int) -> list[Shape]:
         """Return the shapes that prefills of so many rows are padded to and recorded in, smallest first."""
-        both = [shape._replace(split=split) for shape in self._shapes.of(rows) for split in (False, True)]
-        return [shape for shape in both if self._planner.fits(shape)]
+        variants = self._planner.variants
+        shapes = [shape._replace(variant=variant) for shape in self._shapes.of(rows) for variant in variants]
+        return [shape for shape in shapes if self._planner.fits(shape)]
 
     def make_recorded(self, shapes: Sequence[Shape], waiting: int = 0) -> None:
         """Record prefills of these shapes, those that are not recorded yet.
@@ -211,7 +212,7 @@ class Prefill:
         shape = self._shapes.smallest(token_count(chunk), len(chunk))
         if shape is None:
             return None
-        shape = shape._replace(split=self._planner.splits(chunk))
+        shape = shape._replace(variant=self._planner.variant_for(chunk))
         fits = shape in self._recordings or self._planner.fits(shape)
         return shape if fits else None  # larger ones fit even less
 
@@ -224,27 +225,26 @@ class Prefill:
         slots = np.concatenate([slots, state.sampling.of([], missing)])
         packed, table = pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
         if (recording := self._recordings.get(shape)) is not None:
-            self._upload(cast(PrefillInputs, recording.inputs), packed, table, shape)
+            self._upload(packed, table, shape)
             result = recording.replay()
             # Checked while the device computes. All it reads is there, since the weights are; and if it is not what
             # the model does now, all it writes is written again.
             if self._readiness.is_valid(shape):
                 return result
             state.sampling.restore(slots)
-        inputs = self._as_inputs(state.staging.to_device(packed))
+        inputs = self._as_inputs(state.staging.to_device(packed), shape)
         (self._packed[shape],) = state.staging.to_device([as_bytes(packed)])
-        self._upload(inputs, packed, table, shape)
+        self._upload(packed, table, shape)
         with self._recordings.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
             result = self._launch_packed(inputs, self._packed[shape])
             self._readiness.record(shape, lambda: self._launch_packed(inputs, self._packed[shape]), inputs)
-        self._planner.freeze_prefill(shape)
         return result
 
-    def _upload(self, inputs: PrefillInputs, packed: Packed, table: HostTable, shape: Shape) -> None:
+    def _upload(self, packed: Packed, table: HostTable, shape: Shape) -> None:
         """Put a prefill where its graph reads it, and plan it."""
         state = self._state
         state.staging.upload([(as_bytes(packed), self._packed[shape]), (table.indices, state.prefill_indices)])
-        self._planner.plan_prefill(_table_of(inputs), table, shape)
+        self._planner.plan_prefill(table, shape)
 
     def _launch_packed(self, inputs: PrefillInputs, packed: Tensor) -> StepOutputs:
         """Run a prefill that was uploaded in one tensor: copies inside a graph take the host no time."""
@@ -264,5 +264,6 @@ def typical_tokens(layers: Sequence[Layer], device: torch.device) -> int:
     return (results - 1) // max(layer.query_heads for layer in layers)
 
 
-def _table_of(inputs: PrefillInputs) -> PageTable:
-    return PageTable(inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
+def most_unrecorded_tokens(layers: Sequence[Layer], config: WrapConfig, device: torch.device) -> int:
+    """Return how many tokens a prefill has at most that is not recorded: a chunk and a null token, or the first one."""
+    return max(config.prefill_tokens + 1, typical_tokens(layers, device), 2 * _ROWS)

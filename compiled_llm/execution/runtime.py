@@ -15,7 +15,7 @@ from compiled_llm.execution.runner import Runner
 from compiled_llm.execution.stats import Counters, Stats
 from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.execution.threads.loop_lock import LoopLock
-from compiled_llm.model.checks import check_placement
+from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.modules import InnerHooks
 
@@ -116,6 +116,7 @@ class Runtime:
                     self.events.started_again()
                 device_model = self._device_model = None  # its memory goes back first
                 check_placement(model, self.config)
+                check_layers(model, self.facts.layers, self.config)
                 thread = executor_for(model.device, self.config)
                 device_model = thread.call(DeviceModel, self.facts, self.config, thread, self.events)
                 self._device_model, self._made_for = device_model, made_for

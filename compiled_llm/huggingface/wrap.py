@@ -12,7 +12,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.wrapped_model import WrappedModel, wrapped_class
 from compiled_llm.model.attention import BATCH_ARGUMENT, attention_configs, paged_attention_in
-from compiled_llm.model.checks import check_model, check_placement
+from compiled_llm.model.checks import check_layers, check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import LinearWatch
 from compiled_llm.model.layer_probe import probe_layers
@@ -57,6 +57,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         prepare_cudagraph_trees()
     with paged_attention_in(attention_configs(checked)), LinearWatch() as watch:
         layers = probe_layers(checked, BATCH_ARGUMENT)
+    check_layers(checked, layers, config)
     base = type(checked)
     runtime = CompiledModel(ModelFacts.of(checked, base.forward, layers, watch.groups(checked)), config)
     checked.__class__ = wrapped_class(base)

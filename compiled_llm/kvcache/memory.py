@@ -16,23 +16,20 @@ from torch import Tensor
 
 from compiled_llm.config import KVMemory, WrapConfig, parse_kv_memory
 from compiled_llm.model.layer_probe import Layer
+from compiled_llm_ops.protocol import Backend
 
 _CUDA_FRACTION = 0.8
 _CPU_FRACTION = 0.25
 
 
-def stored_head_dim(layer: Layer, device: torch.device) -> int:
-    """Return D as the pages hold it: FlashInfer has kernels for a few sizes, others are padded with zeros."""
-    if device.type == "cpu":
-        return layer.head_dim
-    from compiled_llm_ops.flashinfer.versions import padded_head_dim
-
-    return padded_head_dim(layer.head_dim)
+def as_stored(layers: Sequence[Layer], backend: Backend) -> list[Layer]:
+    """Return the layers with the head sizes that pages have; what is not needed of them stays zero."""
+    return [layer._replace(head_dim=backend.stored_head_dim(layer.head_dim)) for layer in layers]
 
 
-def page_bytes(layers: Sequence[Layer], page_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return what one page takes over all layers, in bytes."""
-    numbers = sum(2 * layer.kv_heads * page_size * stored_head_dim(layer, device) for layer in layers)
+def page_bytes(layers: Sequence[Layer], page_size: int, dtype: torch.dtype) -> int:
+    """Return what one page takes over all ``layers``, as they are stored, in bytes."""
+    numbers = sum(2 * layer.kv_heads * page_size * layer.head_dim for layer in layers)
     return numbers * dtype.itemsize
 
 
@@ -44,7 +41,7 @@ def pages_to_allocate(
     Raises:
         ValueError: not even one page fits.
     """
-    one = page_bytes(layers, config.page_size, dtype, device)
+    one = page_bytes(layers, config.page_size, dtype)
     longest = config.max_batch_size * -(-max_positions // config.page_size)
     memory = parse_kv_memory(config.kv_memory) or KVMemory(
         fraction=_CPU_FRACTION if device.type == "cpu" else _CUDA_FRACTION
@@ -88,9 +85,7 @@ def allocate_pages(
 
     On a CPU the operating system backs memory with pages only once it is written, so a large pool costs what is used.
     """
-    pages = [
-        _zeros((count, 2, layer.kv_heads, page_size, stored_head_dim(layer, device)), dtype, device) for layer in layers
-    ]
+    pages = [_zeros((count, 2, layer.kv_heads, page_size, layer.head_dim), dtype, device) for layer in layers]
     for tensor in pages:
         mark_static(tensor)
         # P depends on what memory is free; built into the code, it would make every start a cold one.

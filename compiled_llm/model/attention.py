@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,18 +33,38 @@ NAME = "compiled_llm"
 BATCH_ARGUMENT = "paged_batch"
 
 
+class AttentionPlans(NamedTuple):
+    """How a backend divides attention among thread blocks, decided on the host before the step.
+
+    Attributes:
+        tensors: one ``[bytes]`` uint8 for each attention group: layers of one geometry share a plan.
+        workspace: ``[bytes]`` uint8, scratch memory that all layers use in turn.
+        groups: each layer's attention group.
+        backend: the backend's name.
+    """
+
+    tensors: tuple[Tensor, ...]
+    workspace: Tensor
+    groups: tuple[int, ...]
+    backend: str
+
+
 class PackedTokens(NamedTuple):
-    """Where the tokens of rows that have any number of new ones go.
+    """Where the tokens of rows that have any number of new ones go, and how attention over them is planned.
 
     Attributes:
         token_rows: ``[T]`` int32, the row of each token.
         token_positions: ``[T]`` int32, each token's index in its row's cache.
         qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
+        plans: decided on the host.
+        one_a_row: each row has one token, so that the layers have ``[B, H, 1, D]`` for ``[1, H, T, D]``.
     """
 
     token_rows: Tensor
     token_positions: Tensor
     qo_indptr: Tensor
+    plans: AttentionPlans
+    one_a_row: bool = False
 
 
 class PagedBatch(NamedTuple):
@@ -55,7 +75,7 @@ class PagedBatch(NamedTuple):
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
-        packed: where the tokens go; None in decode, where each row has one new token.
+        packed: where the tokens go; None in decode with ``decode_attention``, which takes one new token a row.
     """
 
     pages: list[Tensor]
@@ -107,49 +127,57 @@ def attention_forward(
     if isinstance(paged_batch, LayerProbe):
         return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, kwargs)
     states = (_pack(query, paged_batch), _pack(key, paged_batch), _pack(value, paged_batch))
-    given = (*states, paged_batch.pages[module.layer_idx])  # type: ignore[index]
+    layer = cast(int, module.layer_idx)
     options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         -1 if sliding_window is None else sliding_window - 1,
         softcap or 0.0,
     )
     if s_aux is None:
-        out = _attend(paged_batch, given, options)
+        out = _attend(paged_batch, layer, states, options)
     else:
-        out, lse = _attend_lse(paged_batch, given, options)
+        out, lse = _attend_lse(paged_batch, layer, states, options)
         out = out * torch.sigmoid(lse * math.log(2) - s_aux.float())[..., None].to(out.dtype)
     return out.view(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
 
 
-States = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The packed queries, keys and values of new tokens, and the layer's pages."""
+States = tuple[Tensor, Tensor, Tensor]
+"""The packed queries, keys and values of new tokens."""
+
+Options = tuple[float, int, float]
+"""Scale, window and cap."""
 
 
-def _attend(batch: PagedBatch, given: States, options: tuple[float, int, float]) -> Tensor:
-    table = (batch.indptr, batch.indices, batch.last_page_len)
+def _attend(batch: PagedBatch, layer: int, states: States, options: Options) -> Tensor:
     if batch.packed is None:
-        return decode_attention(*given, *table, *options)
-    return paged_attention(*_appended(batch, batch.packed, given), *table, *options)
+        return decode_attention(*states, batch.pages[layer], *_table(batch), *options)
+    return paged_attention(*_appended(batch, batch.packed, layer, states), *options)
 
 
-def _attend_lse(batch: PagedBatch, given: States, options: tuple[float, int, float]) -> tuple[Tensor, Tensor]:
-    table = (batch.indptr, batch.indices, batch.last_page_len)
+def _attend_lse(batch: PagedBatch, layer: int, states: States, options: Options) -> tuple[Tensor, Tensor]:
     if batch.packed is None:
-        return decode_attention_lse(*given, *table, *options)
-    return paged_attention_lse(*_appended(batch, batch.packed, given), *table, *options)
+        return decode_attention_lse(*states, batch.pages[layer], *_table(batch), *options)
+    return paged_attention_lse(*_appended(batch, batch.packed, layer, states), *options)
 
 
-def _appended(batch: PagedBatch, packed: PackedTokens, given: States) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the new keys and values, and return what attends over them: the queries, the pages, and whose they are."""
-    query, key, value, pages = given
-    to = (packed.token_rows, packed.token_positions, batch.indptr, batch.indices, batch.last_page_len)
-    append_paged_kv(key, value, pages, *to)
-    return query, pages, packed.qo_indptr
+def _appended(
+    batch: PagedBatch, packed: PackedTokens, layer: int, states: States
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Write the new keys and values, and return what attends over them: all tensors that ``paged_attention`` takes."""
+    query, key, value = states
+    pages, plans, table = batch.pages[layer], packed.plans, _table(batch)
+    append_paged_kv(key, value, pages, packed.token_rows, packed.token_positions, *table, plans.backend)
+    return query, pages, packed.qo_indptr, *table, plans.tensors[plans.groups[layer]], plans.workspace
+
+
+def _table(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    return batch.indptr, batch.indices, batch.last_page_len
 
 
 def _pack(states: Tensor, batch: PagedBatch) -> Tensor:
-    """``[1, H, T, D]`` or in decode ``[B, H, 1, D]`` to ``[T, H, D]``, a view."""
-    return states.transpose(1, 2).squeeze(1 if batch.packed is None else 0)
+    """``[1, H, T, D]``, or ``[B, H, 1, D]`` if each row has one token, to ``[T, H, D]``, a view."""
+    one_a_row = batch.packed is None or batch.packed.one_a_row
+    return states.transpose(1, 2).squeeze(1 if one_a_row else 0)
 
 
 def attention_configs(model: PreTrainedModel) -> list[PretrainedConfig]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
-import torch
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from compiled_llm.compat import cpp_compilers
 from compiled_llm.config import WrapConfig
-from compiled_llm.model.layer_probe import UnsupportedModelError, accepts_logits_to_keep
+from compiled_llm.model.layer_probe import Layer, UnsupportedModelError, accepts_logits_to_keep
+from compiled_llm.model.sizes import attention_geometries
+from compiled_llm_ops import Geometry
+from compiled_llm_ops.backends import BACKENDS, backend_named
 
 
 def check_model(model: object) -> PreTrainedModel:
@@ -53,24 +56,57 @@ def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
     if len(devices) != 1:
         raise ValueError(f"wrap: parameters lie on several devices ({devices}); load the model on one of them")
     kind = model.device.type
-    if kind == "cuda":
-        _check_cuda(model)
-    elif kind != "cpu":
+    if kind not in ("cuda", "cpu"):
         raise ValueError(f"wrap: the model is on {devices[0]}; only CUDA devices and the CPU are supported")
-    elif config.mode != "eager" and missing_compiler() is not None:
+    _check_backend(model, config)
+    if kind == "cpu" and config.mode != "eager" and missing_compiler() is not None:
         raise RuntimeError(f"wrap: {missing_compiler()}")
 
 
-def _check_cuda(model: PreTrainedModel) -> None:
-    from compiled_llm_ops.flashinfer.install import missing_for_cuda
-
-    if model.dtype not in (torch.float16, torch.bfloat16):
+def _check_backend(model: PreTrainedModel, config: WrapConfig) -> None:
+    kind = model.device.type
+    name = config.backend_on(kind)
+    backend = backend_named(name)
+    if kind not in backend.devices:
+        raise ValueError(
+            f"wrap: backend={name!r} has kernels for {' and '.join(backend.devices)} only, and the model is on {kind}; "
+            "wrap with backend='auto', or move the model"
+        )
+    if kind == "cpu":
+        return
+    if not backend.compiles and config.mode != "eager":
+        raise ValueError(
+            f"wrap: backend={name!r} reads lengths back from a CUDA device, so it can be neither compiled nor captured "
+            f"there, and mode={config.mode!r} does that; wrap with mode='eager', or with backend='auto'"
+        )
+    if model.dtype not in backend.dtypes:
         raise ValueError(
             f"wrap: the model is {model.dtype} on CUDA, where FlashInfer has kernels for 16 bits only; "
             "load it with dtype=torch.bfloat16, or call model.to(torch.bfloat16)"
         )
-    if missing := missing_for_cuda():
+    if missing := backend.problems():
         raise RuntimeError("wrap: the model is on CUDA and something is missing there: " + "; ".join(missing))
+
+
+def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
+    """Check that the backend has kernels for all attention layers.
+
+    Raises:
+        UnsupportedModelError: it has none for a layer; the message says why, and which backend has.
+    """
+    name = config.backend_on(model.device.type)
+    for number, geometry in enumerate(attention_geometries(layers, config.page_size, model.dtype)):
+        if (reason := backend_named(name).missing_kernel(geometry)) is not None:
+            raise UnsupportedModelError(
+                f"wrap: backend={name!r} cannot run attention layer {number}: {reason}; {_others(name, geometry)}"
+            )
+
+
+def _others(name: str, geometry: Geometry) -> str:
+    """Say which backends have a kernel."""
+    able = [other for other in BACKENDS if other != name and backend_named(other).missing_kernel(geometry) is None]
+    ways = [f"backend={other!r}" + ("" if backend_named(other).compiles else " with mode='eager'") for other in able]
+    return f"{' or '.join(ways)} can" if ways else "no backend can"
 
 
 def missing_compiler() -> str | None:

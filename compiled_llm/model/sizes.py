@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from transformers import PreTrainedModel
+
+from compiled_llm.model.layer_probe import Layer
+from compiled_llm_ops import Geometry
 
 
 def weights_of_a_layer(model: PreTrainedModel, layers: int) -> int:
@@ -21,3 +27,26 @@ def logits_width(model: PreTrainedModel) -> int:
 def max_positions_of(model: PreTrainedModel) -> int:
     """Return how many positions the model was made for."""
     return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**17))
+
+
+def attention_geometries(layers: Sequence[Layer], page_size: int, dtype: torch.dtype) -> list[Geometry]:
+    """Return the geometry of each layer; layers of one geometry share a plan.
+
+    Args:
+        layers: with the head sizes that pages have.
+        page_size: S.
+        dtype: of queries and pages.
+    """
+    return [
+        Geometry(
+            layer.query_heads,
+            layer.kv_heads,
+            layer.head_dim,
+            page_size,
+            layer.window_left,
+            layer.logits_soft_cap,
+            dtype,
+            dtype,
+        )
+        for layer in layers
+    ]

@@ -6,8 +6,9 @@ fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kerne
 
 from compiled_llm_ops.attention.append import append_paged_kv
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
+from compiled_llm_ops.attention.plan import plan_paged_attention
 from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
-from compiled_llm_ops.contracts import AttentionPlan, Geometry, PageTable, find_plan, register_plan
+from compiled_llm_ops.contracts import Geometry, PageTable
 from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
@@ -15,18 +16,16 @@ from compiled_llm_ops.sampling import NOT_A_TOKEN, sample_tokens, uniform_number
 
 __all__ = [
     "NOT_A_TOKEN",
-    "AttentionPlan",
     "Geometry",
     "PageTable",
     "add_rms_norm",
     "append_paged_kv",
     "decode_attention",
     "decode_attention_lse",
-    "find_plan",
     "normed_linear",
     "paged_attention",
     "paged_attention_lse",
-    "register_plan",
+    "plan_paged_attention",
     "sample_tokens",
     "skinny_linear",
     "uniform_numbers",

@@ -3,19 +3,12 @@
 The fields of an op's tuple, their order and defaults are its schema (see ``library.define``); what they mean stands
 with the public function. Kernels and backends import nothing but this page.
 
-Plans: what FlashInfer decided on the host about one prefill, and how a launcher finds it inside a graph.
-
-A launcher runs inside a compiled, possibly captured, graph. It may not take a Python integer that
-names a bucket (one symbolic graph serves them all), so it finds its plan by what it really sees:
-the address of the page table it was given, the number of rows, and the geometry of its layer.
-
 Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size.
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +76,33 @@ class AppendPagedKv(NamedTuple):
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
+    backend: str = "flashinfer"
+
+
+class PlanPagedAttention(NamedTuple):
+    """What ``plan_paged_attention`` takes; from ``query_heads`` on the fields of ``Geometry``, then the rest."""
+
+    plan: Tensor
+    numbers: Tensor
+    qo_indptr: Tensor
+    indptr: Tensor
+    last_page_len: Tensor
+    workspace: Tensor
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    window_left: int
+    logits_soft_cap: float
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    captured_tokens: int = -1
+    variant: int = -1
+
+    @property
+    def geometry(self) -> Geometry:
+        """The attention group that is planned for."""
+        return Geometry(*(getattr(self, name) for name in Geometry._fields))
 
 
 class PagedAttention(NamedTuple):
@@ -94,9 +114,18 @@ class PagedAttention(NamedTuple):
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
+    plan: Tensor
+    workspace: Tensor
     scale: float
     window_left: int = -1
     logits_soft_cap: float = 0.0
+
+    @property
+    def geometry(self) -> Geometry:
+        """The attention group of the layer."""
+        _, _, kv_heads, page_size, stored = self.pages.shape
+        heads, options = self.query.shape[1], (self.window_left, self.logits_soft_cap)
+        return Geometry(heads, kv_heads, stored, page_size, *options, self.query.dtype, self.pages.dtype)
 
     @property
     def table(self) -> PageTable:
@@ -175,49 +204,3 @@ class UniformNumbers(NamedTuple):
 
     seeds: Tensor
     positions: Tensor
-
-
-class AttentionPlan(Protocol):
-    """What a launcher needs of a plan."""
-
-    def run(
-        self,
-        query: Tensor,
-        pages: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        scale: float,
-        table: PageTable | None = None,
-    ) -> None:
-        """Attend; ``query`` and ``out`` are ``[T, H, D]`` with D padded, ``lse`` is ``[T, H]`` float32, base 2.
-
-        ``scale`` is the factor on the logits before the softmax; plans hold for any.
-        ``table`` is the page table on the device where it is not the one that was planned for, with the same pages.
-        """
-
-
-_plans: weakref.WeakValueDictionary[tuple[int, int, Geometry], AttentionPlan] = weakref.WeakValueDictionary()
-
-
-def register_plan(indptr: Tensor, rows: int, geometry: Geometry, plan: AttentionPlan) -> None:
-    """Make ``plan`` the one that launchers find for this page table, row count and geometry.
-
-    Only a weak reference is kept: whoever owns the page table's buffers must own the plan too, so that a plan never
-    outlives the address it is found by.
-    """
-    _plans[indptr.data_ptr(), rows, geometry] = plan
-
-
-def find_plan(indptr: Tensor, rows: int, geometry: Geometry) -> AttentionPlan:
-    """Return the plan registered for what the launcher sees.
-
-    Raises:
-        RuntimeError: nothing was planned for this page table; a launch would read a stale or foreign plan.
-    """
-    plan = _plans.get((indptr.data_ptr(), rows, geometry))
-    if plan is None:
-        raise RuntimeError(
-            f"paged_attention: no plan for a page table at {indptr.data_ptr():#x} with {rows} rows and {geometry}; "
-            "on CUDA, make a FlashInferPlan for this table and call its plan() before the op runs"
-        )
-    return plan

@@ -7,6 +7,7 @@ take it whole.
 from __future__ import annotations
 
 import inspect
+import json
 import string
 import typing
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ _SCHEMA_TYPES: dict[Any, str] = {
     bool: "bool",
     float: "float",
     int: "int",
+    str: "str",
+    torch.dtype: "ScalarType",
 }
 
 # Ops vanish with their Library object, so it lives as long as the module.
@@ -82,8 +85,15 @@ def schema(name: str, arguments: type[Arguments], writes: Sequence[str] = (), re
             raise ValueError(f"{name}: {field} is not a tensor that the op takes")
         types[field] = types[field].replace("Tensor", f"Tensor({alias}!)")
     defaults = arguments._field_defaults  # type: ignore[attr-defined]
-    texts = (f"{text} {field}" + (f"={defaults[field]}" if field in defaults else "") for field, text in types.items())
+    texts = (
+        f"{text} {field}" + (f"={_literal(defaults[field])}" if field in defaults else "")
+        for field, text in types.items()
+    )
     return f"{name}({', '.join(texts)}) -> {returns}"
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else str(value)
 
 
 def _taking(arguments: type[Arguments], kernel: Callable[[Arguments], _Result]) -> Callable[..., _Result]:

@@ -182,7 +182,8 @@ def test_what_lies_in_another_order_is_told_too(seed):
 
 def attend(query: Tensor, to: Inputs, scale: float = 0.25, pages: Tensor | None = None) -> Tensor:
     pages = to.pages if pages is None else pages
-    return paged_attention(query, pages, to.indptr, to.indptr, to.indices, to.last_page_len, scale)
+    table = to.indptr, to.indices, to.last_page_len
+    return paged_attention(query, pages, to.indptr, *table, to.plan, to.workspace, scale)
 
 
 def both_ways(module: fx.GraphModule, told: Examples, run: Examples) -> Iterator[Region]:

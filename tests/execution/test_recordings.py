@@ -20,8 +20,8 @@ from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.recorder import Recording
 from compiled_llm.compilation.graphs.recordings import Recordings
 from compiled_llm.compilation.graphs.validity import Guards, Weights
+from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill import _ROWS, Prefill, typical_tokens
-from compiled_llm.execution.prefill_plans import Planner
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm.model.sizes import weights_of_a_layer
 from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
@@ -106,7 +106,7 @@ def test_after_warmup_nothing_is_recorded(seed):
 
 @pytest.mark.usefixtures("without_inductor")
 def test_prefills_whose_plans_do_not_fit_are_not_recorded(seed, monkeypatch):
-    monkeypatch.setattr(Planner, "fits", lambda self, shape: not shape.split and shape.tokens <= 48)
+    monkeypatch.setattr(Planner, "fits", lambda self, shape: shape.tokens <= 48)
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
     model.compiled.warmup([1])
     before = model.compiled.stats()
@@ -234,7 +234,8 @@ def test_shapes_have_room_for_the_rows_and_no_more_than_there_can_be(rows):
 
 @pytest.mark.usefixtures("without_inductor")
 def test_a_prefill_whose_keys_are_split_is_recorded_apart(seed, monkeypatch):
-    monkeypatch.setattr(Planner, "splits", lambda self, batch: batch[0].row.length > 30)
+    monkeypatch.setattr(Planner, "variants", (0, 1))
+    monkeypatch.setattr(Planner, "variant_for", lambda self, batch: int(batch[0].row.length > 30))
     monkeypatch.setattr(Planner, "fits", lambda self, shape: True)
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
     for length in (20, 40, 31):

@@ -1,4 +1,4 @@
-"""Everything of FlashInfer that `compiled_llm_ops.flashinfer.plan` relies on, checked without a GPU.
+"""Everything of FlashInfer that `compiled_llm_ops.flashinfer` relies on, checked without a GPU.
 
 FlashInfer's classes are replaced by mocks that have their signatures, so that a call with an argument that no longer
 exists fails; what signatures do not show (private attributes, C++ planners) is looked up in the sources that the
@@ -9,43 +9,25 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import inspect
 import re
-import shutil
-import sys
 import textwrap
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from threading import Event
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from compiled_llm.config import WrapConfig
-from compiled_llm.execution.prefill_plans import Planner
-from compiled_llm.execution.recorded_shapes import RecordedShapes
-from compiled_llm_ops import Geometry, PageTable, find_plan
-from compiled_llm_ops.flashinfer import install, splitting, versions, workspace
-from compiled_llm_ops.flashinfer.append import append, readable
-from compiled_llm_ops.flashinfer.plan import FlashInferPlan
+from compiled_llm_ops import Geometry
+from compiled_llm_ops.flashinfer import splitting, versions, workspace
+from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.planner import PLAN_FIELDS
+from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE
+from support.mocked_flashinfer import DATA, GEOMETRY, HOST, PREFILL, Mocked, flashinfer, make_plan, mocked, tensors
 
-try:
-    import flashinfer
-except ModuleNotFoundError as error:
-    pytest.skip(f"flashinfer does not import ({error})", allow_module_level=True)
-
-DATA = Path(flashinfer.__file__).parent / "data"
-PREFILL = flashinfer.BatchPrefillWithPagedKVCacheWrapper
-
-GEOMETRY = Geometry(4, 2, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
-HOST = PageTable(*(torch.tensor(column, dtype=torch.int32) for column in ([0, 1, 2], [0, 3, 4], [5, 6, 7, 8], [9, 2])))
+__all__ = ["mocked"]
 
 PLANNER = (
     "float_workspace_buffer",
@@ -68,51 +50,6 @@ PLANNER = (
     "disable_split_kv",
     "num_colocated_ctas",
 )
-
-
-class Mocked(NamedTuple):
-    """A workspace on the CPU, and FlashInfer's wrapper class as a mock with the real signatures."""
-
-    workspace: workspace.Workspace
-    prefill: mock.Mock
-
-    @property
-    def wrapper(self) -> Any:
-        return self.prefill.return_value
-
-    @property
-    def planner(self) -> mock.Mock:
-        return self.wrapper._cached_module.plan
-
-
-class UnusedEvent:
-    def synchronize(self) -> None: ...
-
-    def record(self, stream: object) -> None: ...
-
-
-@pytest.fixture
-def mocked(monkeypatch: pytest.MonkeyPatch) -> Mocked:
-    h200 = SimpleNamespace(multi_processor_count=132, max_threads_per_multi_processor=2048)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
-    monkeypatch.setattr(torch.cuda, "Event", UnusedEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(workspace, "pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    prefill = mock.create_autospec(PREFILL)
-    prefill.return_value._cached_module = mock.Mock()
-    prefill.return_value._cached_module.plan.return_value = list(range(15))
-    monkeypatch.setattr(flashinfer, PREFILL.__name__, prefill)
-    versions.uniform_q_len_argument.cache_clear()
-    # The mock stands for the class; whether the planner takes one argument more is read off the real one.
-    monkeypatch.setattr(prefill, "plan", PREFILL.plan)
-    return Mocked(workspace.Workspace("cpu", 1024), prefill)
-
-
-def make_plan(
-    mocked: Mocked, geometry: Geometry = GEOMETRY, *, static: bool = False, split: bool = True
-) -> FlashInferPlan:
-    return FlashInferPlan(geometry, HOST, rows=2, workspace=mocked.workspace, static=static, split=split)
 
 
 def plan_parameters() -> set[str]:
@@ -158,7 +95,7 @@ ALLOCATOR = cpp("include/flashinfer/allocator.h")
 
 
 def test_wrapper_and_its_plan_take_what_is_passed(mocked: Mocked) -> None:
-    make_plan(mocked)
+    make_plan(mocked).plan(HOST)
     call = mocked.wrapper.plan.call_args
     assert call.args == ()
     assert set(call.kwargs) <= plan_parameters()
@@ -286,7 +223,7 @@ def test_alibi_slopes_are_made_once_a_device() -> None:
 def test_planner_gets_its_arguments(mocked: Mocked) -> None:
     declared = cpp_parameters("csrc/batch_prefill_jit_binding.cu", "BatchPrefillWithKVCachePlan")
     assert tuple(declared) in (PLANNER, (*PLANNER, "uniform_q_len"))
-    make_plan(mocked, static=True).plan(HOST)
+    make_plan(mocked, captured_tokens=2).plan(HOST)
     passed = dict(zip(declared, mocked.planner.call_args.args, strict=True))
     assert passed["kv_len_arr"].tolist() == [41, 2]
     assert (passed["total_num_rows"], passed["batch_size"], passed["causal"]) == (2, 2, True)
@@ -294,14 +231,14 @@ def test_planner_gets_its_arguments(mocked: Mocked) -> None:
     assert passed.get("uniform_q_len", 0) == 0
 
 
-@pytest.mark.parametrize("split", [True, False, None])
-def test_the_planner_is_told_whether_to_split(mocked: Mocked, split: bool | None) -> None:
-    plan = FlashInferPlan(GEOMETRY, HOST, rows=2, workspace=mocked.workspace, static=False, split=split)
+@pytest.mark.parametrize("variant", [SPLIT, WHOLE, -1])
+def test_the_planner_is_told_whether_to_split(mocked: Mocked, variant: int) -> None:
+    plan = make_plan(mocked, variant=variant)
     at = PLANNER.index("disable_split_kv")
     for pages, worthwhile in ((1, False), (3000, True)):
         plan.plan(HOST._replace(indptr=torch.tensor([0, pages, pages + 1], dtype=torch.int32)))
         given = mocked.planner.call_args.args[at]
-        assert given is not (worthwhile if split is None else split)
+        assert given is not (worthwhile if variant < 0 else variant == SPLIT)
 
 
 def test_idle_blocks_of_a_captured_launch_repeat_the_last_row(mocked: Mocked) -> None:
@@ -322,7 +259,7 @@ def test_idle_blocks_of_a_captured_launch_repeat_the_last_row(mocked: Mocked) ->
         return places
 
     mocked.planner.side_effect = planner
-    plan = make_plan(mocked, static=True, split=False)
+    plan = make_plan(mocked, captured_tokens=2, variant=WHOLE)
     for _ in range(2):
         plan.plan(HOST)
         assert seen[-1].view(3, 8)[:, :5].tolist() == [[1] * 5, [0] * 5, [0] * 5]
@@ -336,49 +273,12 @@ def test_a_captured_launch_that_does_not_split_has_a_block_for_each_tile(mocked:
     numbers = {"padded_batch_size": 33, "cta_tile_q": 64}
     mocked.planner.return_value = [numbers.get(name, 7) for name in PLAN_FIELDS]
     host = HOST._replace(qo_indptr=torch.tensor([0, 100, 301], dtype=torch.int32))
-    for split, blocks in ((True, 33), (False, -(-301 * GEOMETRY.query_heads // GEOMETRY.kv_heads // 64) + 1)):
-        plan = make_plan(mocked, static=True, split=split)
+    for variant, blocks in ((SPLIT, 33), (WHOLE, -(-301 * GEOMETRY.query_heads // GEOMETRY.kv_heads // 64) + 1)):
+        plan = make_plan(mocked, captured_tokens=301, variant=variant)
         plan.plan(host)
-        plan.freeze()
-        assert plan._frozen is not None
-        assert dict(zip(PLAN_FIELDS, plan._frozen, strict=True)) == {
+        assert dict(zip(PLAN_FIELDS, plan.owner.numbers.tolist(), strict=True)) == {
             **dict.fromkeys(PLAN_FIELDS, 7), "cta_tile_q": 64, "padded_batch_size": blocks
         }  # fmt: skip
-
-
-def test_a_static_plan_must_be_told_whether_to_split(mocked: Mocked) -> None:
-    with pytest.raises(ValueError, match="static=True needs True or False"):
-        FlashInferPlan(GEOMETRY, HOST, rows=2, workspace=mocked.workspace, static=True)
-
-
-def test_a_plan_waits_for_kernels_that_are_being_built_until_its_first_launch(
-    mocked: Mocked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built, make = Event(), workspace.make_wrapper
-
-    def slow(*args: Any) -> Any:
-        built.wait()
-        return make(*args)
-
-    monkeypatch.setattr(workspace, "make_wrapper", slow)
-    monkeypatch.setattr(workspace, "append_one_token", mock.Mock())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    mocked.workspace.load(GEOMETRY)
-    plan = make_plan(mocked)
-    columns = PageTable(*(column.clone() for column in HOST))
-    plan.plan(columns)
-    for column in columns:
-        column.zero_()  # they are free to be rewritten
-    mocked.planner.assert_not_called()
-    built.set()
-    query, pages, out, lse = tensors()
-    plan.run(query, pages, out, lse, 0.1)
-    assert mocked.planner.call_args.args[5].tolist() == [41, 2]
-    plan.plan(HOST)
-    assert mocked.planner.call_count == 2
-    plan.run(query, pages, out, lse, 0.1)
-    assert mocked.planner.call_count == 2, "what was planned last"
-    mocked.prefill.assert_called_once()
 
 
 def test_plan_info_has_the_numbers_whose_names_are_known() -> None:
@@ -411,8 +311,18 @@ def test_full_workspace_is_recognised(mocked: Mocked) -> None:
         "Error in function 'aligned_alloc' at allocator.h:49: Buffer overflow when allocating memory for "
         "batch_prefill_tmp_v with size 4096 and alignment 16, but only 1024 bytes available in AlignedAllocator."
     )
-    with pytest.raises(RuntimeError, match=r"float workspace of 1024 bytes .* 4096 bytes; raise workspace_bytes"):
+    with pytest.raises(RuntimeError, match=r"workspace of 1024 bytes .* 4096 bytes; raise workspace_bytes"):
         plan.plan(HOST)
+
+
+def test_tiles_of_captured_launches_follow_from_the_longest_row_there_is_room_for() -> None:
+    assert "const uint64_t max_seq_len = total_num_rows - batch_size + 1;" in SCHEDULER
+    tiles = cpp("include/flashinfer/utils.cuh")
+    assert "if (avg_packed_qo_len > 64 && head_dim < 256) {" in tiles
+    assert "if (avg_packed_qo_len > 16) {" in tiles
+    for tokens, rows, tile in ((64, 64, 16), (64, 60, 16), (64, 50, 64), (64, 32, 128), (64, 3, 128)):
+        assert splitting.captured_tile(GEOMETRY, tokens, rows) == tile
+    assert splitting.captured_tile(GEOMETRY._replace(head_dim=256), 64, 3) == 64
 
 
 def test_split_rows_take_what_is_reckoned() -> None:
@@ -429,43 +339,11 @@ def test_split_rows_take_what_is_reckoned() -> None:
         assert "ceil_div(static_cast<size_t>(padded_batch_size) * cta_tile_q, gqa_group_size);" in SCHEDULER
     assert f"num_qo_heads * {queries} * head_dim_vo * sizeof(float)" in SCHEDULER
     assert f"num_qo_heads * {queries} * sizeof(float)" in SCHEDULER
-    assert splitting.static_split_bytes(qwen3_8b, 2064, 65, 132) == results + results // 128 + 32
+    assert splitting.captured_split_bytes(qwen3_8b, 2064, 65, 132) == results + results // 128 + 32
     blocks_of_long_rows = 2 * 132 // 8
     long_rows = splitting.split_bytes(qwen3_8b, 132)
     assert long_rows == (results + results // 128) // 129 * blocks_of_long_rows + 32
-    assert splitting.static_split_bytes(qwen3_8b, 32, 3, 132) == long_rows
-
-
-@pytest.mark.parametrize(
-    ("query_heads", "max_batch_size", "given", "everything_fits"),
-    [(16, 64, None, True), (32, 64, None, True), (32, 64, 2**30, True),
-     (16, 64, 2**20, False), (16, 4096, None, True), (16, 1, None, True)],
-)  # fmt: skip
-def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
-    mocked: Mocked,
-    monkeypatch: pytest.MonkeyPatch,
-    query_heads: int,
-    max_batch_size: int,
-    given: int | None,
-    everything_fits: bool,
-) -> None:
-    def unallocated(device: torch.device, nbytes: int) -> SimpleNamespace:
-        return SimpleNamespace(float_buffer=torch.empty(nbytes, dtype=torch.uint8, device="meta"))
-
-    monkeypatch.setattr(workspace, "Workspace", unallocated)
-    group = Geometry(query_heads, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
-    config = WrapConfig(max_batch_size=max_batch_size, workspace_bytes=given)
-    shapes = RecordedShapes(max_batch_size, weights=1).all()
-    planner = Planner([group], config, torch.device("cuda"), 40_960, shapes)
-    assert all(map(planner.fits, shapes))
-    pays = [shape._replace(split=True) for shape in shapes if planner._may_split(shape)]
-    assert max(shape.tokens for shape in pays) == {16: 1536, 32: 768}[query_heads]
-    assert all(map(planner.fits, pays)) is everything_fits
-    assert not any(planner.fits(shape._replace(split=True)) for shape in shapes if shape.tokens > pays[-1].tokens)
-    if given is None:
-        assert splitting.split_bytes(group, 132) <= planner.workspace_bytes <= 256 * 2**20
-    else:
-        assert planner.workspace_bytes == given
+    assert splitting.captured_split_bytes(qwen3_8b, 32, 3, 132) == long_rows
 
 
 # ---- what kernels there are
@@ -484,206 +362,3 @@ def test_queries_have_kernels_in_these_types() -> None:
     types = importlib.import_module("flashinfer.jit.utils").dtype_map
     assert set(versions.QUERY_DTYPES) <= set(types)
     assert torch.float32 not in types
-
-
-def test_nvcc_and_ninja_are_looked_for_where_flashinfer_looks() -> None:
-    source = Path(importlib.import_module("flashinfer.jit.cpp_ext").__file__ or "").read_text()
-    for name in ('"FLASHINFER_NVCC"', '"CUDA_HOME"', '"CUDA_PATH"', '["which", "nvcc"]', '"/usr/local/cuda"'):
-        assert name in source
-    assert re.search(r'"ninja",\n', source)
-    assert hasattr(importlib.import_module("flashinfer.jit.env"), "has_flashinfer_jit_cache")
-
-
-def test_installed_version_is_supported() -> None:
-    assert install.flashinfer_problem() is None
-
-
-# ---- the plan itself, as far as it goes without kernels
-
-
-def tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    query = torch.zeros(2, 4, 128, dtype=torch.bfloat16)
-    pages = torch.zeros(3, 2, 2, 16, 128, dtype=torch.bfloat16)
-    return query, pages, torch.empty_like(query), torch.empty(2, 4)
-
-
-def test_plan_is_found_by_its_page_table(mocked: Mocked) -> None:
-    plan = make_plan(mocked)
-    assert find_plan(HOST.indptr, 2, GEOMETRY) is plan
-
-
-def test_run_reads_the_table_it_is_given(mocked: Mocked) -> None:
-    plan = make_plan(mocked)
-    with pytest.raises(RuntimeError, match="nothing was planned"):
-        plan.run(*tensors(), 0.1)
-    plan.plan(HOST)
-    wrapper = mocked.wrapper
-    read = []
-    wrapper.run.side_effect = lambda **_: read.append(wrapper._paged_kv_last_page_len_buf)
-    advanced = HOST._replace(last_page_len=HOST.last_page_len + 1)
-    plan.run(*tensors(), 0.1)
-    plan.run(*tensors(), 0.1, table=advanced)
-    assert [id(column) for column in read] == [id(HOST.last_page_len), id(advanced.last_page_len)]
-    assert wrapper._paged_kv_last_page_len_buf is HOST.last_page_len, "what a graph made is let go"
-
-
-def test_plans_of_one_geometry_share_the_wrapper_and_nothing_else(mocked: Mocked) -> None:
-    first, second = (make_plan(mocked) for _ in range(2))
-    mocked.prefill.assert_called_once()
-    planner = mocked.planner
-    planner.side_effect = lambda *arguments: list(range(15))
-    first.plan(HOST)
-    second.plan(HOST)
-    workspaces = [call.args[1].data_ptr() for call in planner.call_args_list]
-    pinned = [call.args[2].data_ptr() for call in planner.call_args_list]
-    assert len(set(workspaces)) == len(set(pinned)) == 2
-    infos = []
-    for plan in (first, second, first):
-        plan.run(*tensors(), 0.1)
-        infos.append(mocked.wrapper._int_workspace_buffer.data_ptr())
-    assert infos == [workspaces[0], workspaces[1], workspaces[0]]
-
-
-def test_staging_buffers_take_turns(mocked: Mocked) -> None:
-    plan = make_plan(mocked)
-    planner = mocked.planner
-    for _ in range(workspace.STAGING_BUFFERS + 1):
-        plan.plan(HOST)
-    addresses = [call.args[2].data_ptr() for call in planner.call_args_list]
-    assert len(set(addresses)) == workspace.STAGING_BUFFERS >= 3
-    assert addresses[0] == addresses[-1]
-
-
-def test_frozen_plan_names_what_changed(mocked: Mocked) -> None:
-    plan = make_plan(mocked, static=True)
-    with pytest.raises(RuntimeError, match="freeze"):
-        plan.freeze()
-    plan.plan(HOST)
-    plan.freeze()
-    plan.plan(HOST)
-    planner = mocked.planner
-    planner.return_value = [*range(3), 64, *range(4, 15)]
-    with pytest.raises(RuntimeError, match="cta_tile_q was 3 and is now 64"):
-        plan.plan(HOST)
-
-
-def test_static_prefill_keeps_to_the_tokens_of_its_first_plan(mocked: Mocked) -> None:
-    plan = make_plan(mocked, static=True)
-    plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 3, 5], dtype=torch.int32)))
-    plan.plan(HOST)
-    assert mocked.planner.call_args.args[6] == 5
-    with pytest.raises(ValueError, match="6 tokens"):
-        plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 3, 6], dtype=torch.int32)))
-
-
-def test_int_workspace_grows_with_the_tokens_and_pinned_memory_with_it(mocked: Mocked) -> None:
-    plan = make_plan(mocked)
-    planner = mocked.planner
-    for tokens in (2, 200_000):
-        plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 1, tokens], dtype=torch.int32)))
-        _, int_buffer, pinned = planner.call_args.args[:3]
-        assert int_buffer.numel() >= 4 * tokens
-        assert pinned.numel() >= int_buffer.numel()
-
-
-@pytest.mark.parametrize(
-    "host",
-    [
-        HOST._replace(indptr=HOST.indptr.long()),
-        HOST._replace(indptr=HOST.indptr[:2]),
-        HOST._replace(last_page_len=HOST.last_page_len.to("meta")),
-    ],
-    ids=["type", "size", "place"],
-)
-def test_planner_never_gets_columns_it_would_misread(mocked: Mocked, host: PageTable) -> None:
-    plan = make_plan(mocked)
-    with pytest.raises(ValueError, match="on the host"):
-        plan.plan(host)
-    mocked.planner.assert_not_called()
-
-
-def test_strides_that_kernels_cannot_read_are_copied() -> None:
-    fused = torch.arange(3 * 4 * 64, dtype=torch.float32).view(3, 4, 64).to(torch.bfloat16)
-    assert readable(fused[:, 1:3]) is not fused
-    assert readable(fused[:, 1:3]).data_ptr() == fused[:, 1:3].data_ptr()
-    for unreadable in (fused.transpose(1, 2)[..., :3], fused[..., 1:9], fused[..., :63].contiguous()[..., :56]):
-        copied = readable(unreadable)
-        assert copied.is_contiguous()
-        assert copied.data_ptr() != unreadable.data_ptr()
-        torch.testing.assert_close(copied, unreadable, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("d", "padded"), [(1, 64), (64, 64), (71, 128), (96, 128), (129, 256), (512, 512)])
-def test_head_size_is_padded_to_the_next_with_kernels(d: int, padded: int) -> None:
-    assert versions.padded_head_dim(d) == padded
-
-
-def test_head_size_beyond_all_kernels_raises() -> None:
-    with pytest.raises(ValueError, match="head size 513 is larger than 512"):
-        versions.padded_head_dim(513)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"head_dim": 96}, "pad it"),
-        ({"query_heads": 5}, "no multiple"),
-        ({"dtype": torch.float32}, "use torch.bfloat16"),
-    ],
-)
-def test_geometry_without_kernels_raises(mocked: Mocked, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_plan(mocked, GEOMETRY._replace(**change))
-
-
-def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
-    """Ends with 0.6, whose tensor-core kernels reject 512 at their launch."""
-    has_kernels = "USE_VO_SPLIT" in cpp("include/flashinfer/attention/prefill.cuh")
-    expectation = nullcontext() if has_kernels else pytest.raises(ValueError, match=r"flashinfer-python>=0\.7")
-    with expectation:
-        make_plan(mocked, GEOMETRY._replace(head_dim=512))
-
-
-# ---- what is missing
-
-
-@pytest.fixture
-def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("FLASHINFER_NVCC", "CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    real = shutil.which
-    monkeypatch.setattr(shutil, "which", lambda name: None if name.startswith("/usr") else real(name))
-
-
-@pytest.mark.usefixtures("bare_machine")
-def test_missing_compilers_are_named_with_the_way_out() -> None:
-    nvcc, ninja = install.missing_for_cuda()
-    assert "CUDA_HOME" in nvcc
-    assert "flashinfer-jit-cache" in nvcc
-    assert "pip install ninja" in ninja
-
-
-@pytest.mark.usefixtures("bare_machine")
-def test_kernels_that_come_along_need_no_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert install.missing_for_cuda() == []
-
-
-@pytest.mark.usefixtures("bare_machine")
-def test_nvcc_is_found_in_cuda_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.touch(mode=0o755)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert install.find_nvcc() == str(nvcc)
-
-
-def test_unsupported_version_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer, "__version__", "0.8.0")
-    assert 'pip install "flashinfer-python>=0.6.13,<0.8"' in str(install.flashinfer_problem())
-
-
-def test_absent_flashinfer_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert 'pip install "compiled-llm[cuda]"' in str(install.flashinfer_problem())

@@ -6,7 +6,6 @@ P pages, S page size.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import math
 import re
@@ -24,23 +23,22 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 import compiled_llm_ops
 from compiled_llm_ops import (
-    AttentionPlan,
     Geometry,
     add_rms_norm,
     append_paged_kv,
     decode_attention,
     decode_attention_lse,
-    find_plan,
     normed_linear,
     paged_attention,
     paged_attention_lse,
-    register_plan,
     sample_tokens,
 )
 
 pytestmark = pytest.mark.core
 
 UNWRITTEN = 1e4
+UNREAD = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
+"""A plan and a workspace: on a CPU nothing reads them."""
 """What lies in slots that no token was written to: it shows if it is read."""
 
 TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
@@ -101,7 +99,7 @@ class Batch:
         return self
 
     def arguments(self) -> tuple[Any, ...]:
-        return self.query, self.pages, self.qo_indptr, *self.table, self.scale
+        return self.query, self.pages, self.qo_indptr, *self.table, *UNREAD, self.scale
 
     def decode_arguments(self) -> tuple[Any, ...]:
         """One query a row, and the newest keys and values still to be written."""
@@ -232,7 +230,7 @@ def test_two_halves_combined_by_their_lse_are_the_whole(seed):
     parts = [
         paged_attention_lse(
             batch.query, batch.pages, batch.qo_indptr, _starts([len(own) for own in half]), torch.cat(half), last,
-            batch.scale,
+            *UNREAD, batch.scale,
         )
         for half, last in ((first, torch.tensor([4, 4]).int()), (rest, batch.last_page_len))
     ]  # fmt: skip
@@ -312,6 +310,17 @@ def attention_cases() -> list[tuple[Any, ...]]:
     return cases
 
 
+def plan_cases() -> list[tuple[Any, ...]]:
+    cases = []
+    for mix, options in (("mixed", ()), ("decode", (64, 1))):
+        batch = Batch(*MIXES[mix])
+        buffers = torch.zeros(8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+        geometry = Geometry(4, 2, 8, 4, -1, 0.0, torch.bfloat16, torch.float16)
+        table = batch.qo_indptr, batch.indptr, batch.last_page_len
+        cases.append((*buffers, *table, torch.zeros(4, dtype=torch.uint8), *geometry, *options))
+    return cases
+
+
 def decode_cases() -> list[tuple[Any, ...]]:
     batches = [Batch(*MIXES["decode"], padded=16).filled() for _ in range(3)]
     cases = [(*batch.decode_arguments(), *own) for batch, own in zip(batches, ((), (3,), (-1, 1.5)), strict=True)]
@@ -378,6 +387,7 @@ CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "normed_linear": normed_linear_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
+    "plan_paged_attention": plan_cases,
     "sample_tokens": sample_cases,
     "skinny_linear": linear_cases,
     "uniform_numbers": uniform_cases,
@@ -437,7 +447,7 @@ def test_every_op_has_a_fake_kernels_a_docstring_and_an_opcheck_case(name):
 
 def check_signature(schema: torch.FunctionSchema, signature: inspect.Signature) -> None:
     """A public function takes what its op takes: names, order, types and defaults."""
-    types = {"Tensor": "Tensor", "Tensor | None": "Optional[Tensor]"}
+    types = {"Tensor": "Tensor", "Tensor | None": "Optional[Tensor]", "torch.dtype": "int"}
     taken = [
         (name, types.get(entry.annotation, entry.annotation), None if entry.default is entry.empty else entry.default)
         for name, entry in signature.parameters.items()
@@ -461,7 +471,9 @@ def test_opcheck(name):
         assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("append_paged_kv", "uniform_numbers")])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in ("append_paged_kv", "plan_paged_attention", "uniform_numbers")]
+)
 def test_fakes_have_the_strides_and_types_of_the_real_outputs(name):
     op = getattr(torch.ops.compiled_llm, name).default
     for case in CASES[name]():
@@ -476,8 +488,8 @@ def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
     def layer(batch: tuple[Tensor, ...], pages: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         query, key, value, rows, positions, qo_indptr, indptr, indices, last = batch
         append_paged_kv(key * 2, value, pages, rows, positions, indptr, indices, last)
-        out = paged_attention(query + 1, pages, qo_indptr, indptr, indices, last, scale)
-        other, lse = paged_attention_lse(query + 1, pages, qo_indptr, indptr, indices, last, scale, 3)
+        out = paged_attention(query + 1, pages, qo_indptr, indptr, indices, last, *UNREAD, scale)
+        other, lse = paged_attention_lse(query + 1, pages, qo_indptr, indptr, indices, last, *UNREAD, scale, 3)
         return out + other, lse * 2
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -716,49 +728,7 @@ def test_sample_tokens_refuses_what_does_not_fit(place, wrong, message):
     assert not case[8].any()
 
 
-# ---- plans
-
-GEOMETRY = Geometry(4, 2, 64, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
-
-
-class Plan:
-    def run(
-        self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor | None, scale: float, table: Any = None
-    ) -> None:
-        """Nothing: only finding it matters here."""
-
-
-def test_a_plan_is_found_by_table_rows_and_geometry_only():
-    indptr, plan = torch.zeros(5, dtype=torch.int32), Plan()
-    register_plan(indptr, 4, GEOMETRY, plan)
-    assert find_plan(indptr, 4, GEOMETRY) is plan
-    assert find_plan(indptr[:3], 4, GEOMETRY) is plan, "the address counts, not the view"
-    for other in (
-        (indptr.clone(), 4, GEOMETRY),
-        (indptr[1:], 4, GEOMETRY),
-        (indptr, 3, GEOMETRY),
-        (indptr, 4, GEOMETRY._replace(window_left=7)),
-        (indptr, 4, GEOMETRY._replace(page_size=8)),
-    ):
-        with pytest.raises(RuntimeError, match=r"no plan for a page table at 0x[0-9a-f]+ with \d rows.*plan\(\)"):
-            find_plan(*other)
-
-
-def test_a_later_plan_replaces_an_earlier_one():
-    indptr, plans = torch.zeros(5, dtype=torch.int32), [Plan(), Plan()]
-    for plan in plans:
-        register_plan(indptr, 4, GEOMETRY, plan)
-    assert find_plan(indptr, 4, GEOMETRY) is plans[1]
-
-
-def test_a_plan_is_forgotten_when_its_owner_dies():
-    indptr, plan = torch.zeros(5, dtype=torch.int32), Plan()
-    accepted: AttentionPlan = plan
-    register_plan(indptr, 4, GEOMETRY, accepted)
-    del plan, accepted
-    gc.collect()
-    with pytest.raises(RuntimeError, match="no plan"):
-        find_plan(indptr, 4, GEOMETRY)
+# ---- empty rows
 
 
 def test_rows_without_queries_are_not_taken_for_decode(seed):
@@ -768,5 +738,6 @@ def test_rows_without_queries_are_not_taken_for_decode(seed):
     table = [torch.tensor(column, dtype=torch.int32) for column in ([0, 2, 2], [0, 1, 2], [1, 2], [3, 3])]
     alone = [torch.tensor(column, dtype=torch.int32) for column in ([0, 2], [0, 1], [1], [3])]
     torch.testing.assert_close(
-        paged_attention(query, pages, *table, scale=0.3), paged_attention(query, pages, *alone, scale=0.3)
+        paged_attention(query, pages, *table, *UNREAD, scale=0.3),
+        paged_attention(query, pages, *alone, *UNREAD, scale=0.3),
     )

@@ -25,10 +25,12 @@ from compiled_llm_ops import (
     add_rms_norm,
     decode_attention,
     decode_attention_lse,
+    paged_attention_lse,
+    plan_paged_attention,
 )
+from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.flashinfer import splitting, versions
 from compiled_llm_ops.flashinfer.append import append
-from compiled_llm_ops.flashinfer.plan import FlashInferPlan
 from compiled_llm_ops.flashinfer.workspace import STAGING_BUFFERS, Workspace
 from support.gpu import by_dtype, close, needs_cuda, seeded
 
@@ -206,11 +208,39 @@ def fixed_columns(rows: Rows) -> PageTable:
     return PageTable(*(torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes))
 
 
+class Plan:
+    """One attention group's plan, made and launched through the ops."""
+
+    def __init__(
+        self, geometry: Geometry, columns: PageTable, workspace: Workspace, static: bool, split: bool | None
+    ) -> None:
+        self.geometry, self.columns, self.workspace = geometry, columns, workspace
+        self.owner = backend_named("flashinfer").new_plan(workspace, 2**20)
+        self._static = static
+        self._captured_tokens = -1
+        self._variant = -1 if split is None else splitting.SPLIT if split else splitting.WHOLE
+
+    def plan(self, host: PageTable) -> None:
+        """The first batch of a static plan sets the tokens of captured launches."""
+        if self._static and self._captured_tokens < 0:
+            self._captured_tokens = int(host.qo_indptr[-1])
+        table = (host.qo_indptr, host.indptr, host.last_page_len)
+        how = (*self.geometry, self._captured_tokens, self._variant)
+        plan_paged_attention(self.owner.tensor, self.owner.numbers, *table, self.workspace.buffer, *how)
+
+    def run(
+        self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor, scale: float, table: PageTable | None = None
+    ) -> None:
+        given = (*(self.columns if table is None else table), self.owner.tensor, self.workspace.buffer)
+        options = (scale, self.geometry.window_left, self.geometry.logits_soft_cap)
+        for result, place in zip(paged_attention_lse(query, pages, *given, *options), (out, lse), strict=True):
+            place.copy_(result)
+
+
 def make_plan(
     layer: Layer, columns: PageTable, workspace: Workspace, *, static: bool = True, split: bool | None = True
-) -> FlashInferPlan:
-    rows = len(columns.last_page_len)
-    return FlashInferPlan(layer.geometry, columns, rows=rows, workspace=workspace, static=static, split=split)
+) -> Plan:
+    return Plan(layer.geometry, columns, workspace, static, split)
 
 
 def options_of(geometry: Geometry) -> tuple[float, int, float]:
@@ -649,7 +679,6 @@ def test_static_prefill_replays_smaller_batches(split: bool, seed: int, workspac
 
     prepare([20, 20, 20])
     graph = capture(lambda: plan.run(query, layer.pages, out, lse, scale_of(plan.geometry)))
-    plan.freeze()
     for lengths, queries in (([200, 33, 64], [20, 20, 20]), ([260, 40, 200], [1, 40, 3]), ([400, 40, 200], [58, 1, 1])):
         rows.grow_to(lengths)
         prepare(queries)
@@ -671,11 +700,11 @@ def test_static_plans_take_what_is_reckoned(tokens: int, rows: int, head_dim: in
         )
     )
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
-    needed = splitting.static_split_bytes(geometry, tokens, rows, processors)
+    needed = splitting.captured_split_bytes(geometry, tokens, rows, processors)
 
     def plan(nbytes: int) -> None:
         workspace = Workspace("cuda", nbytes)
-        FlashInferPlan(geometry, on_device(host), rows=rows, workspace=workspace, static=True, split=True).plan(host)
+        Plan(geometry, on_device(host), workspace, static=True, split=True).plan(host)
 
     plan(needed)
     with pytest.raises(RuntimeError, match="raise workspace_bytes"):
@@ -686,11 +715,16 @@ def test_static_plans_take_what_is_reckoned(tokens: int, rows: int, head_dim: in
 
 
 @seeded
-def test_changed_number_after_freeze_raises(seed: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_a_captured_launch_has_read_may_not_change(
+    seed: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = Rows([geometry_of(2)], MIXED, max(MIXED), 128, seed)
-    plan = make_plan(rows.layers[0], on_device(rows.table()), workspace)
+    (layer,) = rows.layers
+    plan = make_plan(layer, on_device(rows.table()), workspace)
     plan.plan(rows.table())
-    plan.freeze()
+    query = rows.queries(layer, len(MIXED))
+    given = query, layer.pages, *outputs(query), scale_of(plan.geometry)
+    graph = capture(lambda: plan.run(*given))  # as long as it lives, it may be replayed
     module = workspace.wrapper(plan.geometry)._cached_module
     real = module.plan
 
@@ -701,6 +735,7 @@ def test_changed_number_after_freeze_raises(seed: int, workspace: Workspace, mon
     monkeypatch.setattr(module, "plan", changed)
     with pytest.raises(RuntimeError, match=r"padded_batch_size was \d+ and is now \d+"):
         plan.plan(rows.table())
+    del graph
 
 
 # ---- plan() never waits
@@ -714,7 +749,7 @@ def in_pinned_memory(table: PageTable) -> PageTable:
 def test_plan_does_not_wait_for_the_device(seed: int, workspace: Workspace) -> None:
     """As many plans as there are staging buffers, each launched, while the device sleeps; then all results are right.
 
-    A new plan object is made for each batch and dropped at once, as a runner does.
+    All batches share one plan, as a model's prefills do: its copies and launches are in stream order.
     """
     rows = Rows([geometry_of(4)], [10, 100, 1, 700], 1000, 128, seed)
     (layer,) = rows.layers
@@ -725,10 +760,10 @@ def test_plan_does_not_wait_for_the_device(seed: int, workspace: Workspace) -> N
         query = rows.queries(layer, tokens)
         batches.append((rows.lengths, in_pinned_memory(rows.table(queries)), query, *outputs(query)))
     columns = fixed_columns(rows)
+    plan = make_plan(layer, columns, workspace, static=False)
 
     def launch_all() -> None:
         for _, host, query, out, lse in batches:
-            plan = make_plan(layer, columns, workspace, static=False)
             upload(host, columns, non_blocking=True)
             plan.plan(host)
             plan.run(query, layer.pages, out, lse, scale_of(plan.geometry))
@@ -762,7 +797,7 @@ def test_plan_does_not_wait_for_the_device(seed: int, workspace: Workspace) -> N
 def test_small_workspace_is_named(seed: int) -> None:
     rows = Rows([geometry_of(2)], [100, 200], 200, 128, seed)
     plan = make_plan(rows.layers[0], on_device(rows.table()), Workspace("cuda", 4096))
-    with pytest.raises(RuntimeError, match=r"float workspace of 4096 bytes is too small .* raise workspace_bytes"):
+    with pytest.raises(RuntimeError, match=r"workspace of 4096 bytes is too small .* raise workspace_bytes"):
         plan.plan(rows.table())
 
 
@@ -786,7 +821,7 @@ def test_launch_that_was_not_planned_raises(seed: int, workspace: Workspace) -> 
     with pytest.raises(RuntimeError, match="nothing was planned"):
         plan.run(query, layer.pages, *outputs(query), 1.0)
     plan.plan(rows.table())
-    with pytest.raises(ValueError, match="planned for query"):
+    with pytest.raises(ValueError, match="plan is of another batch: tokens"):
         plan.run(query[:1], layer.pages, *outputs(query[:1]), 1.0)
-    with pytest.raises(ValueError, match="planned for query"):
-        plan.run(query, layer.pages[..., :64], *outputs(query), 1.0)
+    with pytest.raises(ValueError, match="plan is of another batch: geometry"):
+        plan.run(query[..., :64], layer.pages[..., :64], *outputs(query), 1.0)

@@ -15,12 +15,18 @@ class Inputs(NamedTuple):
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
+    plan: Tensor
+    workspace: Tensor
 
 
 def inputs_of(rows: int = 3) -> Inputs:
     columns = [torch.arange(size, dtype=torch.int32) for size in (rows + 1, rows)]
     return Inputs(
-        torch.randn(rows, 4, 16), torch.randn(rows + 5, 2, 2, 4, 16), *columns, torch.ones(rows, dtype=torch.int32)
+        torch.randn(rows, 4, 16),
+        torch.randn(rows + 5, 2, 2, 4, 16),
+        *columns,
+        torch.ones(rows, dtype=torch.int32),
+        *torch.zeros(2, 16, dtype=torch.uint8),
     )
 
 

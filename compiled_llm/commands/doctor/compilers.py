@@ -46,9 +46,9 @@ def ninja(cuda: bool) -> Finding:
 
 def find_nvcc() -> str | None:
     """Return the nvcc that FlashInfer runs."""
-    from compiled_llm_ops.flashinfer.install import find_nvcc as their_nvcc
+    from compiled_llm_ops.backends import backend_named
 
-    return their_nvcc()
+    return backend_named("flashinfer").compiler()
 
 
 def has_built_kernels() -> bool:

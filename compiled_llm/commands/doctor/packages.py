@@ -87,9 +87,10 @@ def triton(cuda: bool) -> Finding:
 
 def missing_for_cuda(what: str) -> tuple[str, str] | None:
     """Return what `wrap` would miss on CUDA, and the way out, if it is this."""
-    from compiled_llm_ops.flashinfer.install import missing_for_cuda
+    from compiled_llm_ops.backends import backend_named
 
-    message = next((message for message in missing_for_cuda() if message.startswith(f"{what} ")), None)
+    problems = backend_named("flashinfer").problems()
+    message = next((message for message in problems if message.startswith(f"{what} ")), None)
     if message is None:
         return None
     detail, _, fix = " ".join(message.split()).rpartition(": ")

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import AppendPagedKv, PageTable, check_int32
+from compiled_llm_ops.attention import plain
+from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.contracts import AppendPagedKv, check_int32
 from compiled_llm_ops.library import define
 
 
@@ -21,6 +23,7 @@ def append_paged_kv(
     indptr: Tensor,
     indices: Tensor,
     last_page_len: Tensor,
+    backend: str = "flashinfer",
 ) -> None:
     """Write the keys and values of new tokens into the pages of their rows, in place.
 
@@ -36,6 +39,7 @@ def append_paged_kv(
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in each row's last page, 1 to S, the new ones included.
+        backend: whose kernel writes on CUDA, one of ``backends.BACKENDS``; on a CPU plain PyTorch does.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
@@ -44,7 +48,7 @@ def append_paged_kv(
         FlashInfer ``flashinfer.append_paged_kv_cache`` on CUDA; paged KV caches after vLLM's PagedAttention
         (https://arxiv.org/abs/2309.06180).
     """
-    _append_paged_kv(key, value, pages, token_rows, token_positions, indptr, indices, last_page_len)
+    _append_paged_kv(key, value, pages, token_rows, token_positions, indptr, indices, last_page_len, backend)
 
 
 def _check(args: AppendPagedKv) -> None:
@@ -75,21 +79,15 @@ def _check(args: AppendPagedKv) -> None:
 
 def _cpu(args: AppendPagedKv) -> None:
     _check(args)
-    page_size, head_dim = args.pages.shape[3], args.key.shape[2]
-    page = args.indices[args.indptr[args.token_rows] + args.token_positions // page_size]
-    slot = args.token_positions % page_size
-    args.pages[page, :, :, slot, :head_dim] = torch.stack([args.key, args.value], dim=1).to(args.pages.dtype)
+    plain.append(args)
 
 
 def _cuda(args: AppendPagedKv) -> None:
-    from compiled_llm_ops.flashinfer.append import append
-
     _check(args)
-    key, value = args.key, args.value
-    if padding := args.pages.shape[4] - key.shape[2]:
-        key, value = (torch.nn.functional.pad(states, (0, padding)) for states in (key, value))
-    table = PageTable(args.indptr, args.indptr, args.indices, args.last_page_len)
-    append(key, value, args.pages, args.token_rows, args.token_positions, table)
+    if padding := args.pages.shape[4] - args.key.shape[2]:
+        key, value = (torch.nn.functional.pad(states, (0, padding)) for states in (args.key, args.value))
+        args = args._replace(key=key, value=value)
+    backend_named(args.backend).append(args)
 
 
 _append_paged_kv = define(

@@ -10,32 +10,36 @@ from numpy.typing import NDArray
 from compiled_llm_ops.contracts import Geometry
 from compiled_llm_ops.flashinfer.versions import counts_pairs_as_queries
 
-_BLOCKS_AT_ONCE = 2  # of a multiprocessor: FlashInfer splits rows into as many as fill the device
+WHOLE, SPLIT = 0, 1
+"""Variants of a plan: one block goes over all keys of a tile of queries, or several share them."""
+
+_BLOCKS_AT_ONCE = 2  # resident blocks per multiprocessor; FlashInfer splits rows until the device is full
 
 
 def split_bytes(geometry: Geometry, processors: int) -> int:
-    """Return the bytes of float workspace that any plan takes at most which is not static.
+    """Return an upper bound on the workspace of a plan whose launches are not captured, in bytes.
 
     Args:
         geometry: the attention group.
         processors: multiprocessors of the device.
     """
-    return _partial_results(geometry, _most_blocks(geometry, processors))
+    return _partial_results(geometry, _most_blocks(geometry, processors), _largest_tile(geometry))
 
 
-def static_split_bytes(geometry: Geometry, tokens: int, rows: int, processors: int) -> int:
-    """Return the bytes of float workspace that a static plan takes at most.
+def captured_split_bytes(geometry: Geometry, tokens: int, rows: int, processors: int) -> int:
+    """Return an upper bound on the workspace of a plan whose launches are captured and split, in bytes.
 
     Such a plan counts every row as split, since a later batch's may be, and so has room for all queries.
 
     Args:
         geometry: the attention group.
-        tokens: T of the first batch, the largest.
+        tokens: T of the captured launch.
         rows: B.
         processors: multiprocessors of the device.
     """
-    tiles = most_tiles(geometry, tokens, rows, _largest_tile(geometry))
-    return _partial_results(geometry, max(_most_blocks(geometry, processors), tiles))
+    tile = captured_tile(geometry, tokens, rows)
+    tiles = most_tiles(geometry, tokens, rows, tile)
+    return _partial_results(geometry, max(_most_blocks(geometry, processors), tiles), tile)
 
 
 def most_tiles(geometry: Geometry, tokens: int, rows: int, tile: int) -> int:
@@ -53,9 +57,22 @@ def _largest_tile(geometry: Geometry) -> int:
     return 128 if geometry.head_dim < 256 else 64 if geometry.head_dim < 512 else 32
 
 
-def _partial_results(geometry: Geometry, blocks: int) -> int:
+def captured_tile(geometry: Geometry, tokens: int, rows: int) -> int:
+    """Return the pairs in a block of a captured launch: enough for the longest row that so many rows leave room for.
+
+    ``FA2DetermineCtaTileQ`` in FlashInfer's ``utils.cuh``.
+    """
+    longest = (tokens - rows + 1) * (geometry.query_heads // geometry.kv_heads)
+    if geometry.head_dim >= 512:
+        return 16 if longest <= 32 else 32
+    if longest > 64:
+        return _largest_tile(geometry)
+    return 64 if longest > 16 else 16
+
+
+def _partial_results(geometry: Geometry, blocks: int, tile: int) -> int:
     """Return the bytes of a result and a log-sum-exp in float32 for each query, with room to align both."""
-    pairs = blocks * _largest_tile(geometry)
+    pairs = blocks * tile
     queries = pairs if counts_pairs_as_queries() else -(-pairs * geometry.kv_heads // geometry.query_heads)
     return geometry.query_heads * queries * (geometry.head_dim + 1) * 4 + 32
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from compiled_llm_ops.contracts import Geometry
+
 HEAD_DIMS = (64, 128, 256, 512)
 """Head sizes with kernels: ``DISPATCH_HEAD_DIM`` in FlashInfer's ``utils.cuh``."""
 
@@ -54,9 +56,21 @@ def idle_blocks_read_the_plan() -> bool:
     return version_of(import_flashinfer()) < (0, 7)
 
 
-def has_prefill_kernel(head_dim: int) -> bool:
-    """Whether kernels exist: those of 0.6 reject 512 at their launch. Ends with 0.6."""
-    return head_dim < 512 or version_of(import_flashinfer()) >= (0, 7)
+def missing_kernel(geometry: Geometry) -> str | None:
+    """Return why FlashInfer has no kernel for a geometry, whose head size need not be padded; None if it has one."""
+    if geometry.query_heads % geometry.kv_heads:
+        return f"{geometry.query_heads} query heads are no multiple of {geometry.kv_heads} kv heads"
+    if geometry.head_dim > HEAD_DIMS[-1]:
+        return f"head size {geometry.head_dim} is larger than {HEAD_DIMS[-1]}, the largest that has a kernel"
+    if geometry.dtype not in QUERY_DTYPES:
+        return f"there is no kernel for {geometry.dtype} queries; use torch.bfloat16 or torch.float16"
+    if padded_head_dim(geometry.head_dim) == 512 and version_of(import_flashinfer()) < (0, 7):
+        # Ends with 0.6, whose kernels reject 512 at their launch.
+        return (
+            f"FlashInfer {import_flashinfer().__version__} has no kernel for head size {geometry.head_dim}; "
+            'pip install "flashinfer-python>=0.7,<0.8"'
+        )
+    return None
 
 
 def import_flashinfer() -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PageTable
 from compiled_llm_ops.flashinfer.append import append
-from compiled_llm_ops.flashinfer.versions import import_flashinfer
+from compiled_llm_ops.flashinfer.versions import HEAD_DIMS, import_flashinfer, missing_kernel
 
 STAGING_BUFFERS = 16
 """Plans the host may be ahead of the device: three and more prefills of a model with several attention groups."""
@@ -37,7 +37,7 @@ class Workspace:
 
     Attributes:
         device: with index.
-        float_buffer: ``[workspace_bytes]`` uint8.
+        buffer: ``[workspace_bytes]`` uint8.
         processors: multiprocessors of the device.
         max_blocks: thread blocks that can be resident on it at once.
     """
@@ -49,20 +49,18 @@ class Workspace:
             device: a CUDA device.
             workspace_bytes: size of the float workspace; ``plan`` says so when it is too small.
         """
-        self.float_buffer = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
-        self.device = self.float_buffer.device
-        properties = torch.cuda.get_device_properties(self.device)
-        self.processors = properties.multi_processor_count
-        # No attention kernel has blocks of fewer than 128 threads.
-        self.max_blocks = self.processors * properties.max_threads_per_multi_processor // 128
+        self.buffer = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+        self.device = self.buffer.device
+        self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.max_blocks = max_blocks_of(self.device)
         self._staging = [(pinned(64 * 2**10), torch.cuda.Event()) for _ in range(STAGING_BUFFERS)]
-        self._turn = 0
+        self._next = 0
         self._wrappers: dict[Geometry, Any] = {}
         self._loading: dict[Geometry, Future[Any]] = {}
 
     def load(self, geometry: Geometry) -> None:
         """Begin to build or load the kernels for a geometry on other threads, while this one traces what calls them."""
-        self._loading[geometry] = _loaders.submit(_on_device, self.device, make_wrapper, geometry, self.float_buffer)
+        self._loading[geometry] = _loaders.submit(_on_device, self.device, make_wrapper, geometry, self.buffer)
         # What goes wrong in that one goes wrong again at the first launch.
         _loaders.submit(_on_device, self.device, append_one_token, geometry, self.device)
 
@@ -74,7 +72,7 @@ class Workspace:
         """Return FlashInfer's wrapper for a geometry; waits for its kernels, or builds or loads them here."""
         if geometry not in self._wrappers:
             loading = self._loading.pop(geometry, None)
-            made = make_wrapper(geometry, self.float_buffer) if loading is None else loading.result()
+            made = make_wrapper(geometry, self.buffer) if loading is None else loading.result()
             self._wrappers[geometry] = made
         return self._wrappers[geometry]
 
@@ -90,24 +88,32 @@ class Workspace:
         Yields:
             ``[>= nbytes]`` uint8.
         """
-        buffer, copied = self._staging[self._turn]
+        staged, copied = self._staging[self._next]
         copied.synchronize()
-        if buffer.numel() < nbytes:
-            buffer = pinned(power_of_two(nbytes))
-        yield buffer
+        if staged.numel() < nbytes:
+            staged = pinned(power_of_two(nbytes))
+        yield staged
         copied.record(torch.cuda.current_stream(self.device))
-        self._staging[self._turn] = buffer, copied
-        self._turn = (self._turn + 1) % len(self._staging)
+        self._staging[self._next] = staged, copied
+        self._next = (self._next + 1) % len(self._staging)
 
 
-def make_wrapper(geometry: Geometry, float_buffer: Tensor) -> Any:
+def max_blocks_of(device: torch.device) -> int:
+    """Return how many thread blocks can be resident on a device at once."""
+    properties = torch.cuda.get_device_properties(device)
+    # No attention kernel has blocks of fewer than 128 threads.
+    return int(properties.multi_processor_count * properties.max_threads_per_multi_processor // 128)
+
+
+def make_wrapper(geometry: Geometry, buffer: Tensor) -> Any:
     """Return a wrapper whose kernels are loaded, by planning one row of one token in public."""
     flashinfer = import_flashinfer()
+    _check_geometry(geometry)
     indptr = torch.tensor([0, 1], dtype=torch.int32)
     indices, last_page_len = torch.tensor([0], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
     # Whether launches are captured is the planner's to know, not the wrapper's: run() is the same for both.
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        float_workspace_buffer=float_buffer, kv_layout="HND", backend="fa2"
+        float_workspace_buffer=buffer, kv_layout="HND", backend="fa2"
     )
     wrapper.plan(
         qo_indptr=indptr,
@@ -128,10 +134,20 @@ def make_wrapper(geometry: Geometry, float_buffer: Tensor) -> Any:
         o_data_type=geometry.dtype,
     )
     # Its own int workspace has served; every plan brings one.
-    small = torch.empty(16, dtype=torch.uint8, device=float_buffer.device)
-    wrapper.reset_workspace_buffer(float_workspace_buffer=float_buffer, int_workspace_buffer=small)
-    importlib.import_module("flashinfer.utils")._get_cache_alibi_slopes_buf(geometry.query_heads, float_buffer.device)
+    small = torch.empty(16, dtype=torch.uint8, device=buffer.device)
+    wrapper.reset_workspace_buffer(float_workspace_buffer=buffer, int_workspace_buffer=small)
+    importlib.import_module("flashinfer.utils")._get_cache_alibi_slopes_buf(geometry.query_heads, buffer.device)
     return wrapper
+
+
+def _check_geometry(geometry: Geometry) -> None:
+    if reason := missing_kernel(geometry):
+        raise ValueError(f"plan_paged_attention: {reason}")
+    if geometry.head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"plan_paged_attention: there is no kernel for head size {geometry.head_dim}; pad it to stored_head_dim() "
+            "of the backend"
+        )
 
 
 def append_one_token(geometry: Geometry, device: torch.device) -> None:

@@ -1,0 +1,183 @@
+"""The plans of one model: made on the host, before the graph, for every attention group.
+
+Which kernels they are for, and what a plan says, is the backend's business (``compiled_llm_ops.protocol``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from compiled_llm.compilation.inputs import Shape
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.batch import Extension
+from compiled_llm.execution.decode_buffers import buckets_up_to
+from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.table import HostTable
+from compiled_llm.model.attention import AttentionPlans
+from compiled_llm_ops import Geometry, plan_paged_attention
+from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.protocol import Captured, Plan
+
+logger = logging.getLogger("compiled_llm.graphs")
+
+MOST_FOR_RECORDED = 256 * 2**20
+"""Bytes of workspace that recorded prefills may ask for: those that need more gain least from recording."""
+
+_NOT_CAPTURED = _BEST_VARIANT = -1
+
+
+class Planner:
+    """Plans batches: what graphs capture has plans of its own, everything else shares one for each group.
+
+    All plans of a model have one size, which programs may take as a constant.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Geometry],
+        config: WrapConfig,
+        device: torch.device,
+        *,
+        longest: int,
+        most_tokens: int,
+        shapes: Sequence[Shape] = (),
+    ) -> None:
+        """Allocate the backend's workspace.
+
+        Args:
+            layers: the geometry of each layer.
+            config: the options of ``wrap``.
+            device: where the model lives.
+            longest: tokens that a row may have.
+            most_tokens: tokens that a prefill may have which is not recorded.
+            shapes: prefills that are recorded, of any variant.
+        """
+        self._name = config.backend_on(device.type)
+        self._backend = backend_named(self._name)
+        self._device = device
+        self._longest = longest
+        self._groups = list(dict.fromkeys(layers))
+        self._group_of_layer = tuple(map(self._groups.index, layers))
+        self._decodes = config.plans_decode_on(device.type)
+        rows = config.max_batch_size + 1
+        tokens = max([most_tokens, rows, *(shape.tokens for shape in shapes)])
+        self._plan_bytes = self._backend.plan_bytes(self._groups, device, tokens, rows)
+        self._plans: dict[Shape | int | None, list[Plan]] = {}
+        needed, wanted = self._workspace_for(config, shapes)
+        with torch.inference_mode(False):
+            self._workspace = self._backend.workspace(device, config.workspace_bytes or max(needed, wanted))
+        mark_static(self._workspace.buffer)
+
+    def load(self) -> None:
+        """Begin to build or load the backend's kernels, which the first prefill waits for."""
+        for group in self._groups:
+            self._workspace.load(group)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Size of the backend's workspace, in bytes."""
+        return self._workspace.buffer.nbytes
+
+    @property
+    def variants(self) -> tuple[int, ...]:
+        """Ways to divide a batch; each has recordings of its own."""
+        return self._backend.variants
+
+    def fits(self, shape: Shape) -> bool:
+        """Return whether prefills of this shape can be recorded.
+
+        The workspace must hold what their plans need, however long the rows are; and of a variant that only a mixture
+        of long and short rows gains by, nothing is recorded.
+        """
+        if shape.variant == self.variants[0]:
+            return True
+        return shape == self._of_long_rows(shape) and self._needed(shape) <= self.workspace_bytes
+
+    def variant_for(self, batch: Sequence[Extension]) -> int:
+        """Return the variant that is fastest for a prefill of these rows."""
+        queries = [len(extension.ids) for extension in batch]
+        return self._best(queries, [extension.row.length for extension in batch])
+
+    # ---- what programs read
+
+    def for_prefill(self, shape: Shape | None = None) -> AttentionPlans:
+        """Return what a prefill reads: the plans of a recorded shape, or those of all others."""
+        return self._as_inputs(shape)
+
+    def for_decode(self, bucket: int) -> AttentionPlans | None:
+        """Return what a decode step reads; None if it attends with ``decode_attention``, which needs no plan."""
+        if not self._decodes:
+            return None
+        plans = self._as_inputs(bucket)
+        for tensor in plans.tensors:
+            mark_static(tensor)
+        return plans
+
+    # ---- planning
+
+    def plan_prefill(self, table: HostTable, shape: Shape | None = None) -> None:
+        """Plan a prefill or extend.
+
+        Args:
+            table: its page table on the host.
+            shape: of a prefill that is recorded; None for any other.
+        """
+        if shape is None:
+            self._plan(None, table, _NOT_CAPTURED, _BEST_VARIANT)
+        else:
+            self._plan(shape, table, shape.tokens, shape.variant)
+
+    def plan_decode(self, table: HostTable, bucket: int) -> None:
+        """Plan the decode steps of a bucket until a row enters another page: plans depend on pages, not on tokens."""
+        if self._decodes:
+            self._plan(bucket, table, bucket, self._decode_variant(bucket))
+
+    def _plan(self, key: Shape | int | None, table: HostTable, tokens: int, variant: int) -> None:
+        qo_indptr, indptr, _, last_page_len = map(torch.from_numpy, table)
+        buffer = self._workspace.buffer
+        for group, plan in zip(self._groups, self._plans_of(key), strict=True):
+            plan_paged_attention(
+                plan.tensor, plan.numbers, qo_indptr, indptr, last_page_len, buffer, *group, tokens, variant
+            )
+
+    def _plans_of(self, key: Shape | int | None) -> list[Plan]:
+        if key not in self._plans:
+            with torch.inference_mode(False):
+                self._plans[key] = [self._backend.new_plan(self._workspace, self._plan_bytes) for _ in self._groups]
+        return self._plans[key]
+
+    def _as_inputs(self, key: Shape | int | None) -> AttentionPlans:
+        tensors = tuple(plan.tensor for plan in self._plans_of(key))
+        return AttentionPlans(tensors, self._workspace.buffer, self._group_of_layer, self._name)
+
+    # ---- variants, and how much workspace they need
+
+    def _workspace_for(self, config: WrapConfig, shapes: Sequence[Shape]) -> tuple[int, int]:
+        """Return the bytes that everything needs, and as far as that is not too much those to record ``shapes``."""
+        wanted = max((self._needed(self._of_long_rows(shape)) for shape in shapes), default=0)
+        needed = self._backend.workspace_bytes(self._groups, self._device)
+        if self._decodes:
+            buckets = buckets_up_to(config.max_batch_size)
+            decode = (Captured(bucket, bucket, self._decode_variant(bucket)) for bucket in buckets)
+            needed = max(needed, *(self._backend.workspace_bytes(self._groups, self._device, step) for step in decode))
+        if wanted > (config.workspace_bytes or max(needed, MOST_FOR_RECORDED)):
+            logger.info("not all prefills of long rows are recorded: that takes workspace_bytes=%d", wanted)
+        return needed, min(wanted, MOST_FOR_RECORDED)
+
+    def _needed(self, shape: Shape) -> int:
+        captured = Captured(shape.tokens, shape.rows + 1, shape.variant)
+        return self._backend.workspace_bytes(self._groups, self._device, captured)
+
+    def _of_long_rows(self, shape: Shape) -> Shape:
+        """Return the shape of the variant that is fastest for one row as long as rows may be."""
+        return shape._replace(variant=self._best([shape.tokens], [self._longest]))
+
+    def _decode_variant(self, bucket: int) -> int:
+        """Return the variant of all decode steps of a bucket: a captured launch has one."""
+        return self._best([1] * bucket, [self._longest] * bucket)
+
+    def _best(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
+        return self._backend.best_variant(self._groups, queries, lengths, self._device)

@@ -1,0 +1,105 @@
+"""Planning attention: how the kernels of ``paged_attention`` divide a batch, decided on the host before the graph runs.
+
+Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, S page size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.contracts import PlanPagedAttention
+from compiled_llm_ops.library import define
+from compiled_llm_ops.protocol import owner_of
+
+
+def plan_paged_attention(
+    plan: Tensor,
+    numbers: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    last_page_len: Tensor,
+    workspace: Tensor,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    window_left: int,
+    logits_soft_cap: float,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    captured_tokens: int = -1,
+    variant: int = -1,
+) -> None:
+    """Decide how ``paged_attention`` divides a batch, and queue the copy of that to the device; never waits for it.
+
+    The page table is given on the host, as whoever made it has it; it may be rewritten afterwards. Launches read what
+    was planned last, so a captured launch may be replayed for each batch that it was planned for in the meantime. The
+    plan depends on how many pages rows have, not on how full the last one is.
+
+    On a CPU nothing is decided: the kernel reads the page table itself.
+
+    Args:
+        plan: ``[bytes]`` uint8 on the device, written: what the kernels read. Made by ``new_plan`` of a backend.
+        numbers: ``[n]`` int64 on the host, written: what a launch reads there. Made with ``plan``.
+        qo_indptr: ``[B + 1]`` int32 on the host, where each row's queries begin.
+        indptr: ``[B + 1]`` int32 on the host, where each row's pages begin.
+        last_page_len: ``[B]`` int32 on the host, tokens in each row's last page, 1 to S.
+        workspace: ``[bytes]`` uint8 on the device, the one that launches will be given.
+        query_heads: H.
+        kv_heads: K.
+        head_dim: D as stored in the pages.
+        page_size: S, in tokens.
+        window_left: tokens visible to the left of each query; -1 for all.
+        logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
+        dtype: of the queries.
+        kv_dtype: of the pages.
+        captured_tokens: the T of launches that are captured in a CUDA graph, at least that of any batch planned for
+            them; -1 if they are not captured.
+        variant: one of the backend's ``variants``, which captured launches must name; -1 for what is fastest for this
+            batch.
+
+    Raises:
+        ValueError: the columns have the wrong type or size, there are more tokens than ``captured_tokens``, or there is
+            no kernel.
+        RuntimeError: nobody owns ``plan``, the workspace is too small, a graph is being captured, or a captured launch
+            no longer fits the plan: it must not be replayed then.
+
+    Source:
+        On CUDA FlashInfer ``BatchPrefillWithPagedKVCacheWrapper.plan`` (https://arxiv.org/abs/2501.01005).
+    """
+    table = (qo_indptr, indptr, last_page_len)
+    geometry = (query_heads, kv_heads, head_dim, page_size, window_left, logits_soft_cap, dtype, kv_dtype)
+    _plan_paged_attention(plan, numbers, *table, workspace, *geometry, captured_tokens, variant)
+
+
+def _check(args: PlanPagedAttention) -> None:
+    rows = args.last_page_len.shape[0]
+    # Planners read the columns by address, and trust their place, type and size.
+    for name, length in (("qo_indptr", rows + 1), ("indptr", rows + 1), ("last_page_len", rows)):
+        column = getattr(args, name)
+        if column.device.type != "cpu" or column.dtype != torch.int32 or column.shape != (length,):
+            raise ValueError(
+                f"plan_paged_attention: {name} must be int32 [{length}] on the host; got {column.dtype} "
+                f"{list(column.shape)} on {column.device}"
+            )
+        if not column.is_contiguous():
+            raise ValueError(f"plan_paged_attention: {name} must be contiguous")
+    if args.captured_tokens >= 0 and args.variant < 0:
+        raise ValueError("plan_paged_attention: captured launches have one variant for all batches; name it")
+
+
+def _cuda(args: PlanPagedAttention) -> None:
+    _check(args)
+    owner_of(args.plan).decide(args)
+
+
+_plan_paged_attention = define(
+    "plan_paged_attention",
+    PlanPagedAttention,
+    writes=("plan", "numbers"),
+    returns="()",
+    fake=lambda args: None,
+    cpu=_check,
+    cuda=_cuda,
+)

@@ -1,0 +1,84 @@
+"""FlashInfer as a backend; see ``protocol.Backend``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PageTable
+from compiled_llm_ops.flashinfer import install
+from compiled_llm_ops.flashinfer.append import append
+from compiled_llm_ops.flashinfer.plan import FlashInferPlan
+from compiled_llm_ops.flashinfer.planner import plan_bytes
+from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, captured_split_bytes, split_bytes, worth_splitting
+from compiled_llm_ops.flashinfer.versions import QUERY_DTYPES, missing_kernel, padded_head_dim
+from compiled_llm_ops.flashinfer.workspace import Workspace, max_blocks_of
+from compiled_llm_ops.protocol import Captured
+
+
+class FlashInfer:
+    """FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``, backend ``fa2``, and its ``append_paged_kv_cache``."""
+
+    devices: tuple[str, ...] = ("cuda",)
+    dtypes = frozenset(QUERY_DTYPES)
+    compiles = True
+    variants: tuple[int, ...] = (WHOLE, SPLIT)
+
+    def problems(self) -> list[str]:
+        """Return what is missing of FlashInfer and of what compiles its kernels."""
+        return install.missing_for_cuda()
+
+    def compiler(self) -> str | None:
+        """Return the nvcc that FlashInfer would run."""
+        return install.find_nvcc()
+
+    def missing_kernel(self, geometry: Geometry) -> str | None:
+        """Return why there is no kernel for a geometry."""
+        return missing_kernel(geometry)
+
+    def stored_head_dim(self, head_dim: int) -> int:
+        """Return the next head size that has kernels."""
+        return padded_head_dim(head_dim)
+
+    def best_variant(
+        self, groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> int:
+        """Split if that pays for any group."""
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        rows = np.array(queries), np.array(lengths)
+        return SPLIT if any(worth_splitting(group, *rows, processors) for group in groups) else WHOLE
+
+    def workspace_bytes(
+        self, groups: Sequence[Geometry], device: torch.device, captured: Captured | None = None
+    ) -> int:
+        """Return room for the partial results of the group that has most of them."""
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        if captured is None:
+            return max(split_bytes(group, processors) for group in groups)
+        if captured.variant != SPLIT:
+            return 0
+        sizes = (captured_split_bytes(group, captured.tokens, captured.rows, processors) for group in groups)
+        return max(sizes)
+
+    def plan_bytes(self, groups: Sequence[Geometry], device: torch.device, tokens: int, rows: int) -> int:
+        """Return room for the plan of the group that takes most, a multiple of what FlashInfer aligns to."""
+        largest = max(plan_bytes(group, tokens, rows, max_blocks_of(device)) for group in groups)
+        return -(-largest // 256) * 256
+
+    def workspace(self, device: torch.device, nbytes: int) -> Workspace:
+        """Allocate a workspace."""
+        return Workspace(device, nbytes)
+
+    def new_plan(self, workspace: Workspace, nbytes: int) -> FlashInferPlan:
+        """Allocate a plan."""
+        return FlashInferPlan(workspace, nbytes)
+
+    def append(self, args: AppendPagedKv) -> None:
+        """Launch FlashInfer's copy to the pages."""
+        table = PageTable(args.indptr, args.indptr, args.indices, args.last_page_len)
+        append(args.key, args.value, args.pages, args.token_rows, args.token_positions, table)
+
+
+BACKEND = FlashInfer()

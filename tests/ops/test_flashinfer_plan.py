@@ -1,0 +1,275 @@
+"""FlashInfer's plans, as far as they go without kernels."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.recorded_shapes import RecordedShapes
+from compiled_llm_ops import Geometry, PageTable
+from compiled_llm_ops.flashinfer import backend, splitting, versions, workspace
+from compiled_llm_ops.flashinfer.append import readable
+from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE
+from compiled_llm_ops.protocol import Captured, owner_of
+from support.mocked_flashinfer import DATA, GEOMETRY, HOST, NUMBERS, Mocked, make_plan, mocked, tensors
+
+__all__ = ["mocked"]
+
+
+def test_a_plan_waits_for_kernels_that_are_being_built_until_its_first_launch(
+    mocked: Mocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, make = Event(), workspace.make_wrapper
+
+    def slow(*args: Any) -> Any:
+        built.wait()
+        return make(*args)
+
+    monkeypatch.setattr(workspace, "make_wrapper", slow)
+    monkeypatch.setattr(workspace, "append_one_token", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    mocked.workspace.load(GEOMETRY)
+    plan = make_plan(mocked)
+    columns = PageTable(*(column.clone() for column in HOST))
+    plan.plan(columns)
+    for column in columns:
+        column.zero_()  # they are free to be rewritten
+    mocked.planner.assert_not_called()
+    built.set()
+    query, pages, out, lse = tensors()
+    plan.run(query, pages, out, lse, 0.1)
+    assert mocked.planner.call_args.args[5].tolist() == [41, 2]
+    plan.plan(HOST)
+    assert mocked.planner.call_count == 2
+    plan.run(query, pages, out, lse, 0.1)
+    assert mocked.planner.call_count == 2, "what was planned last"
+    mocked.prefill.assert_called_once()
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "max_batch_size", "given", "everything_fits"),
+    [(16, 64, None, True), (32, 64, None, True), (32, 64, 2**30, True),
+     (16, 64, 2**20, False), (16, 4096, None, True), (16, 1, None, True)],
+)  # fmt: skip
+def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
+    mocked: Mocked,
+    monkeypatch: pytest.MonkeyPatch,
+    query_heads: int,
+    max_batch_size: int,
+    given: int | None,
+    everything_fits: bool,
+) -> None:
+    def unallocated(device: torch.device, nbytes: int) -> SimpleNamespace:
+        return SimpleNamespace(buffer=torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+
+    monkeypatch.setattr(backend, "Workspace", unallocated)
+    group = Geometry(query_heads, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
+    config = WrapConfig(max_batch_size=max_batch_size, workspace_bytes=given)
+    shapes = RecordedShapes(max_batch_size, weights=1).all()
+    planner = Planner([group], config, torch.device("cuda"), longest=40_960, most_tokens=8193, shapes=shapes)
+    assert all(map(planner.fits, shapes))
+    long_rows = [
+        shape._replace(variant=backend.BACKEND.best_variant([group], [shape.tokens], [40_960], torch.device("cuda")))
+        for shape in shapes
+    ]
+    pays = [shape for shape in long_rows if shape.variant == SPLIT]
+    assert max(shape.tokens for shape in pays) == {16: 1536, 32: 768}[query_heads]
+    assert all(map(planner.fits, pays)) is everything_fits
+    assert not any(planner.fits(shape._replace(variant=SPLIT)) for shape in shapes if shape.tokens > pays[-1].tokens)
+    if given is None:
+        assert splitting.split_bytes(group, 132) <= planner.workspace_bytes <= 256 * 2**20
+    else:
+        assert planner.workspace_bytes == given
+
+
+def test_run_reads_the_table_it_is_given(mocked: Mocked) -> None:
+    plan = make_plan(mocked)
+    with pytest.raises(RuntimeError, match="nothing was planned"):
+        plan.run(*tensors(), 0.1)
+    plan.plan(HOST)
+    wrapper = mocked.wrapper
+    read = []
+    wrapper.run.side_effect = lambda **_: read.append(wrapper._paged_kv_last_page_len_buf)
+    advanced = HOST._replace(last_page_len=HOST.last_page_len + 1)
+    plan.run(*tensors(), 0.1)
+    plan.run(*tensors(), 0.1, table=advanced)
+    assert [id(column) for column in read] == [id(HOST.last_page_len), id(advanced.last_page_len)]
+    assert wrapper._paged_kv_last_page_len_buf is None, "what a graph made is let go"
+
+
+def test_plans_of_one_geometry_share_the_wrapper_and_nothing_else(mocked: Mocked) -> None:
+    first, second = (make_plan(mocked) for _ in range(2))
+    planner = mocked.planner
+    first.plan(HOST)
+    second.plan(HOST)
+    mocked.prefill.assert_called_once()
+    workspaces = [call.args[1].data_ptr() for call in planner.call_args_list]
+    pinned = [call.args[2].data_ptr() for call in planner.call_args_list]
+    assert len(set(workspaces)) == len(set(pinned)) == 2
+    read = []
+    for plan in (first, second, first):
+        plan.run(*tensors(), 0.1)
+        read.append(mocked.wrapper._int_workspace_buffer.data_ptr())
+    assert read == [workspaces[0], workspaces[1], workspaces[0]]
+
+
+def test_staging_buffers_take_turns(mocked: Mocked) -> None:
+    plan = make_plan(mocked)
+    planner = mocked.planner
+    for _ in range(workspace.STAGING_BUFFERS + 1):
+        plan.plan(HOST)
+    addresses = [call.args[2].data_ptr() for call in planner.call_args_list]
+    assert len(set(addresses)) == workspace.STAGING_BUFFERS >= 3
+    assert addresses[0] == addresses[-1]
+
+
+def capture(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        plan.run(*tensors(), 0.1)
+
+
+def test_what_a_captured_launch_has_read_must_not_change(mocked: Mocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, other = [*NUMBERS[:3], 64, *NUMBERS[4:]], make_plan(mocked, captured_tokens=2)
+    other.plan(HOST)
+    other.run(*tensors(), 0.1)
+    mocked.planner.return_value = plan
+    other.plan(HOST)  # nothing has captured it
+    capture(other, monkeypatch)
+    other.plan(HOST)
+    mocked.planner.return_value = NUMBERS
+    with pytest.raises(RuntimeError, match=r"a captured graph of 2 rows.*cta_tile_q was 64 and is now 3"):
+        other.plan(HOST)
+
+
+def test_nothing_is_planned_during_a_capture(mocked: Mocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(mocked, captured_tokens=2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="plan before the capture"):
+        plan.plan(HOST)
+
+
+def test_launches_read_what_the_op_wrote_to_numbers(mocked: Mocked) -> None:
+    plan = make_plan(mocked)
+    plan.plan(HOST)
+    assert plan.owner.numbers.tolist() == NUMBERS
+    plan.run(*tensors(), 0.1)
+    assert mocked.wrapper._plan_info == NUMBERS
+
+
+def test_numbers_of_another_plan_are_refused(mocked: Mocked) -> None:
+    plan, other = make_plan(mocked), make_plan(mocked)
+    plan.owner, plan.owner.numbers = other.owner, plan.owner.numbers.clone()
+    args = mock.Mock(numbers=torch.zeros(15, dtype=torch.int64))
+    with pytest.raises(ValueError, match="numbers belong to another plan"):
+        other.owner.decide(args)
+
+
+def test_a_launch_of_another_batch_is_refused(mocked: Mocked) -> None:
+    plan = make_plan(mocked)
+    plan.plan(HOST)
+    query, pages, out, lse = tensors()
+    with pytest.raises(ValueError, match=r"plan is of another batch: tokens 1 \(planned: 2\)"):
+        plan.run(query[:1], pages, out[:1], lse[:1], 0.1)
+    with pytest.raises(ValueError, match=r"plan is of another batch: geometry .*head_dim=64"):
+        plan.run(query, pages[..., :64], out, lse, 0.1)
+
+
+def test_captured_launches_keep_their_number_of_tokens(mocked: Mocked) -> None:
+    plan = make_plan(mocked, captured_tokens=5)
+    plan.plan(HOST)
+    assert mocked.planner.call_args.args[6] == 5
+    with pytest.raises(ValueError, match="6 tokens are more than captured_tokens=5"):
+        plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 3, 6], dtype=torch.int32)))
+
+
+def test_a_plan_that_is_too_small_is_named(mocked: Mocked) -> None:
+    plan = make_plan(mocked)
+    with pytest.raises(ValueError, match=r"200000 tokens of 2 rows need a plan of \d+ bytes; got 1048576"):
+        plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 1, 200_000], dtype=torch.int32)))
+    mocked.planner.assert_not_called()
+
+
+def test_plans_are_as_large_as_the_backend_says_and_pinned_memory_holds_them(mocked: Mocked) -> None:
+    for tokens in (2, 30_000):
+        nbytes = backend.BACKEND.plan_bytes([GEOMETRY], torch.device("cpu"), tokens, 2)
+        assert 4 * tokens <= nbytes <= 2**20
+    make_plan(mocked).plan(HOST)
+    _, tensor, pinned = mocked.planner.call_args.args[:3]
+    assert pinned.numel() >= tensor.numel()
+
+
+def test_a_plan_is_found_by_its_tensor_for_as_long_as_it_lives(mocked: Mocked) -> None:
+    plan = make_plan(mocked)
+    tensor = plan.owner.tensor
+    assert owner_of(tensor) is plan.owner
+    assert owner_of(tensor[:3]) is plan.owner, "the address counts, not the view"
+    for other in (tensor.clone(), tensor[1:]):
+        with pytest.raises(RuntimeError, match=r"no plan lies at 0x[0-9a-f]+.*new_plan\(\)"):
+            owner_of(other)
+    del plan
+    with pytest.raises(RuntimeError, match="no plan lies"):
+        owner_of(tensor)
+
+
+def test_decode_steps_take_little_workspace() -> None:
+    """One query a row: their tiles are of 16 pairs, where prefill's are of 128."""
+    decode, prefill = Captured(64, 64, SPLIT), Captured(1024, 65, SPLIT)
+    sizes = [splitting.captured_split_bytes(GEOMETRY, own.tokens, own.rows, 132) for own in (decode, prefill)]
+    assert sizes[0] < sizes[1] / 4
+
+
+@pytest.mark.usefixtures("mocked")
+def test_without_shared_keys_no_workspace_is_needed() -> None:
+    whole = Captured(64, 64, WHOLE)
+    assert backend.BACKEND.workspace_bytes([GEOMETRY], torch.device("cpu"), whole) == 0
+
+
+def test_strides_that_kernels_cannot_read_are_copied() -> None:
+    fused = torch.arange(3 * 4 * 64, dtype=torch.float32).view(3, 4, 64).to(torch.bfloat16)
+    assert readable(fused[:, 1:3]) is not fused
+    assert readable(fused[:, 1:3]).data_ptr() == fused[:, 1:3].data_ptr()
+    for unreadable in (fused.transpose(1, 2)[..., :3], fused[..., 1:9], fused[..., :63].contiguous()[..., :56]):
+        copied = readable(unreadable)
+        assert copied.is_contiguous()
+        assert copied.data_ptr() != unreadable.data_ptr()
+        torch.testing.assert_close(copied, unreadable, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("d", "padded"), [(1, 64), (64, 64), (71, 128), (96, 128), (129, 256), (512, 512)])
+def test_head_size_is_padded_to_the_next_with_kernels(d: int, padded: int) -> None:
+    assert versions.padded_head_dim(d) == padded
+
+
+def test_head_size_beyond_all_kernels_raises() -> None:
+    with pytest.raises(ValueError, match="head size 513 is larger than 512"):
+        versions.padded_head_dim(513)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 96}, "pad it"),
+        ({"query_heads": 5}, "no multiple"),
+        ({"dtype": torch.float32}, "use torch.bfloat16"),
+    ],
+)
+def test_geometry_without_kernels_raises(mocked: Mocked, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(mocked, GEOMETRY._replace(**change)).plan(HOST)
+
+
+def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
+    """Ends with 0.6, whose tensor-core kernels reject 512 at their launch."""
+    has_kernels = "USE_VO_SPLIT" in (DATA / "include/flashinfer/attention/prefill.cuh").read_text()
+    expectation = nullcontext() if has_kernels else pytest.raises(ValueError, match=r"flashinfer-python>=0\.7")
+    with expectation:
+        make_plan(mocked, GEOMETRY._replace(head_dim=512)).plan(HOST)
