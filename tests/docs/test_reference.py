@@ -7,6 +7,7 @@ import importlib.util
 import re
 
 import pytest
+import torch
 
 import compiled_llm
 import compiled_llm_ops
@@ -15,6 +16,7 @@ from compiled_llm.env import Env
 from support.families import FAMILIES, REFUSED
 from support.imports import sources
 from support.pages import CHECKOUT, DOCS, hooks, rendered
+from support.tiny_models import tiny_qwen3
 
 
 def test_every_option_is_documented_with_its_default() -> None:
@@ -67,3 +69,19 @@ def test_every_tested_family_is_on_the_compatibility_page() -> None:
     page = (DOCS / "reference" / "compatibility.md").read_text()
     for family in (*FAMILIES, *REFUSED):
         assert re.search(rf"[ ,]{family.removesuffix('LMHead')}[ ,]", page), family
+
+
+def test_stats_print_as_their_page_shows() -> None:
+    """All but the numbers; the call is that of the page."""
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", progress=False)
+    inputs = {"input_ids": torch.arange(1, 24)[None]}
+    model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    model.generate(**inputs, max_new_tokens=5, num_beams=2)
+    with torch.no_grad():
+        model(**inputs, labels=inputs["input_ids"])
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", (DOCS / "how-to" / "stats.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert without_numbers(shown) == without_numbers(str(model.compiled.stats()))
+
+
+def without_numbers(text: str) -> list[str]:
+    return [re.sub(r"[\d.]+", "0", line.rstrip()) for line in text.strip().splitlines()]
