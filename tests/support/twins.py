@@ -34,6 +34,13 @@ SMALL: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+WINDOWED: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 4,
+    "use_sliding_window": True,
+    "sliding_window": 100,
+    "max_window_layers": 2,
+}
 
 
 def random_model(config: PretrainedConfig, seed: int, uneven: bool = False) -> Any:

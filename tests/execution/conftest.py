@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from compiled_llm.execution import runtime
+from compiled_llm.execution.threads.calling_thread import CallingThread
+from compiled_llm.execution.threads.device_thread import DeviceThread
+
+
+@pytest.fixture(scope="module", params=[CallingThread, DeviceThread])
+def executor(request: pytest.FixtureRequest) -> Iterator[type]:
+    """What holds on the caller's own thread, and on one that cudagraph trees need."""
+    with mock.patch.object(runtime, "executor_for", lambda device, config: request.param(device)):
+        yield request.param
