@@ -17,11 +17,11 @@ from compiled_llm_ops.contracts import SampleTokens, UniformNumbers
 from compiled_llm_ops.library import define
 
 NOT_A_TOKEN = -1
-"""Stands for the next token of a row that none can be chosen for: its logits are NaN, +inf or all -inf."""
+"""Stands for the next token of a row whose logits are NaN, +inf or all -inf: none can be chosen."""
 
-# The likeliest tokens that a nucleus is looked for in before the whole vocabulary is sorted.
+# So many of the likeliest tokens are searched for a nucleus before the whole vocabulary is sorted.
 _LIKELY = 1024
-_GROUP = 64
+_TILE = 64  # neighbouring tokens, of which the largest score says whether any can be kept
 
 
 def sample_tokens(
@@ -60,7 +60,7 @@ def sample_tokens(
 
     Source:
         Order and sets are those of transformers' logits processors. Top-p: https://arxiv.org/abs/1904.09751, min-p:
-        https://arxiv.org/abs/2407.01082. On CUDA ``triton_sampling``.
+        https://arxiv.org/abs/2407.01082. On CUDA ``kernels.sampling``.
     """
     chosen: Tensor = _sample_tokens(logits, uniform, slots, temperature, top_k, top_p, min_p, penalty, seen)
     return chosen
@@ -127,19 +127,19 @@ def _draw(scores: Tensor, best: Tensor, uniform: Tensor, top_k: Tensor, top_p: T
 
 
 def _candidates(scores: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores ``[B, C]`` and tokens of the groups that top-k can keep tokens of, in the tokens' order.
+    """Return the scores ``[B, C]`` and tokens of the tiles that top-k can keep tokens of, in the tokens' order.
 
-    As many groups as top-k wants tokens reach the k-th largest maximum of a group, so the k-th largest score does.
+    As many tiles as top-k wants tokens reach the k-th largest maximum of a tile, so the k-th largest score does.
     """
     rows, vocabulary = scores.shape
-    groups = torch.nn.functional.pad(scores, (0, -vocabulary % _GROUP), value=-math.inf).view(rows, -1, _GROUP)
-    peaks = groups.amax(dim=-1)
+    tiles = torch.nn.functional.pad(scores, (0, -vocabulary % _TILE), value=-math.inf).view(rows, -1, _TILE)
+    peaks = tiles.amax(dim=-1)
     most = min(int(top_k.max()), peaks.shape[1])
     kth = peaks.topk(most).values.gather(1, (top_k.long() - 1).clamp(max=most - 1)[:, None])
     width = max(1, int((peaks >= kth).sum(dim=-1).max()))
     likely = peaks.topk(width).indices.sort(dim=-1).values[:, :, None]
-    tokens = (likely * _GROUP + torch.arange(_GROUP)).flatten(1)
-    return groups.gather(1, likely.expand(-1, -1, _GROUP)).flatten(1), tokens
+    tokens = (likely * _TILE + torch.arange(_TILE)).flatten(1)
+    return tiles.gather(1, likely.expand(-1, -1, _TILE)).flatten(1), tokens
 
 
 def smallest_kept(scores: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ _sample_tokens = define(
 )
 
 
-# ---- where distributions are inverted
+# ---- the random numbers
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER = 0xD256D193
@@ -232,7 +232,7 @@ def uniform_numbers(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def uniform_of(seeds: Tensor, positions: Tensor) -> Tensor:
-    """As ``uniform_numbers``, in operations of PyTorch, which a compiler makes one kernel of."""
+    """As ``uniform_numbers``, in operations of PyTorch, which a compiler fuses into one kernel."""
     # The generator has a key of 32 bits: the seed's upper half goes into the counter.
     high, low = philox(positions & _MASK, seeds >> 32, seeds & _MASK)
     return ((high << 21) | (low >> 11)).double() * 2.0**-53

@@ -31,10 +31,8 @@ def test_kernels_under_the_interpreter(seed: int) -> None:
 
 @pytest.mark.slow
 @not_interpreted
-@pytest.mark.parametrize(("dtype", "groups"), [("bf16", 4096), ("fp16", 1), ("fp32", 8192)])
-def test_kernels_compile_without_a_gpu(
-    dtype: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("dtype", "tiles"), [("bf16", 4096), ("fp16", 1), ("fp32", 8192)])
+def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes what Triton's compiler does not."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -44,11 +42,11 @@ def test_kernels_compile_without_a_gpu(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     int32 = dict.fromkeys(("top_k", "found", "candidates"), "*i32")
     int64 = dict.fromkeys(("slots", "chosen"), "*i64")
-    numbers = dict.fromkeys(("stride", "vocabulary", "groups", "not_a_token"), "i32")
+    numbers = dict.fromkeys(("stride", "vocabulary", "tiles", "not_a_token"), "i32")
     types = {"logits": f"*{dtype}", "seen": "*i1", "uniform": "*fp64", **int32, **int64, **numbers}
     for kernel, constants in (
         (kernels._summarise_for_sampling, {}),
-        (kernels._sample_rows, {"padded_groups": groups}),
+        (kernels._sample_rows, {"padded_tiles": tiles}),
     ):
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}

@@ -60,7 +60,7 @@ def decode_attention(
         query_norm: ``[D]`` of the query's dtype: first, each head of the query is divided by its root mean square
             and multiplied with this. None if the query needs no norm.
         key_norm: ``[D]``, the same for the key.
-        epsilon: is added to both mean squares.
+        epsilon: added to both mean squares.
         cos: ``[B, D]`` of the query's dtype: after their norm, query and key are rotated by their position. None if
             they need no rotation.
         sin: ``[B, D]``, belongs to ``cos``.
@@ -216,7 +216,7 @@ def _attend(
     elif window_left >= 0:
         first = max(0, longest - 1 - window_left)
     out: Tensor = torch.nn.functional.scaled_dot_product_attention(
-        query.view(rows, kv_heads, heads // kv_heads, head_dim),  # a group of heads as if it were so many queries
+        query.view(rows, kv_heads, heads // kv_heads, head_dim),  # the query heads of a kv head as if they were queries
         keys[..., first:longest, :],
         values[..., first:longest, :],
         attn_mask=visible,
@@ -250,7 +250,7 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     _check(args)
     (rows, heads, _), (_, _, kv_heads, page_size, padded) = args.query.shape, args.pages.shape
     device = _device(args.query.device)
-    # Nothing that changes from step to step: a recorded launch is replayed with rows of other lengths.
+    # Nothing that changes from step to step: a captured launch is replayed with rows of other lengths.
     most_keys = args.indices.shape[0] * page_size
     most_keys = most_keys if args.window_left < 0 else min(most_keys, args.window_left + 1)
     tiling = attention_tiling.choose_attention_tiling(

@@ -162,7 +162,7 @@ def _alone(blocks, row_tile, alone, SHARE_EQUAL: tl.constexpr):
 def _share(blocks, program, programs, row_tile, alone, least, MOST: tl.constexpr):
     """Return the row of ``program`` as a mask, its first program, how many they are, and the share: blocks from, to.
 
-    ``blocks`` ``[ROWS]`` holds zeros where there is no row, and so does the mask of programs past the end.
+    ``blocks`` ``[ROWS]`` holds zeros if there is no row, and so does the mask of programs past the end.
 
     The size of a share is what cuts all blocks into as many pieces as there are programs. Rows end in smaller ones: if
     these make too many shares, the size is what leaves one program for the end of each row but one, which is enough
@@ -181,7 +181,7 @@ def _share(blocks, program, programs, row_tile, alone, least, MOST: tl.constexpr
     smaller = _pick(own, blocks // tl.maximum(shares, 1))
     count = _pick(own, shares)
     first = _pick(own, ends) - count
-    split, larger = program - first, _pick(own, blocks) - smaller * count  # so many have one block more
+    split, larger = program - first, _pick(own, blocks) - smaller * count  # so many of the shares have one block more
     begin = split * smaller + tl.minimum(split, larger)
     end = begin + smaller + tl.where(split < larger, 1, 0)
     return own, first, count, begin, end
@@ -197,7 +197,7 @@ def _decode_paged_attention(
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
     CAPPED: tl.constexpr, SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some keys of one row and kv head; where several programs share them, the last to end merges all results.
+    """Attend over some keys of one row and kv head; if several programs share them, the last to end merges all.
 
     The program with the last keys writes the newest of them first.
 
@@ -269,7 +269,7 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling
     Args:
         args: as ``decode_attention`` takes it, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
             contiguous, with D' a power of two from 64 on; each row has a page at least.
-        lse: ``[B, H]`` float32, contiguous, written: the log-sum-exp in base 2. None where it is not wanted.
+        lse: ``[B, H]`` float32, contiguous, written: the log-sum-exp in base 2. None if it is not wanted.
         tiling: how keys are shared and read; block times D' a power of two.
         pdl: begin before the previous kernel has ended; needs compute capability 9.0.
 

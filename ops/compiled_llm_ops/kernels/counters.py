@@ -15,16 +15,16 @@ SLAB = 2**18
 class ZeroedCounters:
     """Counters that are zero before a launch, and that the kernel leaves zero.
 
-    No two launches that may run at the same time can share them. On which streams a recording will be replayed nobody
-    knows, but it never runs twice at once: each launch in a recording gets counters of its own for as long as the
-    process lives, a few KB a recording, and none of them has to be zeroed at each replay. A launch outside of
-    recordings gets counters that were zeroed for it.
+    Launches that may run at the same time cannot share them. Nobody knows on which streams a captured graph will be
+    replayed, but it never runs twice at once: each captured launch gets its own counters for as long as the process
+    lives, a few KB for each graph, and they need not be zeroed at each replay. Other launches get counters that are
+    zeroed for them.
     """
 
     def __init__(self) -> None:
         """Allocate nothing yet."""
         self._lock = threading.Lock()
-        self._slabs: list[Tensor] = []  # recordings hold addresses only
+        self._slabs: list[Tensor] = []  # captured graphs hold addresses only
         self._left: dict[torch.device, Tensor] = {}
 
     def take(self, count: int, device: torch.device) -> Tensor:
@@ -38,10 +38,10 @@ class ZeroedCounters:
                 elif left is not None and len(left) >= count:
                     self._left[device] = left[-(-count // 4) * 4 :]
                     return left[:count]
-        return torch.zeros(count, dtype=torch.int32, device=device)  # in a recording: at each replay
+        return torch.zeros(count, dtype=torch.int32, device=device)  # captured: at each replay
 
     def _new_slab(self, device: torch.device) -> Tensor:
-        # Cudagraph trees let a thread allocate from a recording's memory before they record; a new one does not.
+        # Cudagraph trees let a thread allocate from a graph's memory before they capture it; a new thread does not.
         with ThreadPoolExecutor(1) as other_thread:
             slab = other_thread.submit(_zeroed, device).result()
         self._slabs.append(slab)

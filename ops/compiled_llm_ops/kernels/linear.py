@@ -1,4 +1,4 @@
-"""Triton kernels for products of few rows with a weight, which read the weight near the bandwidth of memory.
+"""Triton kernels for matmuls of few rows with a weight, which read the weight near the bandwidth of memory.
 
 Both may begin while the previous kernel ends (see ``pdl``): by then their first weights are being loaded.
 
@@ -198,7 +198,7 @@ class Normed(NamedTuple):
     Attributes:
         update: ``[1, K]``, what is added to it.
         weight: ``[K]``, what the normed sum is multiplied with.
-        epsilon: is added to the mean square.
+        epsilon: added to the mean square.
         total: ``[1, K]``, written: the sum.
     """
 

@@ -38,7 +38,7 @@ def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float,
         states: ``[..., I]``.
         update: ``[..., I]``.
         weight: ``[I]``.
-        epsilon: is added to the mean square.
+        epsilon: added to the mean square.
         pdl: begin before the previous kernel has ended; needs compute capability 9.0.
 
     Returns:

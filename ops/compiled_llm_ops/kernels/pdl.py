@@ -5,8 +5,8 @@ read the page table. These rules make that safe:
 
 - Before it waits (``gdc_wait``), a kernel writes nothing, and it reads only what no earlier kernel writes that may
   still run: weights, and the page table, which a step advances at its end.
-- All kernels on the stream wait, or do not overlap at all. When a kernel has waited, the previous one has ended, which
-  had waited itself: so all earlier ones have ended.
+- All kernels on the stream wait, or do not overlap at all. When ``gdc_wait`` returns, the previous kernel has finished.
+  It had itself waited, so all earlier kernels have finished too.
 - A kernel triggers the next one (``gdc_launch_dependents``) after it has waited, so that two run at a time. A matmul
   that is called with ``ahead`` does so before, and three do: weights are being loaded while two earlier matmuls still
   run. After attention that costs more than it gains, since weights delay the keys that attention reads.

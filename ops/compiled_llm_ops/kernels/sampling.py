@@ -1,12 +1,12 @@
 """The CUDA kernels of ``sampling``, in Triton.
 
-The first kernel reads the logits once, with the whole device, and leaves each group of neighbouring tokens' largest
-score and mass. The second chooses, one program a row, and branches on the row's settings there, so that neither the
-host nor a captured graph has to know them. Where few tokens can be kept, it reads only the groups they lie in.
+The first kernel reads the logits once, with the whole device, and leaves the largest score and the mass of each tile of
+neighbouring tokens. The second chooses, one program a row, and branches on the row's settings on the device, so that
+neither the host nor a captured graph has to know them. If few tokens can be kept, it reads only the tiles they lie in.
 
-Scores are multiplied by reciprocals, as PyTorch does where it divides by a number on CUDA.
+Scores are multiplied by reciprocals, as PyTorch does when it divides by a number on CUDA.
 
-Shapes: B rows, V vocabulary, G groups, C candidates, X entries of the tables of settings.
+Shapes: B rows, V vocabulary, C candidates, X entries of the tables of settings.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import SampleTokens
 
-_GROUP = tl.constexpr(64)
-_TILE = tl.constexpr(2048)
+_TILE = tl.constexpr(64)
+_SPAN = tl.constexpr(2048)
 _CHUNK = tl.constexpr(4096)
 _CANDIDATES = tl.constexpr(256)
-# Where top-k does not say how many: so many groups usually hold a nucleus, and their likeliest tokens fit.
-_LIKELY_GROUPS = tl.constexpr(128)
-# exp(-104) is 0 in float32: what is further below the largest score is never drawn.
+# If top-k does not say how many: so many tiles usually hold a nucleus, and their likeliest tokens fit.
+_LIKELY_TILES = tl.constexpr(128)
+# exp(-104) is 0 in float32: a token whose score is further below the largest is never drawn.
 _REACH = tl.constexpr(104.0)
 _WIDE_WARPS = 4
 _ROW_WARPS = 16
@@ -42,32 +42,33 @@ def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
     """
     logits = args.logits if args.logits.stride(1) == 1 else args.logits.contiguous()
     rows, vocabulary = logits.shape
-    groups = triton.cdiv(vocabulary, _GROUP.value)
+    tiles = triton.cdiv(vocabulary, _TILE.value)
     device = logits.device
-    largest = torch.empty(rows, groups, dtype=torch.float32, device=device)
-    mass = torch.empty(rows, groups, dtype=torch.float32, device=device)
-    found = torch.empty(rows, groups, dtype=torch.int32, device=device)
+    largest = torch.empty(rows, tiles, dtype=torch.float32, device=device)
+    mass = torch.empty(rows, tiles, dtype=torch.float32, device=device)
+    found = torch.empty(rows, tiles, dtype=torch.int32, device=device)
     candidates = torch.empty(rows, _CANDIDATES.value, dtype=torch.int32, device=device)
     candidate_scores = torch.empty(rows, _CANDIDATES.value, dtype=torch.float32, device=device)
     chosen = torch.empty(rows, dtype=torch.int64, device=device)
     shared = (
         logits, logits.stride(0), args.slots, args.temperature, args.penalty, args.seen, vocabulary, largest, mass,
-        groups,
+        tiles,
     )  # fmt: skip
-    _summarise_for_sampling[(rows, triton.cdiv(vocabulary, _TILE.value))](*shared, num_warps=_WIDE_WARPS)
+    _summarise_for_sampling[(rows, triton.cdiv(vocabulary, _SPAN.value))](*shared, num_warps=_WIDE_WARPS)
     _sample_rows[(rows,)](
         *shared, args.top_k, args.top_p, args.min_p, args.uniform, found, candidates, candidate_scores, chosen,
-        not_a_token, padded_groups=triton.next_power_of_2(groups), num_warps=_ROW_WARPS,
+        not_a_token, padded_tiles=triton.next_power_of_2(tiles), num_warps=_ROW_WARPS,
     )  # fmt: skip
     return chosen
 
 
 @triton.jit
 def _source(logits, stride, slots, temperature, penalty, seen, vocabulary):
-    """What the scores of this program's row are made of, and its entry in the tables and temperature."""
+    """Return what the scores of this program's row are made of, its entry in the tables, and its temperature."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     row_temperature = tl.load(temperature + slot)
+    # A temperature of 0 takes the likeliest token, which no scale changes.
     scale = 1.0 / tl.where(row_temperature == 0.0, 1.0, row_temperature)
     source = (logits + row * stride, seen + slot * vocabulary, vocabulary, scale, tl.load(penalty + slot))
     return source, row, slot, row_temperature
@@ -75,12 +76,15 @@ def _source(logits, stride, slots, temperature, penalty, seen, vocabulary):
 
 @triton.jit
 def _scores(source, token):
-    """Float32 scores of one row's tokens: -inf where there is no such token, +inf for NaN."""
+    """Return float32 scores of one row's tokens: -inf if there is no such token, +inf for NaN.
+
+    +inf makes the row's largest score infinite, by which the row is recognised as one without a usable logit.
+    """
     logits, seen, vocabulary, scale, penalty = source
-    there = token < vocabulary
-    scores = tl.load(logits + token, mask=there, other=float("-inf")).to(tl.float32)
+    mask = token < vocabulary
+    scores = tl.load(logits + token, mask=mask, other=float("-inf")).to(tl.float32)
     if penalty != 1.0:
-        known = tl.load(seen + token, mask=there, other=0)
+        known = tl.load(seen + token, mask=mask, other=0)
         penalised = tl.where(scores < 0, scores * penalty, scores * (1.0 / penalty))
         scores = tl.where(known != 0, penalised, scores)
     scores = scores * scale
@@ -90,64 +94,68 @@ def _scores(source, token):
 @triton.jit
 def _summarise_for_sampling(
     logits, stride, slots, temperature, penalty, seen, vocabulary,
-    largest, mass, groups,
+    largest, mass, tiles,
 ):  # fmt: skip
-    """Write each group's largest score, and the sum of ``exp(score - largest)``; grid ``(B, tiles)``."""
+    """Write each tile's largest score, and the sum of ``exp(score - largest)``; grid ``(B, spans)``."""
     source, row, _, _ = _source(logits, stride, slots, temperature, penalty, seen, vocabulary)
-    tile = tl.program_id(1)
-    scores = _scores(source, tile * _TILE + tl.arange(0, _TILE))
-    scores = tl.reshape(scores, (_TILE // _GROUP, _GROUP))
+    span = tl.program_id(1)
+    scores = _scores(source, span * _SPAN + tl.arange(0, _SPAN))
+    scores = tl.reshape(scores, (_SPAN // _TILE, _TILE))
     peak = tl.max(scores, axis=1)
+    # A tile that is -inf throughout would become NaN: -inf - -inf.
     shift = tl.where(peak > float("-inf"), peak, 0.0)
-    group = tile * (_TILE // _GROUP) + tl.arange(0, _TILE // _GROUP)
-    tl.store(largest + row * groups + group, peak, mask=group < groups)
-    tl.store(mass + row * groups + group, tl.sum(tl.exp(scores - shift[:, None]), axis=1), mask=group < groups)
+    tile = span * (_SPAN // _TILE) + tl.arange(0, _SPAN // _TILE)
+    tl.store(largest + row * tiles + tile, peak, mask=tile < tiles)
+    tl.store(mass + row * tiles + tile, tl.sum(tl.exp(scores - shift[:, None]), axis=1), mask=tile < tiles)
 
 
 @triton.jit
 def _sample_rows(
     logits, stride, slots, temperature, penalty, seen, vocabulary,
-    largest, mass, groups, top_k, top_p, min_p, uniform,
-    found, candidates, candidate_scores, chosen, not_a_token, padded_groups: tl.constexpr,
+    largest, mass, tiles, top_k, top_p, min_p, uniform,
+    found, candidates, candidate_scores, chosen, not_a_token, padded_tiles: tl.constexpr,
 ):  # fmt: skip
     """Choose one row's token and mark it as seen; grid ``(B,)``."""
     source, row, slot, row_temperature = _source(logits, stride, slots, temperature, penalty, seen, vocabulary)
-    group = tl.arange(0, padded_groups)
-    tops = tl.load(largest + row * groups + group, mask=group < groups, other=float("-inf"))
+    tile = tl.arange(0, padded_tiles)
+    tops = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
     peak = tl.max(tops, axis=0)
     token = not_a_token
     if (peak > float("-inf")) & (peak < float("inf")):
-        mass += row * groups
+        mass += row * tiles
         place = tl.load(uniform + row)
         k, p, m = tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot)
-        k = tl.where(k < vocabulary, k, 0)
-        masses = tl.load(mass + group, mask=group < groups, other=0.0) * tl.exp(tops - peak)
+        k = tl.where(k < vocabulary, k, 0)  # the whole vocabulary: no limit
+        # Each tile's mass is relative to its own largest score; from here on all are relative to the row's.
+        masses = tl.load(mass + tile, mask=tile < tiles, other=0.0) * tl.exp(tops - peak)
         smallest = peak - _REACH
         token = -1
         if row_temperature == 0.0:
-            token = _first_of_largest(source, tops, peak, padded_groups)
+            token = _first_of_largest(source, tops, peak, padded_tiles)
         elif (k > 0) | (p < 1.0) | (m > 0.0):
             total = tl.sum(masses, axis=0)
             floor = tl.where(m > 0.0, peak + tl.log(m), smallest)
-            bound = _bound(tops, groups, peak, floor, k, p)
+            bound = _bound(tops, tiles, peak, floor, k, p)
             scratch = (
-                found + row * groups, candidates + row * _CANDIDATES, candidate_scores + row * _CANDIDATES,
+                found + row * tiles, candidates + row * _CANDIDATES, candidate_scores + row * _CANDIDATES,
             )  # fmt: skip
-            token = _choose_of_few(source, scratch, tops, bound, peak, total, floor, k, p, place, padded_groups)
+            # Mostly the candidates fit into one block; only rows that keep many tokens are passed over as a whole.
+            token = _choose_of_few(source, scratch, tops, bound, peak, total, floor, k, p, place, padded_tiles)
             if token < 0:
-                smallest = _smallest_kept(source, mass, groups, bound, peak, total, floor, k, p, padded_groups)
-                masses = _weigh(source, mass, groups, smallest, peak, padded_groups)
+                smallest = _smallest_kept(source, mass, tiles, bound, peak, total, floor, k, p, padded_tiles)
+                masses = _weigh(source, mass, tiles, smallest, peak, padded_tiles)
         if token < 0:
-            token = _choose_of_all(source, masses, smallest, peak, place, padded_groups)
+            token = _choose_of_all(source, masses, smallest, peak, place, padded_tiles)
         tl.store(seen + slot * vocabulary + token, True)
     tl.store(chosen + row, token.to(tl.int64))
 
 
 @triton.jit
 def _invert(weights, target, size: tl.constexpr):
-    """Where the running sum of ``weights`` ``[size]`` float64 passes ``target``, and the sum before that place.
+    """Return where the running sum of ``weights`` ``[size]`` float64 passes ``target``, and the sum before that place.
 
-    What is found has a weight, however the sums were rounded.
+    The place has a weight above zero, however the sums were rounded. In float64, as on the CPU: over a whole vocabulary
+    float32 may round by more than the weight of a token.
     """
     place = tl.arange(0, size)
     before = tl.cumsum(weights, axis=0) - weights
@@ -156,43 +164,44 @@ def _invert(weights, target, size: tl.constexpr):
 
 
 @triton.jit
-def _first_of_largest(source, tops, peak, padded_groups: tl.constexpr):
-    """The first token of all that score ``peak``."""
-    group = tl.min(tl.where(tops >= peak, tl.arange(0, padded_groups), padded_groups), axis=0)
-    lane = tl.arange(0, _GROUP)
-    scores = _scores(source, group * _GROUP + lane)
-    return group * _GROUP + tl.min(tl.where(scores >= peak, lane, _GROUP), axis=0)
+def _first_of_largest(source, tops, peak, padded_tiles: tl.constexpr):
+    """Return the first token of all that score ``peak``."""
+    tile = tl.min(tl.where(tops >= peak, tl.arange(0, padded_tiles), padded_tiles), axis=0)
+    lane = tl.arange(0, _TILE)
+    scores = _scores(source, tile * _TILE + lane)
+    return tile * _TILE + tl.min(tl.where(scores >= peak, lane, _TILE), axis=0)
 
 
 @triton.jit
-def _choose_of_all(source, masses, smallest, peak, place, padded_groups: tl.constexpr):
-    """The token at ``place`` of the distribution over all that score at least ``smallest``."""
+def _choose_of_all(source, masses, smallest, peak, place, padded_tiles: tl.constexpr):
+    """Return the token at ``place`` of the distribution over all that score at least ``smallest``."""
     masses = masses.to(tl.float64)
     target = place * tl.sum(masses, axis=0)
-    group, before = _invert(masses, target, padded_groups)
-    scores = _scores(source, group * _GROUP + tl.arange(0, _GROUP))
+    tile, before = _invert(masses, target, padded_tiles)
+    scores = _scores(source, tile * _TILE + tl.arange(0, _TILE))
     weights = tl.where(scores >= smallest, tl.exp(scores - peak), 0.0)
-    lane, _ = _invert(weights.to(tl.float64), target - before, _GROUP)
-    return group * _GROUP + lane
+    lane, _ = _invert(weights.to(tl.float64), target - before, _TILE)
+    return tile * _TILE + lane
 
 
-# ---- where few tokens can be kept
+# ---- if few tokens can be kept
 
 
 @triton.jit
-def _bound(tops, groups, peak, floor, k, p):
-    """A score that all tokens reach that can be kept, if they are few.
+def _bound(tops, tiles, peak, floor, k, p):
+    """Return a score that all tokens reach that can be kept, if they are few.
 
-    At least as many groups as top-k wants tokens reach it, so the k-th largest score does.
+    At least as many tiles as top-k wants tokens reach it, so the k-th largest score does.
     """
     bound = floor
     if (k > 0) | (p < 1.0):
-        wanted = tl.where(k > 0, k, _LIKELY_GROUPS)
+        wanted = tl.where(k > 0, k, _LIKELY_TILES)
         low, high = peak - _REACH, peak
-        if groups >= wanted:
+        if tiles >= wanted:
             low = tl.maximum(low, tl.min(tl.where(tops > float("-inf"), tops, peak), axis=0))
         reach = tl.sum((tops >= low).to(tl.int32), axis=0)
         middle = low + (high - low) * 0.5
+        # Bisect the tiles' largest scores, which are in registers, until at most a quarter too many tiles are left.
         while (reach > wanted + wanted // 4) & (middle > low) & (middle < high):
             above = tl.sum((tops >= middle).to(tl.int32), axis=0)
             enough = above >= wanted
@@ -207,12 +216,12 @@ def _bound(tops, groups, peak, floor, k, p):
 @triton.jit
 def _choose_of_few(
     source, scratch, tops, bound, peak, total, floor, k, p, place,
-    padded_groups: tl.constexpr,
+    padded_tiles: tl.constexpr,
 ):  # fmt: skip
-    """The chosen token, or -1 if the candidates, which are what scores at least ``bound``, are too many or too few."""
+    """Return the chosen token, or -1 if the tokens that score at least ``bound`` are too many, or too few to decide."""
     candidates, candidate_scores = scratch[1], scratch[2]
     token = -1
-    size = _gather(source, scratch, tops, bound, padded_groups)
+    size = _gather(source, scratch, tops, bound, padded_tiles)
     if size <= _CANDIDATES:
         lane = tl.arange(0, _CANDIDATES)
         scores = tl.load(candidate_scores + lane, mask=lane < size, other=float("-inf"))
@@ -221,16 +230,17 @@ def _choose_of_few(
         within = (rank < k) | (k <= 0)
         reached = tl.sum(tl.where(within, weights, 0.0), axis=0)
         needed = tl.where(p < 1.0, p * tl.where(k > 0, reached, total), float("inf"))
+        # The candidates decide if they are all that can be kept, or have the mass that top-p needs.
         if (k > 0) | (bound <= floor) | (reached >= needed):
             kept = within & (scores >= floor) & ((above < needed) | (rank == 0))
             left = tl.where(kept, weights, 0.0).to(tl.float64)
-            at, _ = _invert(left, place * tl.sum(left, axis=0), _CANDIDATES)
-            token = tl.load(candidates + at)
+            drawn, _ = _invert(left, place * tl.sum(left, axis=0), _CANDIDATES)
+            token = tl.load(candidates + drawn)
     return token
 
 
 @triton.jit
-def _gather(source, scratch, tops, bound, padded_groups: tl.constexpr):
+def _gather(source, scratch, tops, bound, padded_tiles: tl.constexpr):
     """Write the tokens that score at least ``bound``, in order; return how many there are, or more than fit."""
     found, candidates, candidate_scores = scratch
     selected = tops >= bound
@@ -238,31 +248,34 @@ def _gather(source, scratch, tops, bound, padded_groups: tl.constexpr):
     size = count
     if count <= _CANDIDATES:
         entries = tl.cumsum(selected.to(tl.int32), axis=0) - 1
-        tl.store(found + entries, tl.arange(0, padded_groups), mask=selected)
-        tl.debug_barrier()
+        tl.store(found + entries, tl.arange(0, padded_tiles), mask=selected)
+        tl.debug_barrier()  # written before other threads read it
         size = 0
         lane = tl.arange(0, _CHUNK)
-        for first in range(0, count, _CHUNK // _GROUP):
-            entry = first + lane // _GROUP
-            group = tl.load(found + entry, mask=entry < count, other=0)
-            token = tl.where(entry < count, group * _GROUP + lane % _GROUP, source[2])
+        for first in range(0, count, _CHUNK // _TILE):
+            entry = first + lane // _TILE
+            tile = tl.load(found + entry, mask=entry < count, other=0)
+            token = tl.where(entry < count, tile * _TILE + lane % _TILE, source[2])
             scores = _scores(source, token)
             kept = scores >= bound
-            at = size + tl.cumsum(kept.to(tl.int32), axis=0) - 1
-            tl.store(candidates + at, token, mask=kept & (at < _CANDIDATES))
-            tl.store(candidate_scores + at, scores, mask=kept & (at < _CANDIDATES))
+            offs = size + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+            tl.store(candidates + offs, token, mask=kept & (offs < _CANDIDATES))
+            tl.store(candidate_scores + offs, scores, mask=kept & (offs < _CANDIDATES))
             size += tl.sum(kept.to(tl.int32), axis=0)
-        tl.debug_barrier()
+        tl.debug_barrier()  # likewise
     return size
 
 
 @triton.jit
 def _ranks(scores, candidate_scores, size, peak):
-    """How many candidates score higher than each of ``scores`` ``[C]``, and their mass."""
+    """Return how many candidates score higher than each of ``scores`` ``[C]``, and their mass.
+
+    Every candidate is compared with every other: so few need no sorting, and equal scores get equal ranks.
+    """
     rank = tl.zeros((_CANDIDATES,), tl.int32)
     above = tl.zeros((_CANDIDATES,), tl.float32)
-    for first in range(0, size, _GROUP):
-        place = first + tl.arange(0, _GROUP)
+    for first in range(0, size, _TILE):
+        place = first + tl.arange(0, _TILE)
         other = tl.load(candidate_scores + place, mask=place < size, other=float("-inf"))
         higher = other[None, :] > scores[:, None]
         rank += tl.sum(higher.to(tl.int32), axis=1)
@@ -270,20 +283,20 @@ def _ranks(scores, candidate_scores, size, peak):
     return rank, above
 
 
-# ---- where many can: passes over the row
+# ---- if many can: passes over the row
 
 
 @triton.jit
 def _smallest_kept(
-    source, mass, groups, bound, peak, total, floor, k, p,
-    padded_groups: tl.constexpr,
+    source, mass, tiles, bound, peak, total, floor, k, p,
+    padded_tiles: tl.constexpr,
 ):  # fmt: skip
-    """The score from which on tokens are kept."""
+    """Return the score from which on tokens are kept."""
     smallest = peak - _REACH
     if k > 0:
         smallest = _search(source, bound, peak, k.to(tl.float32), False)
         if p < 1.0:
-            total = tl.sum(_weigh(source, mass, groups, smallest, peak, padded_groups), axis=0)
+            total = tl.sum(_weigh(source, mass, tiles, smallest, peak, padded_tiles), axis=0)
     if p < 1.0:
         # All below this have less mass together than top-p may leave out.
         low = peak + tl.log(0.5 * (1.0 - p) * total / source[2])
@@ -293,9 +306,10 @@ def _smallest_kept(
 
 @triton.jit
 def _search(source, low, peak, needed, by_mass: tl.constexpr):
-    """A score that the same tokens reach as the largest that, with all larger ones, has ``needed`` mass or is so many.
+    """Return a score that separates the same tokens as the largest which, with all larger ones, has ``needed``.
 
-    Each pass over the row quarters the interval from ``low`` to the largest, until one score is left in it.
+    ``needed`` is a mass or a number of tokens. Each pass over the row quarters the interval from ``low`` to the largest
+    score, until one score is left in it.
     """
     high = peak + tl.abs(peak) * 1e-6 + 1e-30
     lane = tl.arange(0, _CHUNK)
@@ -319,6 +333,7 @@ def _search(source, low, peak, needed, by_mass: tl.constexpr):
             inside = (scores >= low) & (scores < high)
             least = tl.minimum(least, tl.where(inside, scores, float("inf")))
             most = tl.maximum(most, tl.where(inside, scores, float("-inf")))
+        # Scores repeat: the search ends when all that are left in the interval are equal, not when it is empty.
         bottom, top = tl.min(least, axis=0), tl.max(most, axis=0)
         several = bottom < top
         if several:
@@ -332,15 +347,15 @@ def _search(source, low, peak, needed, by_mass: tl.constexpr):
 
 
 @triton.jit
-def _weigh(source, mass, groups, smallest, peak, padded_groups: tl.constexpr):
-    """Write and return the mass of each group's tokens that score at least ``smallest``."""
+def _weigh(source, mass, tiles, smallest, peak, padded_tiles: tl.constexpr):
+    """Write and return the mass of each tile's tokens that score at least ``smallest``."""
     lane = tl.arange(0, _CHUNK)
     for start in range(0, source[2], _CHUNK):
         scores = _scores(source, start + lane)
         weights = tl.where(scores >= smallest, tl.exp(scores - peak), 0.0)
-        sums = tl.sum(tl.reshape(weights, (_CHUNK // _GROUP, _GROUP)), axis=1)
-        group = start // _GROUP + tl.arange(0, _CHUNK // _GROUP)
-        tl.store(mass + group, sums, mask=group < groups)
-    tl.debug_barrier()
-    group = tl.arange(0, padded_groups)
-    return tl.load(mass + group, mask=group < groups, other=0.0)
+        sums = tl.sum(tl.reshape(weights, (_CHUNK // _TILE, _TILE)), axis=1)
+        tile = start // _TILE + tl.arange(0, _CHUNK // _TILE)
+        tl.store(mass + tile, sums, mask=tile < tiles)
+    tl.debug_barrier()  # written before other threads read it
+    tile = tl.arange(0, padded_tiles)
+    return tl.load(mass + tile, mask=tile < tiles, other=0.0)

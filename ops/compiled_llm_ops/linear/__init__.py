@@ -1,1 +1,1 @@
-"""Matrix products with few rows, and the norms around them."""
+"""Matmuls of few rows, and the norms around them."""

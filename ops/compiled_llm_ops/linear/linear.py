@@ -13,7 +13,7 @@ from compiled_llm_ops.library import define
 
 
 def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bool = False) -> Tensor:
-    """``rows @ weight.T`` that reads the weight at memory speed where there are few rows.
+    """``rows @ weight.T`` that reads the weight at memory speed if there are few rows.
 
     Args:
         rows: ``[M, I]``, any strides.
@@ -31,8 +31,8 @@ def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bo
 
     Source:
         Measurement. On the CPU, for a few rows the BLAS that torch brings reads ``weight`` 2 to 6 times faster as the
-        left factor of a matrix product than as the right one or in a matrix-vector product. On CUDA, with compute
-        capability 9.0, float16 or bfloat16 and up to 64 rows, Triton kernels of our own where they were faster than
+        left factor of a matmul than as the right one or in a matrix-vector product. On CUDA, with compute
+        capability 9.0, float16 or bfloat16 and up to 64 rows, our own Triton kernels if they were faster than
         cuBLAS (``compiled_llm_ops.kernels.linear_tiling``), else cuBLAS. The same inputs give the same bits each time.
     """
     out: Tensor = _skinny_linear(rows, weight, overlap, ahead)
@@ -40,7 +40,7 @@ def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bo
 
 
 def has_kernel(weight: Tensor, rows: int | None = None) -> bool:
-    """Whether ``skinny_linear`` has something better than ``torch.mm`` for so many rows.
+    """Whether ``skinny_linear`` has something better than ``torch.mm`` for this number of rows.
 
     Args:
         weight: ``[O, I]``, contiguous; may be a fake tensor.

@@ -21,7 +21,7 @@ def add_rms_norm(
         states: ``[..., I]``, contiguous.
         update: ``[..., I]``, like ``states``, of the same dtype.
         weight: ``[I]`` of the same dtype, multiplied with the normed rows.
-        epsilon: is added to the mean square.
+        epsilon: added to the mean square.
         overlap: whether it may run at the same time as the previous and the next kernel on CUDA, by the rules of
             ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``weight`` then.
 
@@ -32,8 +32,8 @@ def add_rms_norm(
         ValueError: shapes or dtypes do not fit together.
 
     Source:
-        https://arxiv.org/abs/1910.07467, rounded where HuggingFace's Llama does it: the sum, the normed row and the
-        result; in between it is float32. On CUDA a Triton kernel of our own.
+        https://arxiv.org/abs/1910.07467, rounded as in HuggingFace's Llama: the sum, the normed row and the
+        result; in between it is float32. On CUDA our own Triton kernel.
     """
     total, normed = _add_rms_norm(states, update, weight, epsilon, overlap)
     return total, normed

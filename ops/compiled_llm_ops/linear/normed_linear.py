@@ -1,4 +1,4 @@
-"""A sum, its norm and the product that reads it, which lie between attention and MLP of a decode step.
+"""A residual sum, its norm and the matmul that reads it, which lie between attention and MLP of a decode step.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -29,7 +29,7 @@ def normed_linear(
         states: ``[..., I]``, contiguous.
         update: ``[..., I]``, like ``states``, of the same dtype.
         norm: ``[I]`` of the same dtype, multiplied with the normed rows.
-        epsilon: is added to the mean square.
+        epsilon: added to the mean square.
         weight: ``[O, I]`` of the same dtype, contiguous.
         gated: whether the first half of the outputs goes through SiLU and is multiplied with the second, as the MLPs of
             Llama and Qwen do it (SwiGLU).
@@ -45,7 +45,7 @@ def normed_linear(
 
     Source:
         https://arxiv.org/abs/1910.07467 and https://arxiv.org/abs/2002.05202, rounded where HuggingFace's Llama does
-        it. On CUDA, one row is one Triton kernel of our own, or two where many programs would norm it; more rows are
+        it. On CUDA, one row is one Triton kernel of our own, or two if many programs would norm it; more rows are
         ``add_rms_norm`` and ``skinny_linear``.
     """
     total, product = _normed_linear(states, update, norm, epsilon, weight, gated, overlap)
