@@ -34,7 +34,7 @@ from compiled_llm.model.attention import (
 )
 from compiled_llm.model.checks import check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.fused_weights import LinearWatch
+from compiled_llm.model.fused_weights import LinearRecorder
 from compiled_llm.model.inputs import check_prompt
 from compiled_llm.model.layer_probe import UnpagedCallError, UnsupportedModelError, probe_layers
 from compiled_llm.model.restore import restored
@@ -139,10 +139,10 @@ class _Subject:
                 with (
                     restored(self.model),
                     self._paged(),
-                    LinearWatch() as watch,
+                    LinearRecorder() as recorder,
                 ):  # not one fake tensor may stay behind
                     layers = probe_layers(self.model, BATCH_ARGUMENT, fake=fake)
-                return ModelFacts.of(self.model, type(self.model).forward, layers, watch.groups(self.model))
+                return ModelFacts.of(self.model, type(self.model).forward, layers, recorder.groups(self.model))
             except UnsupportedModelError as error:
                 self.refusal, cause = str(error), error.__cause__
                 if cause is None:

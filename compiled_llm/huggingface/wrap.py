@@ -14,7 +14,7 @@ from compiled_llm.huggingface.wrapped_model import WrappedModel, wrapped_class
 from compiled_llm.model.attention import BATCH_ARGUMENT, attention_configs, paged_attention_in
 from compiled_llm.model.checks import check_layers, check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.fused_weights import LinearWatch
+from compiled_llm.model.fused_weights import LinearRecorder
 from compiled_llm.model.layer_probe import probe_layers
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
@@ -55,11 +55,11 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     check_placement(checked, config)
     if checked.device.type == "cuda":
         prepare_cudagraph_trees()
-    with paged_attention_in(attention_configs(checked)), LinearWatch() as watch:
+    with paged_attention_in(attention_configs(checked)), LinearRecorder() as recorder:
         layers = probe_layers(checked, BATCH_ARGUMENT)
     check_layers(checked, layers, config)
     base = type(checked)
-    runtime = CompiledModel(ModelFacts.of(checked, base.forward, layers, watch.groups(checked)), config)
+    runtime = CompiledModel(ModelFacts.of(checked, base.forward, layers, recorder.groups(checked)), config)
     checked.__class__ = wrapped_class(base)
     checked.compiled = runtime  # type: ignore[assignment]
     return cast(ModelT, checked)

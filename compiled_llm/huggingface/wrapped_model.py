@@ -30,7 +30,7 @@ from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop,
 from compiled_llm.huggingface.signatures import MethodSignature
 from compiled_llm.model.attention import set_implementations
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.fused_weights import Group
+from compiled_llm.model.fused_weights import FusedGroup
 from compiled_llm.model.inputs import check_prompt, check_ready
 from compiled_llm.model.layer_probe import Layer
 
@@ -216,7 +216,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
         def setstate(
             self: Any,
-            payload: tuple[dict[str, Any], tuple[Sequence[Layer], Sequence[Group], WrapConfig], list[str | None]],
+            payload: tuple[dict[str, Any], tuple[Sequence[Layer], Sequence[FusedGroup], WrapConfig], list[str | None]],
         ) -> None:
             state, (layers, fused_groups, config), implementations = payload
             base.__setstate__(self, state)

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from compiled_llm.model.attention import AttentionSwitch
-from compiled_llm.model.fused_weights import Group
+from compiled_llm.model.fused_weights import FusedGroup
 from compiled_llm.model.layer_probe import Layer
 
 Forward = Callable[..., Any]
@@ -32,12 +32,12 @@ class ModelFacts:
     reference: weakref.ref[PreTrainedModel]
     forward: Forward
     layers: tuple[Layer, ...]
-    fused_groups: tuple[Group, ...]
+    fused_groups: tuple[FusedGroup, ...]
     attention: AttentionSwitch
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, forward: Forward, layers: Sequence[Layer], fused_groups: Sequence[Group] = ()
+        cls, model: PreTrainedModel, forward: Forward, layers: Sequence[Layer], fused_groups: Sequence[FusedGroup] = ()
     ) -> ModelFacts:
         """Return what is known of ``model``, the rest as for the attributes."""
         return cls(weakref.ref(model), forward, tuple(layers), tuple(fused_groups), AttentionSwitch(model))

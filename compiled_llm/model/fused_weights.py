@@ -28,7 +28,7 @@ logger = logging.getLogger("compiled_llm.graphs")
 _ALIGNMENT = 16
 
 
-class Group(NamedTuple):
+class FusedGroup(NamedTuple):
     """Linear layers that read one input.
 
     Attributes:
@@ -40,7 +40,7 @@ class Group(NamedTuple):
     biases: tuple[str, ...]
 
 
-class LinearWatch(TorchFunctionMode):
+class LinearRecorder(TorchFunctionMode):
     """Watches a forward and tells which linear layers read one input."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class LinearWatch(TorchFunctionMode):
         if not input.is_inference():  # those have no versions
             self._seen.append((input, version_of(input), weight, bias))
 
-    def groups(self, model: nn.Module) -> list[Group]:
+    def groups(self, model: nn.Module) -> list[FusedGroup]:
         """Return the groups among the plain ``nn.Linear`` modules of ``model``; no weight is in two."""
         names = {
             id(parameter): name
@@ -71,12 +71,12 @@ class LinearWatch(TorchFunctionMode):
             if id(weight) in names and (bias is None or id(bias) in names):
                 layers = readers[id(given), version, bias is None]
                 layers[names[id(weight)]] = None if bias is None else names[id(bias)]
-        groups: list[Group] = []
+        groups: list[FusedGroup] = []
         taken: set[str] = set()
         for layers in readers.values():
             if len(layers) > 1 and taken.isdisjoint(layers):
                 taken.update(layers)
-                groups.append(Group(tuple(layers), tuple(bias for bias in layers.values() if bias is not None)))
+                groups.append(FusedGroup(tuple(layers), tuple(bias for bias in layers.values() if bias is not None)))
         return groups
 
 
@@ -88,7 +88,7 @@ class FusedWeights:
             fro is compiled once more, not at each swap.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[FusedGroup]) -> None:
         """Lay the groups out, one after the other, so that at most one is in memory twice.
 
         Args:
@@ -127,7 +127,7 @@ class FusedWeights:
         self.groups = []
         self._watched.clear()
 
-    def stacks(self, group: Group) -> list[list[nn.Parameter]]:
+    def stacks(self, group: FusedGroup) -> list[list[nn.Parameter]]:
         """Return a group's weights, and its biases if there are any; nothing if the model no longer has them all."""
         model = self._model()
         if model is None:
@@ -137,7 +137,7 @@ class FusedWeights:
         except AttributeError:
             return []
 
-    def _lay_out(self, group: Group) -> bool:
+    def _lay_out(self, group: FusedGroup) -> bool:
         stacks = self.stacks(group)
         if not stacks or not all(is_one(stack) or _can_move(stack) for stack in stacks):
             return False

@@ -1,4 +1,4 @@
-"""Fused projections: one product in place of several, and weights that stay the user's whatever happens to them."""
+"""Fused weights lie in one storage, and stay the user's whatever happens to them."""
 
 from __future__ import annotations
 
@@ -7,95 +7,26 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
-from torch import Tensor, fx, nn
-from torch._dynamo.utils import counters
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
-from transformers import PreTrainedModel
 
-import compiled_llm
-from compiled_llm.compilation.backend import Inductor
-from compiled_llm.compilation.passes.products import FusedProducts
 from compiled_llm.model import fused_weights as fused
-from compiled_llm.model.fused_weights import FusedWeights, Group, LinearWatch
-from support.families import FAMILIES as OTHER_FAMILIES
-from support.families import make
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.tiny_models import TINY, tiny_llama, tiny_qwen3
+from compiled_llm.model.fused_weights import FusedGroup, FusedWeights
+from support.fused_heads import QKV, Heads, fuse, groups_of, storages
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
-
-OPTIONS: dict[str, Any] = {
-    "mode": "compile", "fuse_projections": True, "page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8,
-    "progress": False,
-}  # fmt: skip
-SMALL: dict[str, Any] = {"num_hidden_layers": 1, "eos_token_id": None}
-
-
-class Heads(nn.Module):
-    """Three linear layers over one input, and one over another."""
-
-    def __init__(self, bias: bool = False) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(24, outputs, bias) for outputs in (16, 8, 8))
-        self.out = nn.Linear(24, 8, bias)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.q(x).view(*x.shape[:-1], 2, 8), self.k(x), self.v(x), self.out(x + 1)
-
-
-def groups_of(module: nn.Module, *inputs: Tensor) -> list[Group]:
-    with LinearWatch() as watch:
-        module(*(inputs or (torch.randn(2, 24),)))
-    return watch.groups(module)
-
-
-def fuse(module: nn.Module) -> FusedWeights:
-    return FusedWeights(module, groups_of(module))
-
-
-def storages(module: nn.Module, *names: str) -> set[int]:
-    return {module.get_parameter(name).untyped_storage().data_ptr() for name in names}
-
-
-QKV = ("q.weight", "k.weight", "v.weight")
-
-
-class Products:
-    """How many products each graph had before and after the pass."""
-
-    def __init__(self) -> None:
-        self.counts: list[tuple[int, int]] = []
-
-
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> Products:
-    seen, run = Products(), FusedProducts.__call__
-
-    def count(graph: fx.Graph) -> int:
-        return len(graph.find_nodes(op="call_function", target=nn.functional.linear))
-
-    def counted(self: FusedProducts, graph: fx.Graph) -> None:
-        before = count(graph)
-        run(self, graph)
-        seen.counts.append((before, count(graph)))
-
-    monkeypatch.setattr(FusedProducts, "__call__", counted)
-    return seen
 
 
 # ---- which layers
 
 
 def test_layers_that_read_one_input_are_a_group(seed):
-    assert groups_of(Heads()) == [Group(QKV, ())]
-    assert groups_of(Heads(bias=True)) == [Group(QKV, ("q.bias", "k.bias", "v.bias"))]
+    assert groups_of(Heads()) == [FusedGroup(QKV, ())]
+    assert groups_of(Heads(bias=True)) == [FusedGroup(QKV, ("q.bias", "k.bias", "v.bias"))]
 
 
 def test_an_input_that_was_written_to_is_another_one(seed):
@@ -105,7 +36,7 @@ def test_an_input_that_was_written_to_is_another_one(seed):
             x.view(-1).mul_(2)
             return q, k, self.v(x)
 
-    assert groups_of(Written()) == [Group(("q.weight", "k.weight"), ())]
+    assert groups_of(Written()) == [FusedGroup(("q.weight", "k.weight"), ())]
 
 
 class OwnLinear(nn.Linear):
@@ -144,7 +75,7 @@ def weight_norm(module: Heads) -> None:
 def test_other_layers_are_not_in_a_group(change, seed):
     module = Heads()
     change(module)
-    assert groups_of(module) == [Group(("q.weight", "k.weight"), ())]
+    assert groups_of(module) == [FusedGroup(("q.weight", "k.weight"), ())]
 
 
 def test_no_weight_is_in_two_groups(seed):
@@ -153,7 +84,7 @@ def test_no_weight_is_in_two_groups(seed):
             y = x * 3
             return *super().forward(x), *super().forward(x * 2), self.k(y), self.out(y)
 
-    assert groups_of(Twice()) == [Group(QKV, ())]
+    assert groups_of(Twice()) == [FusedGroup(QKV, ())]
 
 
 # ---- one storage
@@ -252,7 +183,7 @@ def test_weights_that_would_not_be_aligned_stay_where_they_are(seed):
     for name, outputs in (("q", 16), ("k", 1), ("v", 8), ("out", 1)):
         setattr(module, name, nn.Linear(25, outputs, bias=False))
     groups = groups_of(module, torch.randn(2, 25))
-    assert groups == [Group(QKV, ())]
+    assert groups == [FusedGroup(QKV, ())]
     assert FusedWeights(module, groups).groups == []
 
 
@@ -412,328 +343,3 @@ def test_two_models_may_share_parameters(seed):
     assert other.restore()
     assert one.intact()
     assert (second.k.weight == 0).all()
-
-
-# ---- one product
-
-
-def run_fused(module: nn.Module, x: Tensor, weights: FusedWeights) -> Any:
-    torch._dynamo.reset()
-    backend = Inductor({}, [FusedProducts(weights)], piecewise=False)
-    compiled = torch.compile(module, fullgraph=True, backend=backend)
-    with torch.no_grad():
-        return compiled(x)
-
-
-@pytest.mark.parametrize(("rows", "bias"), [((1,), False), ((1, 5), True)])
-def test_products_of_one_input_become_one(rows, bias, products, seed):
-    module, x = Heads(bias), torch.randn(*rows, 24)
-    expected = module(x)
-    torch.testing.assert_close(run_fused(module, x, fuse(module)), expected, rtol=1e-5, atol=1e-5)
-    assert products.counts == [(4, 2)]
-
-
-def test_products_of_other_inputs_and_of_weights_apart_are_left_alone(products, seed):
-    class Apart(Heads):
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            return self.q(x), self.k(x + 1), self.v(x)
-
-    x = torch.randn(3, 24)
-    for module, weights in ((Apart(), fuse), (Heads(), lambda module: FusedWeights(module, []))):
-        held = FusedWeights(module, [Group(QKV, ())]) if isinstance(module, Apart) else weights(module)
-        torch.testing.assert_close(run_fused(module, x, held), module(x), rtol=1e-5, atol=1e-5)
-    assert products.counts == [(3, 3), (4, 4)]
-
-
-def test_a_weight_that_was_cut_is_not_read_beyond_its_end(products, seed):
-    module, x = Heads(), torch.randn(3, 24)
-    weights = fuse(module)
-    module.k.weight.data = module.k.weight.data[:4]
-    assert weights.intact(), "where they begin has not changed"
-    torch.testing.assert_close(run_fused(module, x, weights), module(x), rtol=1e-5, atol=1e-5)
-    assert products.counts == [(4, 4)]
-
-
-def test_fused_and_other_code_are_not_taken_for_each_other_by_the_cache(products, seed):
-    x, lone = torch.randn(3, 24), Heads()
-    module, twin, again = Heads(), Heads(), Heads()
-    counters.clear()
-    for which, weights in (
-        (module, fuse(module)),
-        (lone, FusedWeights(lone, [])),
-        (twin, FusedWeights(twin, [Group(QKV[:2], ())])),
-        (again, fuse(again)),
-    ):
-        torch.testing.assert_close(run_fused(which, x, weights), which(x), rtol=1e-5, atol=1e-5)
-    assert products.counts == [(4, 2), (4, 4), (4, 3), (4, 2)]
-    hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-    assert hits >= 1, "the last is the first again"
-
-
-# ---- a whole model
-
-
-def biased(seed: int = 0) -> PreTrainedModel:
-    config = transformers.Qwen2Config(**{**TINY, **SMALL})
-    torch.manual_seed(seed)
-    model = transformers.Qwen2ForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.normal_(parameter)
-    return model
-
-
-FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], tuple[int, int]]] = {
-    "Qwen3": (lambda: tiny_qwen3(**SMALL), (8, 5)),
-    "Llama, two layers, all heads": (
-        lambda: tiny_llama(num_hidden_layers=2, num_key_value_heads=4, eos_token_id=None), (15, 9),
-    ),
-    "Qwen2, biases": (biased, (8, 5)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_equal_huggingface(family, products, request, seed):
-    """Llama without Inductor, which is given other numbers of products, of no other kind."""
-    if family.startswith("Llama"):
-        request.getfixturevalue("without_inductor")
-    made, counts = FAMILIES[family]
-    model = made()
-    many, one = mixed_prompts([5, 19, 11], 128, seed), mixed_prompts([9], 128, seed)
-    expected = [greedy(model, many, 20), greedy(model, one, 20), greedy(model, many, 9)]
-    compiled_llm.wrap(model, **OPTIONS)
-    for wanted, inputs, length in zip(expected, (many, one, many), (20, 20, 9), strict=True):
-        torch.testing.assert_close(greedy(model, inputs, length), wanted)
-    assert products.counts == [counts] * 3
-    stats = model.compiled.stats()
-    assert stats.generate_calls == {"fast loop": 3}
-    assert (stats.graphs, stats.recompiles, stats.graph_breaks) == (3, 0, 0)
-    own = {parameter.data_ptr(): parameter.nbytes for parameter in (*model.parameters(), *model.buffers())}
-    assert stats.memory["weights"] == sum(own.values())
-    assert_account_is_empty(model)
-
-
-@pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("family", ["Cohere", "GptOss", "Mixtral", "OPT", "Phi"])
-def test_graphs_of_other_families_stay_right(family, products, seed):
-    """Parallel blocks, experts, biases."""
-    model, inputs = make(family, OTHER_FAMILIES[family], seed), mixed_prompts([5, 19, 11], 128, seed)
-    expected = greedy(model, inputs, 12)
-    compiled_llm.wrap(model, **OPTIONS)
-    torch.testing.assert_close(greedy(model, inputs, 12), expected)
-    assert len(products.counts) == 2
-    assert all(before - after >= 4 for before, after in products.counts)
-
-
-def test_a_model_is_watched_in_inference_mode_too(seed):
-    with torch.inference_mode():
-        model = compiled_llm.wrap(tiny_qwen3(**SMALL), **OPTIONS)
-    assert [len(group.weights) for group in model.compiled.facts.fused_groups] == [3, 2]
-
-
-@pytest.fixture(scope="module")
-def twins() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A plain model and a wrapped one that is compiled: tests change both alike, one after the other."""
-    return tiny_qwen3(**SMALL), compiled_llm.wrap(tiny_qwen3(**SMALL), **OPTIONS)
-
-
-def attention(model: PreTrainedModel) -> Any:
-    return model.model.layers[0].self_attn
-
-
-def model_data(model: PreTrainedModel) -> None:
-    attention(model).k_proj.weight.data = 0.2 * torch.randn(32, 64)
-
-
-def model_parameter(model: PreTrainedModel) -> None:
-    attention(model).q_proj.weight = nn.Parameter(0.2 * torch.randn(64, 64))
-
-
-def model_layer(model: PreTrainedModel) -> None:
-    attention(model).v_proj = nn.Linear(64, 32, bias=False)
-
-
-def model_loaded(model: PreTrainedModel) -> None:
-    model.load_state_dict(tiny_qwen3(seed=9, **SMALL).state_dict())
-
-
-def model_assigned(model: PreTrainedModel) -> None:
-    model.load_state_dict(tiny_qwen3(seed=8, **SMALL).state_dict(), assign=True)
-
-
-def model_trained(model: PreTrainedModel) -> None:
-    ids = mixed_prompts([9, 9], 128, 3)["input_ids"]
-    model.train()
-    model(ids, labels=ids).loss.backward()
-    torch.optim.SGD(model.parameters(), lr=0.2).step()
-    model.zero_grad()
-    model.eval()
-
-
-def model_merged(model: PreTrainedModel) -> None:
-    """As an adapter is merged."""
-    weight = model.model.layers[0].mlp.up_proj.weight
-    weight.data = weight.data + 0.1 * torch.randn(128, 1) @ torch.randn(1, 64)
-
-
-MODEL_CHANGES: list[Callable[[PreTrainedModel], None]] = [
-    model_data, model_parameter, model_layer, model_loaded, model_assigned, model_trained, model_merged,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", MODEL_CHANGES, ids=lambda change: change.__name__)
-def test_tokens_follow_a_change(change, twins, seed):
-    plain, wrapped = twins
-    inputs = mixed_prompts([4, 9], 128, seed)
-    before = greedy(wrapped, inputs, 12)
-    torch.testing.assert_close(greedy(plain, inputs, 12), before)
-    programs = wrapped.compiled.device_model().readiness.programs
-    for model in twins:
-        torch.manual_seed(seed)
-        change(model)
-    expected = greedy(plain, inputs, 12)
-    assert not torch.equal(expected, before)
-    torch.testing.assert_close(greedy(wrapped, inputs, 12), expected)
-    assert wrapped.compiled.device_model().readiness.programs is programs
-    assert wrapped.compiled.device_model().readiness.weights.intact()
-    assert len(wrapped.compiled.device_model().readiness.weights.groups) == 2
-
-
-class Meddler(transformers.StoppingCriteria):
-    """Gives one of the weights other memory while a call is running."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.weight, self.steps = attention(model).v_proj.weight, 0
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.steps += 1
-        if self.steps == 5:
-            self.weight.data = -self.weight.data
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def test_a_change_in_the_midst_of_a_call_is_noticed(twins, seed):
-    inputs = mixed_prompts([4, 9], 128, seed)
-    unchanged = greedy(twins[0], inputs, 16)
-    expected, actual = (greedy(model, inputs, 16, stopping_criteria=[Meddler(model)]) for model in twins)
-    assert not torch.equal(expected, unchanged)
-    torch.testing.assert_close(actual, expected)
-
-
-def test_saved_files_are_the_same(twins, tmp_path):
-    plain, wrapped = twins
-    plain.load_state_dict(wrapped.state_dict())
-    paths = tmp_path / "plain", tmp_path / "wrapped"
-    for model, path in zip(twins, paths, strict=True):
-        model.save_pretrained(path)
-    assert contents(paths[0]) == contents(paths[1])
-    torch.testing.assert_close(dict(wrapped.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def test_a_swapped_weight_that_is_held_is_read_where_it_is(twins, products, seed):
-    inputs = mixed_prompts([4, 9], 128, seed)
-    greedy(twins[1], inputs, 3)
-    products.counts.clear()
-    value = 0.2 * torch.randn(32, 64)
-    held = [value, value.clone()]
-    for model, weight in zip(twins, held, strict=True):
-        attention(model).k_proj.weight.data = weight
-    torch.testing.assert_close(greedy(twins[1], inputs, 12), greedy(twins[0], inputs, 12))
-    assert products.counts == [(8, 7)] * 2, "gate and up stay one"
-    for weight in held:
-        weight.mul_(-1)
-    torch.testing.assert_close(greedy(twins[1], inputs, 12), greedy(twins[0], inputs, 12))
-    assert len(products.counts) == 2
-    stats = twins[1].compiled.stats()
-    assert stats.recompiles == 0
-    assert_account_is_empty(twins[1])
-
-
-def test_copies_and_pickles_fuse_weights_of_their_own(twins, seed):
-    inputs = mixed_prompts([4, 9], 128, seed)
-    for twin in (copy.deepcopy(twins[1]), pickle.loads(pickle.dumps(twins[1]))):
-        assert twin.compiled.facts.fused_groups == twins[1].compiled.facts.fused_groups
-        torch.testing.assert_close(greedy(twin, inputs, 6), greedy(twins[0], inputs, 6))
-        assert len(twin.compiled.device_model().readiness.weights.groups) == 2
-        addresses = [{weight.data_ptr() for weight in model.parameters()} for model in (twin, twins[1])]
-        assert addresses[0].isdisjoint(addresses[1])
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_a_converted_model_is_fused_anew(seed):
-    plain, wrapped = tiny_qwen3(**SMALL), compiled_llm.wrap(tiny_qwen3(**SMALL), **OPTIONS)
-    inputs = mixed_prompts([4, 9], 128, seed)
-    greedy(wrapped, inputs, 3)
-    for model in (plain, wrapped):
-        model.double()
-    torch.testing.assert_close(greedy(wrapped, inputs, 12), greedy(plain, inputs, 12))
-    assert len(wrapped.compiled.device_model().readiness.weights.groups) == 2
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_unwrapping_gives_weights_memory_of_their_own(seed):
-    plain, wrapped = tiny_qwen3(**SMALL), compiled_llm.wrap(tiny_qwen3(**SMALL), **OPTIONS)
-    inputs = mixed_prompts([4, 9], 128, seed)
-    out = greedy(wrapped, inputs, 3, return_dict_in_generate=True)
-    device_model = wrapped.compiled.device_model()
-    programs = device_model.readiness.programs
-    compiled_llm.unwrap(wrapped)
-    assert device_model.readiness.programs is not programs, "they read what lies behind a weight"
-    assert all(entry.untyped_storage().nbytes() == entry.nbytes for entry in wrapped.parameters())
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 3, dtype=torch.long)], dim=1)
-    with torch.no_grad():
-        expected = plain(out.sequences, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(0)).logits[:, -1]
-        torch.testing.assert_close(wrapped(**inputs).logits, plain(**inputs).logits, rtol=0, atol=0)
-    actual = out.past_key_values.runner.decode(out.sequences[:, -1], [6, 11])
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # what is held of it still runs
-
-
-@pytest.mark.parametrize("options", [{"fuse_projections": False}, {"fuse_projections": None}, {"mode": "eager"}])
-def test_weights_stay_apart_unless_wanted(options, products, seed):
-    model = compiled_llm.wrap(tiny_qwen3(**SMALL), **{**OPTIONS, **options})
-    model.compiled.device_model()
-    assert all(entry.untyped_storage().nbytes() == entry.nbytes for entry in model.parameters())
-    assert model.compiled.device_model().readiness.weights.groups == []
-
-
-# ---- on a GPU
-
-
-@pytest.mark.gpu
-def test_recorded_graphs_read_fused_weights_and_follow_a_change(seed):
-    """The memory of the weights stays what it was, nothing is copied into graphs, and a new weight is read at once."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, **SMALL}
-    model = tiny_qwen3(**sizes).to("cuda", torch.bfloat16)
-    apart = compiled_llm.wrap(copy.deepcopy(model), max_batch_size=8, fuse_projections=False, progress=False)
-    inputs = {name: value.cuda() for name, value in mixed_prompts([4, 9, 17], 128, seed).items()}
-    before = torch.cuda.memory_allocated()
-    groups = compiled_llm.wrap(model, max_batch_size=8, progress=False).compiled.facts.fused_groups
-    weights = FusedWeights(model, groups)
-    assert len(weights.groups) == 2
-    assert abs(torch.cuda.memory_allocated() - before) < 2**16
-    del weights
-    for change in (lambda model: None, model_negated, model_negated):
-        for which in (model, apart):
-            change(which)
-        greedy(model, inputs, 4)  # what was moved is recorded once more
-        scores = [
-            which.generate(
-                **inputs, max_new_tokens=2, do_sample=False, output_logits=True, return_dict_in_generate=True
-            )
-            for which in (model, apart)
-        ]
-        fused_logits, logits = (torch.stack(score.logits).float() for score in scores)
-        assert (fused_logits - logits)[0].pow(2).mean().sqrt() < 0.02 * logits[0].std()
-        del scores  # and the caches with them
-    stats = model.compiled.stats()
-    assert (stats.cudagraph_skips, stats.recompiles) == (0, 0)
-    assert len(model.compiled.device_model().readiness.weights.groups) == 2
-    assert_account_is_empty(model)
-
-
-def model_negated(model: PreTrainedModel) -> None:
-    attention(model).v_proj.weight.data = -attention(model).v_proj.weight.data
