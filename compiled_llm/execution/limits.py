@@ -19,8 +19,8 @@ def pages_needed(device_model: DeviceModel, prompts: Sequence[int], most_new: in
         device_model: the model's device side.
         prompts: the length of each row.
         most_new: how many tokens a row may grow by.
-        shared: how many tokens each row has in common with an earlier one, where there are such; full pages of them
-            are counted once.
+        shared: how many tokens each row has in common with an earlier one, if any; full pages of them are counted
+            once.
     """
     pool = device_model.pool
     return sum(pool.pages_for(prompt + most_new - 1) for prompt in prompts) - sum(
@@ -38,7 +38,7 @@ def check_fits(
         device_model: its device side.
         prompts: the length of each row, with what a cache holds of it already.
         most_new: how many tokens a row may grow by.
-        needed: how many pages that takes beyond those held; all of them where None.
+        needed: how many pages that takes beyond those that the rows have; all of them if None.
 
     Raises:
         ValueError: they do not; the message has the numbers.

@@ -58,7 +58,7 @@ def token_count(batch: Sequence[Extension]) -> int:
 def null_extension(length: int, page_size: int) -> Extension:
     """Return a row of padding, whose tokens all go to the null page and to position 0, which every model has."""
     none = np.zeros(length, dtype=np.int64)
-    return Extension(Span.null(max(1, length), page_size), none, none)  # a row has a page, whether it has tokens or not
+    return Extension(Span.null(max(1, length), page_size), none, none)  # a row has a page, with tokens or without
 
 
 def pack(
@@ -124,4 +124,5 @@ def _part(extension: Extension, start: int, stop: int, page_size: int) -> Extens
         return extension
     length = extension.row.length - len(extension.ids) + stop
     row = Span(extension.row.pages[: -(-length // page_size)], length)
-    return Extension(row, extension.ids[start:stop], extension.positions[start:stop])
+    ends = extension.ends and stop == len(extension.ids)
+    return Extension(row, extension.ids[start:stop], extension.positions[start:stop], ends)

@@ -114,7 +114,7 @@ class PersistentBatch:
     # ---- rows come and go
 
     def bucket_for(self, rows: int) -> int:
-        """Return the smallest bucket for so many rows; if there were more, the smallest that is ready.
+        """Return the smallest bucket for this many rows; if there were more, the smallest that is ready.
 
         Nobody waits for a smaller one to be prepared because rows have ended.
         """

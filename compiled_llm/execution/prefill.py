@@ -39,7 +39,7 @@ from compiled_llm.model.layer_probe import Layer
 # Rows, and tokens whose logits are kept, that prefill is compiled with.
 _ROWS, _KEPT = 3, 5
 # Inductor's tilings for CUDA follow from the sizes that it compiles with and from timing its kernels there, so there
-# should be many tokens; but from so many results for each multiprocessor on, it loops over what is summed.
+# should be many tokens; but from this many results for each multiprocessor on, it loops over what is summed.
 _RESULTS_THAT_LOOP = 64
 
 
@@ -180,7 +180,7 @@ class Prefill:
     # ---- recorded
 
     def recorded_shapes(self, rows: int) -> list[Shape]:
-        """Return the shapes that prefills of so many rows are padded to and recorded in, smallest first."""
+        """Return the shapes that prefills of ``rows`` rows are padded to and recorded in, smallest first."""
         variants = self._planner.variants
         shapes = [shape._replace(variant=variant) for shape in self._shapes.of(rows) for variant in variants]
         return [shape for shape in shapes if self._planner.fits(shape)]

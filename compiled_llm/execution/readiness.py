@@ -1,4 +1,4 @@
-"""What of a model is compiled and recorded, and whether that still holds.
+"""What of a model is compiled and recorded, and whether that is still valid.
 
 Nothing is run from here: prefill and decode ask, and run what is missing on rows of padding, never on somebody's
 tokens.
@@ -26,7 +26,7 @@ class Readiness:
     """The programs and recordings of one model.
 
     Attributes:
-        weights: the model's, those that read one input side by side in memory.
+        weights: the model's; those that read one input lie side by side in memory.
         programs: the compiled functions.
         recordings: CUDA graphs of steps.
         events: what happened.
@@ -58,7 +58,7 @@ class Readiness:
         self.recordings = Recordings(state.facts.model, state.config, state.device)
         self.ready: set[Key | str] = set()
         self._progress = ProgressDisplay(state.config.progress)
-        # How often the model has been looked at, and which recordings' guards have held since the last time.
+        # How often the model has been looked at, and the recordings that were found valid since the last time.
         self._glance = 0
         self._valid: set[Key] = set()
 
@@ -71,7 +71,7 @@ class Readiness:
         """Point the model's attention at the pages for the duration."""
         return self._state.facts.attention.paged(self._thread.caller)
 
-    # ---- does it still hold?
+    # ---- is it still valid?
 
     def check_model(self) -> None:
         """Drop recordings of weights that are no longer there; compile again what can no longer be fused."""
@@ -91,14 +91,14 @@ class Readiness:
             self._start_again()
 
     def separate_weights(self) -> None:
-        """Give each fused weight memory of its own again."""
+        """Give each fused weight its own memory again."""
         if self.weights.groups:
             with self.paged():
                 self.weights.separate()
             self._start_again()
 
     def was_valid(self, key: Key) -> bool:
-        """Whether a step was ready, and its guards held, when the model was last looked at."""
+        """Whether a step was ready and valid when the model was last looked at."""
         return key in self.ready and key in self._valid
 
     def is_valid(self, key: Key) -> bool:

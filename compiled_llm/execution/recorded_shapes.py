@@ -6,13 +6,14 @@ import itertools
 
 from compiled_llm.compilation.inputs import Shape
 
-# From 64 tokens on the room left for padding stays under a quarter, and from 128 on all are multiples of 64: products
-# are computed in tiles of so many tokens.
+# From 64 tokens on the room left for padding stays under a quarter, and from 128 on all are multiples of 64: matmuls
+# compute tiles of 64 tokens.
 _RECORDED_TOKENS = (
     *(16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
     *(2560, 3072, 3584, 4096),
 )
-# On an H200 a layer of so many weights, times tokens, takes twice as long as it takes a host to launch its kernels.
+# Weights of a layer times tokens: from this product on, an H200 takes at least twice as long to compute the layer as
+# the host takes to launch its kernels.
 _DEVICE_BOUND = 2**38
 
 
@@ -36,7 +37,7 @@ class RecordedShapes:
         }
 
     def of(self, rows: int) -> list[Shape]:
-        """Return the shapes of prefills of so many rows, smallest first."""
+        """Return the shapes of prefills of ``rows`` rows, smallest first."""
         return next(shapes for most, shapes in self._by_rows.items() if most >= rows)
 
     def all(self) -> list[Shape]:
@@ -44,5 +45,5 @@ class RecordedShapes:
         return [*itertools.chain.from_iterable(self._by_rows.values())]
 
     def smallest(self, tokens: int, rows: int) -> Shape | None:
-        """Return the smallest shape that holds a prefill of so many tokens, or None for one too large for all."""
+        """Return the smallest shape that holds a prefill of ``tokens`` tokens, or None if all are too small."""
         return next((shape for shape in self.of(rows) if shape.tokens >= tokens), None)

@@ -1,7 +1,6 @@
 """The way of a token as an object: ``admit`` a prompt, ``step``, ``release`` the row.
 
-A step is launched before the tokens of the step before are read, so the host stays one step behind the device and
-never holds it up.
+A step is launched before the tokens of the previous step are read, so the device never waits for the host.
 
 Shapes: B rows, L tokens whose logits are wanted, V vocabulary.
 """
@@ -84,39 +83,39 @@ class Runner:
         Args:
             prompt: token ids, at least one.
             max_new_tokens: how many tokens the row may grow by; its pages are promised now.
-            sampling: how it chooses its tokens; the most likely ones where None.
+            sampling: how it chooses its tokens; the most likely ones if None.
 
         Raises:
             ValueError: the prompt is empty or not of tokens of the model, ``max_new_tokens`` is negative, or
                 there would be more rows than ``max_batch_size``.
             OutOfPagesError: the pages it may need are not free; nothing was taken.
         """
-        given = np.asarray(prompt)
-        if given.size == 0:
+        ids = np.asarray(prompt)
+        if ids.size == 0:
             raise ValueError("prompt is empty: give at least one token")
         vocabulary = self.device_model.vocabulary
-        if given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= vocabulary:
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
             raise ValueError(
-                f"prompt: token ids are integers from 0 to {vocabulary - 1}; got {given.dtype} from {given.min()} to "
-                f"{given.max()}"
+                f"prompt: token ids are integers from 0 to {vocabulary - 1}; got {ids.dtype} from {ids.min()} to "
+                f"{ids.max()}"
             )
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens}: must not be negative")
         # The last token is chosen but never stored.
-        row = self.add_row(given.size + max(0, max_new_tokens - 1))
-        self._pending.append((row, given.astype(np.int64).reshape(-1), sampling))
+        row = self.add_row(ids.size + max(0, max_new_tokens - 1))
+        self._pending.append((row, ids.astype(np.int64).reshape(-1), sampling))
         return row
 
     def resume(
         self, row: Row, tokens: NDArray[np.int64], max_new_tokens: int, sampling: Sampling | None = None
     ) -> None:
-        """Let a row go on with more tokens given; otherwise as ``admit``.
+        """Continue a row with more tokens; otherwise as ``admit``.
 
         Args:
             row: one of this runner's.
             tokens: ``[Q]`` token ids, at least one.
             max_new_tokens: how many tokens the row may grow by after them; its pages are promised now.
-            sampling: how it chooses its tokens; the most likely ones where None.
+            sampling: how it chooses its tokens; the most likely ones if None.
 
         Raises:
             OutOfPagesError: the pages it may need are not free; nothing was taken.
@@ -126,16 +125,16 @@ class Runner:
         self._pending.append((row, tokens, sampling))
 
     def step(self, forced: Tensor | None = None, unchanged: bool = False) -> dict[Row, int]:
-        """Launch one step and return the tokens of the step before.
+        """Launch one step and return the tokens of the previous one.
 
-        The step is a prefill where prompts are waiting, else one decode step of all rows.
+        If prompts are waiting, the step is their prefill; else it is a decode step of all rows.
 
         Args:
             forced: ``[B]`` int64, tokens for the rows to feed in, in the order of ``rows``, instead of their own.
             unchanged: the model cannot have changed since the last step; skip the validity checks.
 
         Returns:
-            The next token of each row that took part in the step before; ``sampling.NOT_A_TOKEN`` for one whose
+            The next token of each row that took part in the previous step; ``sampling.NOT_A_TOKEN`` for one whose
             logits cannot be sampled from.
 
         Raises:
@@ -164,7 +163,7 @@ class Runner:
         """Replace the rows by some of them, each as often as it is named; pages are shared, not copied.
 
         Args:
-            indices: for each new row, the old one that it goes on from.
+            indices: for each new row, the old one that it continues.
 
         Raises:
             ValueError: they are more than ``max_batch_size``; nothing has changed.
@@ -179,7 +178,7 @@ class Runner:
                     row.free()
 
     def fork(self) -> Runner:
-        """Return a runner of its own with the same rows; pages are shared, not copied."""
+        """Return another runner with the same rows; pages are shared, not copied."""
         runner = Runner(self.device_model)
         runner.rows += [row.fork() for row in self.rows]
         return runner
@@ -195,7 +194,7 @@ class Runner:
     # ---- around them
 
     def drain(self) -> dict[Row, int]:
-        """Return the tokens of the oldest step not yet read, waiting for it; empty where there is none."""
+        """Return the tokens of the oldest step not yet read, waiting for it; empty if there is none."""
         return self._read() if self._launched else {}
 
     def logits(self) -> Tensor:
@@ -242,7 +241,7 @@ class Runner:
             rows: rows of this runner.
             ids: each row's new tokens, at least one.
             positions: their rotary positions.
-            keep: which packed tokens' logits are wanted; each row's last where None.
+            keep: which packed tokens' logits are wanted; each row's last if None.
             embeddings: ``[T, hidden]``, what the model reads in place of ``ids``, packed.
 
         Returns:
@@ -256,7 +255,7 @@ class Runner:
         return self._thread.call(lambda: [self.device_model.state.read(layer, row) for row in self.rows])
 
     def decode(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
-        """Run one decode step of all rows with given tokens, and read nothing back.
+        """Run one decode step of all rows with these tokens, and read nothing back.
 
         Args:
             tokens: ``[B]`` int64, in the order of ``rows``.

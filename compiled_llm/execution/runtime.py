@@ -123,7 +123,7 @@ class Runtime:
             return device_model
 
     def separate_weights(self) -> None:
-        """Give each fused weight memory of its own again."""
+        """Give each fused weight its own memory again."""
         if (device_model := self._device_model) is not None:
             device_model.thread.call(device_model.readiness.separate_weights)
 

@@ -21,7 +21,7 @@ class SamplingSlots:
     """Who has which entry of the tables; in the model's executor only.
 
     Attributes:
-        tables: the settings; rows without an entry of their own share the last one, which is greedy.
+        tables: the settings; rows without an entry share the last one, which is greedy.
     """
 
     def __init__(self, max_rows: int, vocabulary: int, device: torch.device) -> None:
@@ -68,13 +68,13 @@ class SamplingSlots:
         upload_settings(self.tables, taken, settings)
 
     def restore(self, slots: Iterable[int]) -> None:
-        """Forget which tokens have been chosen at some entries since they were given to rows."""
+        """Forget which tokens have been chosen at these entries since rows took them."""
         sampled = [slot for slot in slots if slot in self._settings]
         if sampled:
             upload_settings(self.tables, sampled, [self._settings[slot] for slot in sampled])
 
     def of(self, rows: Sequence[Row], padded: int) -> NDArray[np.int64]:
-        """Return ``[padded]``, the entries of the rows; greedy where there is no row."""
+        """Return ``[padded]``, the entries of the rows; the greedy one for padding."""
         slots = np.full(padded, self._greedy, dtype=np.int64)
         slots[: len(rows)] = [self._greedy if row.sampling_slot is None else row.sampling_slot for row in rows]
         return slots

@@ -43,7 +43,7 @@ class Stats:
         cudagraph_skips: times Inductor did not record a CUDA graph although it was asked to.
         recordings: CUDA graphs recorded of decode steps, one for each batch size that is ready.
         prefill_recordings: CUDA graphs recorded of prefills, one for each number of tokens and rows they are padded to;
-            0 but in mode ``"cuda-graphs"``.
+            0 except in mode ``"cuda-graphs"``.
         patterns: on CUDA, how often decode programs had what our passes look for, ``rotary`` and ``norm``; 0 for both
             if the model writes them in another way, which makes its steps slower.
         buckets: decode batch sizes that are ready.

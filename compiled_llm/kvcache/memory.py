@@ -63,7 +63,7 @@ def pages_to_allocate(
 def free_bytes(device: torch.device) -> int:
     """Return how many bytes are free on the device now; on a CPU, available without swapping."""
     if device.type == "cuda":
-        # What PyTorch's allocator holds and does not use is free to us too.
+        # What PyTorch's allocator has reserved and does not use is free to us too.
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reusable
     meminfo = Path("/proc/meminfo")

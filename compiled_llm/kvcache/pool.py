@@ -28,15 +28,15 @@ class PageAccount(NamedTuple):
 
 
 class PagePool:
-    """Hands out pages, and promises them ahead of time so that a row that was let in never runs out.
+    """Hands out pages, and promises them ahead of time so that an admitted row never runs out.
 
     A page may have several owners; it is free again once the last of them gives it back.
 
     Attributes:
         page_size: tokens in a page.
         total: how many pages there are.
-        changes: how often pages that somebody has were shared or given back.
-        lock: whoever has it sees no other thread change anything.
+        changes: how often taken pages were shared or given back.
+        lock: while it is held, no other thread changes anything.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -122,7 +122,7 @@ class PagePool:
 
 
 class Promise:
-    """Pages promised to the rows of one call together: as beams, they share pages, copy them and give them back."""
+    """Pages promised to all rows of one call together: beams share pages, copy them and give them back."""
 
     def __init__(self, pool: PagePool) -> None:
         """Promise nothing yet."""
@@ -146,7 +146,7 @@ class Promise:
 
     @contextmanager
     def drawn_on(self) -> Iterator[None]:
-        """Let the block's rows take from the promise, where one is held, and promise again what they give back.
+        """Let the block's rows take from the promise, if there is one, and promise again what they give back.
 
         Others have as many pages available as before, unless the rows take more than was promised.
         """

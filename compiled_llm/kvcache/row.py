@@ -8,7 +8,7 @@ from compiled_llm.kvcache.pool import PagePool
 
 
 class PageCopy(NamedTuple):
-    """A page that a row stopped sharing: what ``source`` holds has to be in ``target`` before the row writes there."""
+    """A page that a row stopped sharing: copy ``source`` to ``target`` before the row writes there."""
 
     source: int
     target: int
@@ -69,14 +69,14 @@ class Row:
         """Return how many pages it takes to hold ``tokens`` in all, beyond those taken and promised.
 
         Args:
-            tokens: all that the row shall hold.
-            kept: how many of its present tokens stay; all where None.
+            tokens: how many the row has to hold.
+            kept: how many of its present tokens stay; all if None.
         """
         pool, kept = self._pool, self.length if kept is None else kept
-        held = pool.pages_for(kept)
-        back = sum(not pool.is_shared(page) for page in self.pages[held:])
+        staying = pool.pages_for(kept)
+        back = sum(not pool.is_shared(page) for page in self.pages[staying:])
         copied = tokens > kept and self._writes_into_shared(kept)
-        return max(0, pool.pages_for(tokens) - held - self._reserved - back) + copied
+        return max(0, pool.pages_for(tokens) - staying - self._reserved - back) + copied
 
     def _writes_into_shared(self, length: int) -> bool:
         full, begun = divmod(length, self._pool.page_size)
@@ -86,12 +86,14 @@ class Row:
         """Count ``tokens`` more as stored, taking promised pages as they are entered.
 
         Returns:
-            What has to be copied before the new tokens are written, where the last page was shared.
+            What has to be copied before the new tokens are written, if the last page was shared.
 
         Raises:
             OutOfPagesError: pages that were not promised are needed and not free; nothing changed.
         """
-        copies = tokens > 0 and self._writes_into_shared(self.length)  # asked once: other threads may fork and free
+        copies = tokens > 0 and self._writes_into_shared(
+            self.length
+        )  # checked once: other threads may fork and free rows
         if tokens <= self.room and not copies:  # as most rows do in most steps
             self.length += tokens
             return None
@@ -105,14 +107,14 @@ class Row:
         return copy
 
     def begin_as(self, other: Row, tokens: int) -> int:
-        """Have the first tokens of a row that is about to store them, in the same pages; this one is empty so far.
+        """Share the first pages of a row that is about to store the same tokens; this row is still empty.
 
         Args:
-            other: an empty row with room for them, which grows by them before this row is computed, or with it.
-            tokens: how many both begin with; shared are as many as fill pages, and at least one is not.
+            other: an empty row with room for the tokens; it grows by them before this row is computed, or with it.
+            tokens: how many tokens both begin with; those that fill pages are shared, at least one is not.
 
         Returns:
-            How many are shared.
+            How many tokens are shared.
         """
         full = (tokens - 1) // self._pool.page_size
         other.pages += other._take(max(0, full - len(other.pages)))
@@ -122,9 +124,9 @@ class Row:
         return self.length
 
     def _unshare(self) -> PageCopy:
-        """Give the last page a copy of its own."""
-        (own,) = self._take(1)
-        copy = PageCopy(self.pages[-1], own)
+        """Replace the last page, which is shared, by a copy."""
+        (target,) = self._take(1)
+        copy = PageCopy(self.pages[-1], target)
         self.pages[-1] = copy.target
         self._pool.give_back([copy.source])
         return copy
@@ -145,10 +147,10 @@ class Row:
         return self.length, self._reserved + len(self.pages)
 
     def restore(self, mark: tuple[int, int]) -> None:
-        """Undo all growth since ``mark``, and the promises made for it; a page that was copied stays the row's own."""
+        """Undo all growth since ``mark``, and the promises made for it; a page that was copied stays copied."""
         length, pages = mark
         self.shrink(self.length - length)
-        extra = max(0, self._reserved + len(self.pages) - pages)  # fewer where others hold some of the pages
+        extra = max(0, self._reserved + len(self.pages) - pages)  # fewer if others share some of the pages
         self._pool.give_back((), reserved=extra)
         self._reserved -= extra
 

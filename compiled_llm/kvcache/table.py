@@ -58,7 +58,7 @@ def build_table(rows: Sequence[Stored], queries: Sequence[int], page_size: int, 
     """
     null = padded - len(rows)
     pages = [row.pages for row in rows] + [[NULL_PAGE]] * null
-    indptr = _starts([len(own) for own in pages])
+    indptr = _starts([len(numbers) for numbers in pages])
     lengths = np.array([row.length for row in rows] + [1] * null, dtype=np.int32)
     return HostTable(
         qo_indptr=_starts([*queries, *[1] * null]),

@@ -12,10 +12,12 @@ from compiled_llm_ops import Geometry
 
 
 def weights_of_a_layer(model: PreTrainedModel, layers: int) -> int:
-    """Return how many numbers the matrices of a layer have; experts, of which few are used, are none."""
+    """Return how many weights the matrices of a layer have; experts, of which few are used, are not counted."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     others = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
-    return sum(own.numel() for own in model.parameters() if own.dim() == 2 and id(own) not in others) // layers
+    return (
+        sum(weight.numel() for weight in model.parameters() if weight.dim() == 2 and id(weight) not in others) // layers
+    )
 
 
 def logits_width(model: PreTrainedModel) -> int:

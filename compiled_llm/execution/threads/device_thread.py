@@ -1,4 +1,4 @@
-"""A thread that calls compiled code for a model, where its callers' own cannot.
+"""A thread that calls compiled code for a model, if its callers' threads cannot.
 
 Cudagraph trees belong to the thread that recorded them, while users call from any thread; and torch modes that a
 caller has entered would be compiled in. Compiled calls, and nothing else, run here; loops, callbacks, streamers and
@@ -148,7 +148,7 @@ class _Worker:
 
 
 class DeviceThread:
-    """Runs calls one after the other on a thread of its own; safe to use from any thread."""
+    """Runs calls one after the other on its own thread; safe to use from any thread."""
 
     def __init__(self, device: torch.device) -> None:
         """Take an idle thread for the device, or start one."""
