@@ -36,7 +36,7 @@ class WrapConfig:
 
     Attributes:
         mode: ``"eager"`` runs the ops without compiling, ``"compile"`` compiles with Inductor, ``"cuda-graphs"`` also
-            records whole steps as CUDA graphs and replays them, ``"reduce-overhead"`` leaves recording to torch's
+            captures whole steps as CUDA graphs and replays them, ``"reduce-overhead"`` leaves capturing to torch's
             cudagraph trees, which cost the host more. On a CPU the last three are the same.
         backend: whose kernels attend over the pages. ``"auto"`` takes the fastest: on CUDA FlashInfer for prefill and
             our own kernel for decode, on a CPU plain PyTorch. ``"flashinfer"`` decodes with FlashInfer, too; on CUDA
@@ -51,11 +51,11 @@ class WrapConfig:
         prefill_tokens: most tokens computed at once in prefill; longer prompts are computed in chunks, so that they
             need no more memory for activations.
         fuse_projections: compute linear layers that read one input (queries, keys and values; gate and up) as one
-            product. Their weights become views of one storage each, and stay the parameters that they are. By default
-            on CUDA only. Nothing is fused with ``mode="eager"``.
+            matmul. Their weights become views of one storage each, and stay the same parameters. By default on CUDA
+            only. Nothing is fused with ``mode="eager"``.
         workspace_bytes: FlashInfer's scratch memory, in bytes, on CUDA. By default what any prefill needs, and up to
-            256 MiB for those that are recorded; prefills that need more are launched kernel by kernel.
-        progress: show on stderr what is being compiled or recorded.
+            256 MiB for those that are captured; prefills that need more are launched kernel by kernel.
+        progress: show on stderr what is being compiled or captured.
     """
 
     mode: Mode = "cuda-graphs"
