@@ -60,12 +60,12 @@ def explain(
 
     Args:
         model: a causal language model, wrapped or not, working or broken.
-        example_inputs: what a tokenizer returns, or token ids ``[B, T]``, to run it on; some tokens where None.
-        timings: also say where the time of prefill and of decode steps goes: at these batch sizes; where True, at those
+        example_inputs: what a tokenizer returns, or token ids ``[B, T]``, to run it on; some tokens if None.
+        timings: also say where the time of prefill and of decode steps goes: at these batch sizes; if True, at those
             that a wrapped model has ready, else at 1. A model that is not wrapped is compiled for it, which takes as
             long as the first call of a wrapped one.
         dump: a folder to write what is made of the model on the way to kernels: bytecode, guards, graphs and
-            Inductor's code, with an ``index.html``. It is compiled anew for it.
+            Inductor's code, with an ``index.html``. It is compiled again for it.
 
     Returns:
         The report: print it, ``.to_html(path)``, or ``.data``.
@@ -169,7 +169,7 @@ def _trace(model: PreTrainedModel, dump: Dump | None, sandbox: Sandbox, findings
     try:
         traces = sandbox.whole()
         if not _whole(traces):
-            findings.extend(breaks.findings_in(sandbox.broken(None if dump is None else dump.add_pieces)))
+            findings.extend(breaks.findings_in(sandbox.broken(None if dump is None else dump.add_frames)))
     except Exception as error:  # the model's own: it is what we are here to explain
         findings.add(_raised(error))
     if dump is not None:
@@ -210,14 +210,14 @@ def _raised(error: BaseException) -> Finding:
     return general("error", reason, advice, place)
 
 
-def _prompts(model: PreTrainedModel, given: Mapping[str, Tensor] | Tensor | None) -> list[NDArray[np.int64]]:
-    if given is None:
+def _prompts(model: PreTrainedModel, inputs: Mapping[str, Tensor] | Tensor | None) -> list[NDArray[np.int64]]:
+    if inputs is None:
         vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", 2)
         return [np.array(prompt, dtype=np.int64) % vocabulary for prompt in _DEFAULT_PROMPTS]
-    if isinstance(given, Tensor):
-        given = {"input_ids": given}
-    ids: Any = given.get("input_ids")
-    mask = given.get("attention_mask")
+    if isinstance(inputs, Tensor):
+        inputs = {"input_ids": inputs}
+    ids: Any = inputs.get("input_ids")
+    mask = inputs.get("attention_mask")
     check_prompt(model, ids, mask)
     return [np.asarray(prompt, dtype=np.int64) for prompt in prompts_of(torch.as_tensor(ids), mask)]
 

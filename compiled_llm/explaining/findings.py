@@ -15,7 +15,7 @@ Kind = Literal[
     "recompile",
     "pinned",
     "no CUDA graph",
-    "recorded anew",
+    "recorded again",
     "bucket missed",
     "slow path",
 ]

@@ -38,7 +38,7 @@ def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts 
     Args:
         runtime: of the model.
         wanted: batch sizes; those that are ready where True.
-        prompts: what rows begin with; tokens of no meaning where None.
+        prompts: what rows begin with; meaningless tokens if None.
     """
     sizes = (runtime.stats().buckets or [1]) if wanted is True else list(wanted or ())
     runtime.check_sizes("timings", sizes)
@@ -50,10 +50,10 @@ def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:
     """Return counters as plain data, and what slowed calls down."""
     stats = dataclasses.asdict(runtime.stats())
     stats["pages"] = {} if stats["pages"] is None else stats["pages"]._asdict()
-    anew, moved = runtime.rerecordings()
+    again, moved = runtime.rerecordings()
     stats |= {
         "upload_causes": dict(runtime.events.uploads),
-        "rerecordings": anew,
+        "rerecordings": again,
         "cold_starts": [dataclasses.asdict(cold) for cold in runtime.events.cold_starts],
     }
     found = Findings()
@@ -62,8 +62,8 @@ def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:
             found.add(general("slow path", f"{call} took a slower path, {count} times: {reason}.", _SLOW))
     found.extend(_cold_starts(runtime.events.cold_starts))
     found.extend(map(_skipped, runtime.cudagraph_reasons()))
-    if anew:
-        found.add(_recorded_anew(anew, moved))
+    if again:
+        found.add(_recorded_again(again, moved))
     for name, function in runtime.programs().items():
         found.extend(recompiles_of(function, name, runtime.facts.model))
     return stats, found.sorted()
@@ -83,11 +83,11 @@ def _skipped(said: str) -> Finding:
     return Finding("no CUDA graph", blame(stack_in(said)), reason, advice, detail=said)
 
 
-def _recorded_anew(count: int, moved: Sequence[str]) -> Finding:
+def _recorded_again(count: int, moved: Sequence[str]) -> Finding:
     if not moved:
         reason = f"{count} CUDA graphs were recorded again, for a reason that is not known."
-        return general("recorded anew", reason, _UNNAMED)
+        return general("recorded again", reason, _UNNAMED)
     more = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
     names = f"{', '.join(moved[:_SHOWN])}{more}"
     reason = f"{count} CUDA graphs were recorded again, because weights moved to other memory: {names}."
-    return general("recorded anew", reason, _MOVED, detail="\n".join(moved))
+    return general("recorded again", reason, _MOVED, detail="\n".join(moved))

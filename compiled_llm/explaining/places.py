@@ -23,7 +23,7 @@ class Place(NamedTuple):
     """A line of somebody's source.
 
     Attributes:
-        file: its path; empty where none is known.
+        file: its path; empty if none is known.
         line: its number.
         function: the function it is in.
     """
@@ -34,11 +34,11 @@ class Place(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The line itself; empty where the file cannot be read."""
+        """The line itself; empty if the file cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
-        """``file:line in function``, the file relative to the working directory where it lies in there."""
+        """``file:line in function``, the file relative to the working directory if it lies in there."""
         if not self.file:
             return "no line of Python"
         try:

@@ -72,7 +72,7 @@ def measure(
         device_model: where the model runs; its pages must hold ``tokens_to_hold``.
         model: the model.
         batches: how many rows.
-        prompts: what rows begin with, in turn; tokens of no meaning where None.
+        prompts: what rows begin with, in turn; meaningless tokens if None.
         progress: show on stderr what is being timed.
 
     Raises:

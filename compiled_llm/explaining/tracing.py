@@ -116,7 +116,7 @@ def _is_static(placeholder: fx.Node) -> bool:
 
 
 class WholePrograms(Programs):
-    """The programs as ``wrap`` compiles them, without a compiler behind Dynamo; one that fails runs uncompiled."""
+    """The programs as ``wrap`` compiles them, with Dynamo but no compiler; one that fails runs uncompiled."""
 
     def __init__(self, forward: Forward, config: WrapConfig, device: torch.device) -> None:
         """Prepare like ``Programs``."""
@@ -144,10 +144,10 @@ def _whole(trace: Trace) -> Callable[..., Any]:
 
 
 class BrokenPrograms(Programs):
-    """The programs compiled piece by piece, with every size built in.
+    """The programs compiled frame by frame, with every size built in.
 
     Attributes:
-        graphs: the pieces, in the order in which they were made.
+        graphs: one for each part between breaks, in the order in which they were compiled.
     """
 
     def __init__(self, forward: Forward, config: WrapConfig, device: torch.device) -> None:
@@ -181,16 +181,18 @@ class BrokenPrograms(Programs):
         finally:
             forget_entries_of(self._backend)
 
-    def pieces(self) -> list[Piece]:
+    def frames(self) -> list[CompiledFrame]:
         """Return the frames that were compiled."""
-        return [Piece(function.__code__, compiled_graphs(function)) for function in compiled_with(self._backend)]
+        return [
+            CompiledFrame(function.__code__, compiled_graphs(function)) for function in compiled_with(self._backend)
+        ]
 
     def _keep(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.graphs.append(graph)
         return graph.forward
 
 
-class Piece(NamedTuple):
+class CompiledFrame(NamedTuple):
     """A frame that was compiled because one around it could not be.
 
     Attributes:
@@ -213,7 +215,7 @@ class Piece(NamedTuple):
 
 
 class InductorPrograms(Programs):
-    """The programs with Inductor writing down what it makes of them: whole, also where ``wrap`` has pieces compiled."""
+    """The programs with Inductor writing down what it makes of them: whole, also where ``wrap`` compiles regions."""
 
     def __init__(
         self,
@@ -267,10 +269,10 @@ class Sandbox:
         return programs.traces
 
     def broken(self, look: Callable[[BrokenPrograms], object] | None = None) -> list[str]:
-        """Run prefill and decode piece by piece; return what Dynamo said about each graph break.
+        """Run prefill and decode frame by frame; return what Dynamo said about each graph break.
 
         Args:
-            look: called with the programs before their pieces are forgotten.
+            look: called with the programs before their frames are forgotten.
         """
         programs = BrokenPrograms(self._facts.forward, self._config, self._device)
         with programs.cleaned(), graph_breaks_logged() as messages, self._display.task("tracing around graph breaks"):

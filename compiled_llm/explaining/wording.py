@@ -34,7 +34,7 @@ def place_of(finding: dict[str, Any]) -> str:
 
 
 def change_of(finding: dict[str, Any]) -> str:
-    """Return what changed, in words; empty where nothing did."""
+    """Return what changed, in words; empty if nothing did."""
     if not finding["pinned_by"]:
         return ""
     values = f": {finding['old'] or '?'} → {finding['new'] or 'another'}" if finding["old"] or finding["new"] else ""

@@ -1,8 +1,8 @@
-"""What a call adds to the rows of a cache, column by column: masked tokens are not stored.
+"""What a call changes in the rows of a cache, column by column: masked tokens are not stored.
 
 HuggingFace's caches hold a column for each token that a row was given, and attention masks hide some. Pages hold only
 what is not hidden, so a cache remembers which columns those are. A later mask may differ there: what it hides is
-forgotten together with all that came after it, and what then is missing is stored anew.
+forgotten together with everything after it, and what is missing then is stored again.
 
 Shapes: B rows, C columns a cache has been given, Q columns of a call's tokens.
 """
@@ -24,7 +24,7 @@ class RowUpdate(NamedTuple):
     Attributes:
         kept: tokens of the row that stay.
         unchanged: columns of the cache that stay as they are.
-        columns: the columns that are stored, ascending; column 0 is the first that the cache was ever given.
+        columns: the columns that are stored, ascending; column 0 is the first one that the cache ever got.
     """
 
     kept: int
@@ -38,7 +38,7 @@ class RowUpdate(NamedTuple):
 
 
 def row_updates(stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first: int, last: int) -> list[RowUpdate]:
-    """Return what each row of a cache gets.
+    """Return what changes in each row of a cache.
 
     Args:
         stored: ``[B, C]``, which columns lie in pages.
@@ -62,7 +62,7 @@ def row_updates(stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first
         if len(update.columns) and update.columns[0] < first:
             raise ValueError(
                 f"attention_mask: row {row} needs token {update.columns[0]} again, which the cache does not hold or "
-                "holds behind hidden ones; give the whole text as input_ids, or hide only the last tokens"
+                "holds after hidden ones; give the whole text as input_ids, or hide only the last tokens"
             )
     return rows
 
@@ -74,7 +74,7 @@ def _row_update(stored: NDArray[np.bool_], wanted: NDArray[np.bool_]) -> RowUpda
 
 
 def with_updates(stored: NDArray[np.bool_], rows: Sequence[RowUpdate], last: int) -> NDArray[np.bool_]:
-    """Return ``[B, last]``, which columns lie in pages once the updates are there."""
+    """Return ``[B, last]``, which columns lie in pages once the updates are stored."""
     after = np.zeros((len(rows), last), dtype=bool)
     for row, update in enumerate(rows):
         after[row, : update.unchanged] = stored[row, : update.unchanged]
@@ -90,7 +90,7 @@ def with_only_kept(stored: NDArray[np.bool_], rows: Sequence[RowUpdate]) -> NDAr
 def same_rows(ids: NDArray[np.int64], positions: NDArray[np.int64], fresh: Sequence[NDArray[np.int64]]) -> list[int]:
     """Return for each row the first one with the same tokens: beams begin as copies, and one of them is computed."""
     first: dict[bytes, int] = {}
-    keys = [np.stack([own, ids[seat][own], positions[seat][own]]).tobytes() for seat, own in enumerate(fresh)]
+    keys = [np.stack([new, ids[seat][new], positions[seat][new]]).tobytes() for seat, new in enumerate(fresh)]
     return [first.setdefault(key, seat) for seat, key in enumerate(keys)]
 
 

@@ -109,7 +109,7 @@ class Call(LoopArguments):
 
     @property
     def last(self) -> int:
-        """One past the column of the last token given."""
+        """One past the column of the last input token."""
         return self.first + self.input_ids.shape[1]
 
     @property
@@ -131,11 +131,11 @@ class Call(LoopArguments):
     @cached_property
     def tokens(self) -> list[NDArray[np.int64]]:
         """The tokens that are new in each row, on the host."""
-        return [own[row.columns - self.first] for own, row in zip(self.ids, self.updates, strict=True)]
+        return [ids[row.columns - self.first] for ids, row in zip(self.ids, self.updates, strict=True)]
 
     @cached_property
     def leaders(self) -> list[int]:
-        """For each row the first one that begins with the same tokens; itself where the cache holds some already."""
+        """For each row the first one that begins with the same tokens; itself if the cache holds some already."""
         if self.cache.runner.rows:
             return list(range(len(self.tokens)))
         first: dict[bytes, int] = {}
@@ -214,12 +214,12 @@ def _has_own_positions(call: Call) -> bool:
     """Whether the positions are not those that counting each row's unmasked tokens gives."""
     if call.position_ids is None:
         return False
-    given = call.copies.of(call.position_ids).expand(len(call.input_ids), -1).numpy()
-    shift = call.last - given.shape[1]
-    ahead = [row.position - row.length for row in call.cache.runner.rows] or [0] * len(given)
-    for own, start, update in zip(given, ahead, call.updates, strict=True):
+    positions = call.copies.of(call.position_ids).expand(len(call.input_ids), -1).numpy()
+    shift = call.last - positions.shape[1]
+    starts = [row.position - row.length for row in call.cache.runner.rows] or [0] * len(positions)
+    for row, start, update in zip(positions, starts, call.updates, strict=True):
         counted = start + np.arange(update.kept, update.length)
-        there = update.columns >= shift
-        if (own[update.columns[there] - shift] != counted[there]).any():
+        covered = update.columns >= shift
+        if (row[update.columns[covered] - shift] != counted[covered]).any():
             return True
     return False

@@ -1,4 +1,4 @@
-"""``forward`` of a wrapped model: one packed prefill over pages where it can be, else HuggingFace's own.
+"""``forward`` of a wrapped model: one packed prefill over pages if that can serve the call, else HuggingFace's own.
 
 Shapes: B rows, Q tokens a row, V vocabulary.
 """
@@ -35,13 +35,13 @@ _KNOWN = _TAKEN.union(_MORE_OUTPUTS)
 _IGNORED_LABEL = -100
 
 
-def run_forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the compiled forward where it can be, else the class's own."""
+def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the compiled forward if it can serve the call, else the class's own."""
     if torch.compiler.is_compiling():  # the user's own torch.compile or torch.export
-        return own(self, *args, **kwargs)
-    given, runtime = named(own, args, kwargs), self.compiled
-    counted, cache = current_call.get() is None, given.get("past_key_values")
-    reason = obstacle(own, self, given)
+        return original(self, *args, **kwargs)
+    arguments, runtime = named(original, args, kwargs), self.compiled
+    counted, cache = current_call.get() is None, arguments.get("past_key_values")
+    reason = obstacle(original, self, arguments)
     if isinstance(cache, PagedCache):
         if reason is not None:
             raise ValueError(
@@ -51,10 +51,10 @@ def run_forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, An
         if counted:  # a call of generate goes on as it began
             check_belongs(runtime, cache)
     elif reason is None:
-        reason = fitting(runtime, given)
+        reason = fitting(runtime, arguments)
     if reason is None:
         try:
-            output = compiled(own, runtime, given)
+            output = compiled(original, runtime, arguments)
         except OutOfPagesError:
             if cache is not None:
                 raise
@@ -66,79 +66,79 @@ def run_forward(own: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if counted:
         runtime.counters.took_forward("original", reason)
     with runtime.facts.attention.original():
-        return own(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
 
-def named(own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def named(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call's arguments by name, without those that are None."""
-    given = {**dict(zip(_parameters(own)[1:], args, strict=False)), **kwargs}
-    return {name: value for name, value in given.items() if value is not None}
+    arguments = {**dict(zip(_parameters(original)[1:], args, strict=False)), **kwargs}
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
-def ignored(own: Callable[..., Any]) -> frozenset[str]:
+def ignored(original: Callable[..., Any]) -> frozenset[str]:
     """Return the inputs that tokenizers make and this ``forward`` takes without looking at them."""
-    return frozenset({"token_type_ids"}.difference(_parameters(own)))
+    return frozenset({"token_type_ids"}.difference(_parameters(original)))
 
 
 @functools.lru_cache(maxsize=16)  # of classes that may come and go
-def _parameters(own: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(own).parameters)
+def _parameters(original: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(original).parameters)
 
 
-def obstacle(own: Callable[..., Any], model: PreTrainedModel, given: Mapping[str, Any]) -> Reason | None:
+def obstacle(original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]) -> Reason | None:
     """Return why a call of ``forward`` has to run HuggingFace's own, or None.
 
     Args:
-        own: the model class's ``forward``.
+        original: the model class's ``forward``.
         model: the wrapped model.
-        given: the call's arguments by name.
+        arguments: those of the call, by name.
     """
-    return next(_obstacles(own, model, given), None)
+    return next(_obstacles(original, model, arguments), None)
 
 
-def _obstacles(own: Callable[..., Any], model: PreTrainedModel, given: Mapping[str, Any]) -> Iterator[Reason]:
-    cache, mask = given.get("past_key_values"), given.get("attention_mask")
+def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
+    cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
     paged = isinstance(cache, PagedCache)
     for name in _MORE_OUTPUTS:
-        if given.get(name, getattr(model.config, name, False)):
+        if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)
-    known = _KNOWN | ignored(own)
-    others = sorted(name for name, value in given.items() if name not in known and value is not False)
+    known = _KNOWN | ignored(original)
+    others = sorted(name for name, value in arguments.items() if name not in known and value is not False)
     if others:
         yield Reason("model_inputs", ", ".join(others))
     if cache is not None and not paged:
         yield Reason("past_key_values", type(cache).__name__)
     if not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
         yield Reason("attention_mask_shape")
-    if given.get("position_ids", torch.empty(1, 0)).dim() != 2:
+    if arguments.get("position_ids", torch.empty(1, 0)).dim() != 2:
         yield Reason("position_ids_shape")
     if torch.is_autocast_enabled(model.device.type):
         yield Reason("autocast")
-    if "labels" in given:
-        yield from _label_obstacles(own, given)
+    if "labels" in arguments:
+        yield from _label_obstacles(original, arguments)
     if paged:
         return
     if model.training:
         yield Reason("training")
-    if torch.is_grad_enabled() and _wants_gradients(model, given):
+    if torch.is_grad_enabled() and _wants_gradients(model, arguments):
         yield Reason("gradients")
     if cast(CompiledModel, model.compiled).hooks.of(model):
         yield Reason("inner_hooks")
-    yield from _input_obstacles(model, given)
+    yield from _input_obstacles(model, arguments)
 
 
-def _wants_gradients(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
-    embeddings = given.get("inputs_embeds")
+def _wants_gradients(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
+    embeddings = arguments.get("inputs_embeds")
     return (embeddings is not None and embeddings.requires_grad) or any(
         parameter.requires_grad for parameter in model.parameters()
     )
 
 
-def _label_obstacles(own: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[Reason]:
-    labels, mask = given["labels"], given.get("attention_mask")
-    if "loss_function" not in inspect.unwrap(own).__code__.co_names:
+def _label_obstacles(original: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[Reason]:
+    labels, mask = arguments["labels"], arguments.get("attention_mask")
+    if "loss_function" not in inspect.unwrap(original).__code__.co_names:
         yield Reason("loss_function")
-    keep = given.get("logits_to_keep", 0)
+    keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         yield Reason("labels_with_logits_to_keep")
     if mask is not None and isinstance(labels, Tensor) and labels.dim() == 2:
@@ -147,35 +147,35 @@ def _label_obstacles(own: Callable[..., Any], given: Mapping[str, Any]) -> Itera
             yield Reason("labels_masked")
 
 
-def _input_obstacles(model: PreTrainedModel, given: Mapping[str, Any]) -> Iterator[Reason]:
-    """Yield what HuggingFace's own forward answers better: with its own error, or because it has no limits."""
-    ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+def _input_obstacles(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
+    """Yield what HuggingFace's own forward answers better: with its original error, or because it has no limits."""
+    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
     if (ids is None) == (embeddings is None):
         yield Reason("inputs", "not one of input_ids and inputs_embeds")
     elif embeddings is not None and (embeddings.dim() != 3 or embeddings.dtype != model.dtype):
         yield Reason("inputs", f"{embeddings.dim()}-D inputs_embeds of {embeddings.dtype}")
     elif ids is not None and (ids.dim() != 2 or ids.is_floating_point() or not ids.numel()):
         yield Reason("inputs", f"{ids.dim()}-D input_ids of {ids.dtype}" if ids.numel() else "no token")
-    elif _tokens_in(given)[1] > max_positions_of(model):
+    elif _tokens_in(arguments)[1] > max_positions_of(model):
         yield Reason("out_of_positions")
 
 
-def _tokens_in(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Return B and Q of the tokens or embeddings given."""
-    batch, tokens = given["input_ids" if "input_ids" in given else "inputs_embeds"].shape[:2]
+def _tokens_in(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return B and Q of the tokens or embeddings."""
+    batch, tokens = arguments["input_ids" if "input_ids" in arguments else "inputs_embeds"].shape[:2]
     return int(batch), int(tokens)
 
 
-def compiled(own: Callable[..., Any], runtime: CompiledModel, given: Mapping[str, Any]) -> Any:
+def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Any:
     """Run a call for which there is no obstacle.
 
     Args:
-        own: the model class's ``forward``.
+        original: the model class's ``forward``.
         runtime: the wrapped model's ``compiled``.
-        given: the call's arguments by name.
+        arguments: those of the call, by name.
 
     Returns:
-        HuggingFace's output: ``[B, Q', V]`` logits, the loss where there are labels, and a ``PagedCache`` where the
+        HuggingFace's output: ``[B, Q', V]`` logits, the loss if there are labels, and a ``PagedCache`` if the
         call has or wants one.
 
     Raises:
@@ -183,32 +183,32 @@ def compiled(own: Callable[..., Any], runtime: CompiledModel, given: Mapping[str
         OutOfPagesError: the pages for the tokens are not free; nothing was stored.
     """
     model = runtime.facts.model
-    cache: PagedCache | None = given.get("past_key_values")
-    if cache is None and given.get("use_cache", getattr(model.config, "use_cache", True)):
+    cache: PagedCache | None = arguments.get("past_key_values")
+    if cache is None and arguments.get("use_cache", getattr(model.config, "use_cache", True)):
         cache = runtime.new_cache()
-    logits = _score(runtime, given) if cache is None else _checked_forward(runtime, cache, given)
-    labels, loss = given.get("labels"), None
+    logits = _score(runtime, arguments) if cache is None else _checked_forward(runtime, cache, arguments)
+    labels, loss = arguments.get("labels"), None
     if labels is not None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary)
-    output = _output_class(own)(loss=loss, logits=logits, past_key_values=cache)
-    returns_dict = given.get("return_dict", getattr(model.config, "return_dict", True))
+    output = _output_class(original)(loss=loss, logits=logits, past_key_values=cache)
+    returns_dict = arguments.get("return_dict", getattr(model.config, "return_dict", True))
     return output if returns_dict else output.to_tuple()
 
 
-def _output_class(own: Callable[..., Any]) -> Callable[..., Any]:
+def _output_class(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return what the model's own forward says that it returns."""
-    returned = inspect.unwrap(own).__annotations__.get("return")
+    returned = inspect.unwrap(original).__annotations__.get("return")
     classes = (kind for kind in get_args(returned) or (returned,) if isinstance(kind, type))
     return next((kind for kind in classes if issubclass(kind, ModelOutput)), CausalLMOutputWithPast)
 
 
-def _score(runtime: CompiledModel, given: Mapping[str, Any]) -> Tensor:
+def _score(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Tensor:
     """Return logits without keeping anything, of at most ``max_batch_size`` rows at a time."""
-    most, (rows, _) = runtime.config.max_batch_size, _tokens_in(given)
+    most, (rows, _) = runtime.config.max_batch_size, _tokens_in(arguments)
     logits: list[Tensor] = []
     for start in range(0, rows, most):
-        part = {name: _rows_of(name, value, rows, start, most) for name, value in given.items()}
+        part = {name: _rows_of(name, value, rows, start, most) for name, value in arguments.items()}
         cache = runtime.new_cache()
         try:
             logits.append(_checked_forward(runtime, cache, part))
@@ -222,18 +222,18 @@ def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
     return value[start : start + count] if per_row else value
 
 
-def _checked_forward(runtime: CompiledModel, cache: PagedCache, given: Mapping[str, Any]) -> Tensor:
-    model, embeddings = runtime.facts.model, given.get("inputs_embeds")
+def _checked_forward(runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any]) -> Tensor:
+    model, embeddings = runtime.facts.model, arguments.get("inputs_embeds")
     check_ready(model)
     if embeddings is None:
-        check_ids(given.get("input_ids"))
+        check_ids(arguments.get("input_ids"))
     if not cache.runner.runs(model):
         raise _foreign()
     return cache.forward(
-        given.get("input_ids"),
-        given.get("attention_mask"),
-        given.get("position_ids"),
-        given.get("logits_to_keep", 0),
+        arguments.get("input_ids"),
+        arguments.get("attention_mask"),
+        arguments.get("position_ids"),
+        arguments.get("logits_to_keep", 0),
         None if embeddings is None else embeddings.to(model.device),
         counts_unmasked=runtime.counts_unmasked,
     )
@@ -256,14 +256,14 @@ def _foreign() -> ValueError:
     )
 
 
-def fitting(runtime: CompiledModel, given: Mapping[str, Any]) -> Reason | None:
-    """Return why a call without a cache finds no room here, where HuggingFace's own forward does, or None."""
+def fitting(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Reason | None:
+    """Return why a call without a cache finds no room in the pages; HuggingFace's own forward needs none. Or None."""
     try:
         device_model = runtime.device_model()
     except (ValueError, RuntimeError) as error:
         return Reason("cannot_run", str(error))
-    rows, tokens = _tokens_in(given)
-    keeps = given.get("use_cache", getattr(runtime.facts.model.config, "use_cache", True))
+    rows, tokens = _tokens_in(arguments)
+    keeps = arguments.get("use_cache", getattr(runtime.facts.model.config, "use_cache", True))
     if keeps and rows > device_model.config.max_batch_size:
         return Reason("max_batch_size")
     pool, rows = device_model.pool, min(rows, device_model.config.max_batch_size)

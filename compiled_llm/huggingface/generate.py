@@ -52,11 +52,11 @@ _HARMLESS = (
 def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with tokens chosen inside the graph; the caller holds the loop lock.
 
-    They are read one step late where the device runs beside the host.
+    They are read one step late if the device runs beside the host.
 
     Args:
         call: the call.
-        settings: how each row chooses its tokens; the most likely ones where None.
+        settings: how each row chooses its tokens; the most likely ones if None.
 
     Returns:
         ``[B, T + G]`` int64 on the device of ``input_ids``; in HuggingFace's output class, with the cache, where
@@ -128,10 +128,10 @@ def _settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: _Seque
     stored = sequences.generated - 1
     late: list[tuple[Row, int]] = []
     for row, length in zip(rows, call.lengths, strict=True):
-        own = min(stored, ends.get(row, stored))
-        row.rewind(length + own)
-        if own < stored:
-            late.append((row, stored - own))
+        generated = min(stored, ends.get(row, stored))
+        row.rewind(length + generated)
+        if generated < stored:
+            late.append((row, stored - generated))
     if late:
         call.cache.runner.extend(
             [row for row, _ in late],
@@ -157,7 +157,7 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     seeds = new_seeds(len(call.input_ids)).to(device) if call.config.do_sample else None
     with call.cache.extended(call.updates, call.last) as rows:
         tokens = list(_begun(call, rows))
-        positions = [row.position + np.arange(len(own)) for row, own in zip(rows, tokens, strict=True)]
+        positions = [row.position + np.arange(len(new)) for row, new in zip(rows, tokens, strict=True)]
         logits = runner.extend(rows, tokens, positions)
         while True:
             with call.runtime.loop_lock.yielded(), allowed():
@@ -212,7 +212,7 @@ class _Sequences:
 
     @property
     def may_change_model(self) -> bool:
-        """Whether code runs between steps that nobody knows to leave the model alone."""
+        """Whether user code runs between steps that might change the model."""
         return not all(
             type(callback) in _HARMLESS or getattr(callback, "leaves_model_alone", False) for callback in self.callbacks
         )
@@ -228,7 +228,7 @@ class _Sequences:
         return self.generated == self.most_new or not self._running
 
     def record(self, scores: Tensor, logits: Tensor) -> None:
-        """Keep a step's scores and logits where the caller asked for them."""
+        """Keep a step's scores and logits if the caller asked for them."""
         if self._scores is not None:
             self._scores += (scores,)
         if self._logits is not None:

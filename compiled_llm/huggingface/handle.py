@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.runtime import Runtime
 from compiled_llm.huggingface.paged_cache import PagedCache
-from compiled_llm.huggingface.settings_cache import KnownSettings
+from compiled_llm.huggingface.settings_cache import PreparedConfigs
 from compiled_llm.huggingface.special_tokens import SpecialTokens
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.layer_probe import counts_unmasked
@@ -21,7 +21,7 @@ class CompiledModel(Runtime):
     """The compiled side of a wrapped model.
 
     Attributes:
-        settings: what calls of ``generate`` were asked for so far.
+        prepared_configs: the generation configs of calls so far.
         special_tokens: the tensors that they use.
         counts_unmasked: whether the model numbers unmasked tokens if it is given no positions.
     """
@@ -29,7 +29,7 @@ class CompiledModel(Runtime):
     def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
         """Remember the model; nothing big is allocated before the first use or ``warmup``."""
         super().__init__(facts, config)
-        self.settings = KnownSettings()
+        self.prepared_configs = PreparedConfigs()
         self.special_tokens = SpecialTokens()
         self.counts_unmasked = counts_unmasked(facts.model)
 
@@ -37,7 +37,7 @@ class CompiledModel(Runtime):
         """Return what has happened so far and why: paths taken, recompiles, buckets missed, uploads, recordings.
 
         Args:
-            timings: also run prefill and decode on rows of no meaning and say where their time goes: at these batch
+            timings: also run prefill and decode on meaningless rows and say where their time goes: at these batch
                 sizes, or if True at those that are ready. Calls of other threads wait meanwhile.
 
         Raises:

@@ -49,7 +49,7 @@ class PagedCache(Cache):
 
     @deferred()
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
-        """Return a cache that goes its own way from here; pages are shared, not copied."""
+        """Return an independent copy; pages are shared until one of the two writes to them."""
         copy = PagedCache(self.runner.fork(), len(self.layers))
         copy.stored = self.stored
         return copy
@@ -62,7 +62,7 @@ class PagedCache(Cache):
         """
         raise TypeError(
             "a PagedCache cannot be pickled: its tokens lie in the pages of one model in this process; keep the token "
-            "ids and compute them anew"
+            "ids and compute them again"
         )
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
@@ -211,25 +211,25 @@ class PagedCache(Cache):
         """Store new tokens and return their logits.
 
         Args:
-            input_ids: ``[B, Q]``; None where there are embeddings.
+            input_ids: ``[B, Q]``; None if there are embeddings.
             attention_mask: ``[B, C + Q]``, or ``[B, Q]`` for the new tokens alone; masked tokens are not stored, and
                 stored ones that it hides are forgotten. None hides nothing new.
-            position_ids: ``[B, Q]`` or ``[1, Q]`` rotary positions; columns are counted where None.
+            position_ids: ``[B, Q]`` or ``[1, Q]`` rotary positions; columns are counted if None.
             logits_to_keep: HuggingFace's: 0 for all, n for the last n, or indices into Q.
             embeddings: ``[B, Q, hidden]`` in place of ids.
-            counts_unmasked: where there are no ``position_ids``, count the tokens that are not masked.
+            counts_unmasked: without ``position_ids``, count the tokens that are not masked.
 
         Returns:
-            ``[B, Q', V]`` logits; zeros where the token is masked.
+            ``[B, Q', V]`` logits; zeros if the token is masked.
 
         Raises:
             ValueError: the cache has another number of rows, a token id does not exist, or the model has too few
                 positions.
             OutOfPagesError: the pages for the new tokens are not free; nothing was stored.
         """
-        given = input_ids if embeddings is None else embeddings
-        assert given is not None
-        batch, new = given.shape[:2]
+        inputs = input_ids if embeddings is None else embeddings
+        assert inputs is not None
+        batch, new = inputs.shape[:2]
         first = self.seen
         rows = self.updates(batch, attention_mask, first, first + new)
         self._check_positions(rows, new)

@@ -1,6 +1,6 @@
-"""What HuggingFace's ``generate`` makes of its settings, kept for calls that have the same ones.
+"""Caches the generation configs that HuggingFace's ``generate`` prepares, for calls with the same settings.
 
-It merges its defaults, the model's generation config and the call's arguments anew in each call, through several deep
+It merges its defaults, the model's generation config and the call's arguments again in each call, through several deep
 copies and (up to transformers 5.22) a default config of the model's class. That is a third of the host's time before
 the first token. What comes of it depends on the content of these alone, and what it warns of it says once.
 """
@@ -19,8 +19,8 @@ Prepared = tuple[GenerationConfig, dict[str, Any]]
 _MOST = 256
 
 
-class _Known(NamedTuple):
-    """What came of settings.
+class _Entry(NamedTuple):
+    """A prepared config, and what else came of the same settings.
 
     Attributes:
         config: content of the prepared config.
@@ -33,39 +33,39 @@ class _Known(NamedTuple):
     added: dict[str, Any]
 
 
-class KnownSettings:
-    """The settings that calls of one model had so far; safe to use from any thread."""
+class PreparedConfigs:
+    """The configs prepared for calls of one model so far; safe to use from any thread."""
 
     def __init__(self) -> None:
-        """Know none yet."""
-        self._known: dict[Hashable, _Known] = {}
+        """Start without any."""
+        self._known: dict[Hashable, _Entry] = {}
 
     def prepared(
         self,
         prepare: Callable[..., Prepared],
         config: PretrainedConfig,
         of_model: GenerationConfig,
-        given: GenerationConfig | None,
+        of_call: GenerationConfig | None,
         arguments: dict[str, Any],
     ) -> Prepared:
-        """Return what ``prepare(given, **arguments)`` returns, a new config each time.
+        """Return what ``prepare(of_call, **arguments)`` returns, a new config each time.
 
         Args:
             prepare: HuggingFace's, which looks at nothing but what is named here.
             config: the model's; HuggingFace asks which of its attributes are set.
             of_model: the model's generation config.
-            given: the call's, if it has one.
+            of_call: the generation config that the call was given, if any.
             arguments: those of the call.
         """
         plain = {name: value for name, value in arguments.items() if _is_plain(value)}
-        contents = _content(of_model), None if given is None else _content(given), marshal.dumps(plain, 2)
-        if contents[0] is None or (given is not None and contents[1] is None):
-            return prepare(given, **arguments)
+        contents = _content(of_model), None if of_call is None else _content(of_call), marshal.dumps(plain, 2)
+        if contents[0] is None or (of_call is not None and contents[1] is None):
+            return prepare(of_call, **arguments)
         attributes = frozenset(name for name, value in vars(config).items() if value is not None)
         key = type(config), attributes, contents, tuple(arguments)
         if (known := self._known.get(key)) is not None:
             return _again(known, arguments)
-        made = prepare(given, **arguments)
+        made = prepare(of_call, **arguments)
         self._keep(key, made, arguments, plain)
         return made
 
@@ -77,10 +77,10 @@ class KnownSettings:
         if len(self._known) >= _MOST:
             self._known.clear()
         added = {name: value for name, value in model_inputs.items() if name not in arguments}
-        self._known[key] = _Known(content, tuple(model_inputs), added)
+        self._known[key] = _Entry(content, tuple(model_inputs), added)
 
 
-def _again(known: _Known, arguments: Mapping[str, Any]) -> Prepared:
+def _again(known: _Entry, arguments: Mapping[str, Any]) -> Prepared:
     config = GenerationConfig.__new__(GenerationConfig)
     vars(config).update(marshal.loads(known.config))
     return config, {name: {**known.added, **arguments}[name] for name in known.model_inputs}

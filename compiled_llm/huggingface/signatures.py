@@ -1,4 +1,4 @@
-"""Signatures of methods that ``generate`` asks for several times a call, and that ``inspect`` makes anew each time."""
+"""Signatures of methods, kept: ``generate`` asks for them several times a call, and ``inspect`` takes long."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class MethodSignature(inspect.Signature):
     @classmethod
     def of(cls, method: Callable[..., Any]) -> MethodSignature:
         """Return that of a method as its class has it, to be set as ``__signature__``."""
-        own = inspect.signature(method)
-        signature = cls(list(own.parameters.values()), return_annotation=own.return_annotation)
-        signature._rest = tuple(own.parameters.values())[1:]
-        signature._bound = own.replace(parameters=signature._rest)
+        whole = inspect.signature(method)
+        signature = cls(list(whole.parameters.values()), return_annotation=whole.return_annotation)
+        signature._rest = tuple(whole.parameters.values())[1:]
+        signature._bound = whole.replace(parameters=signature._rest)
         return signature
 
     _rest: tuple[inspect.Parameter, ...] | None = None

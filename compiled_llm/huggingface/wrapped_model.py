@@ -36,7 +36,7 @@ from compiled_llm.model.layer_probe import Layer
 
 
 class WrappedModel:
-    """The methods that ``wrap`` puts in front of a model's own class.
+    """The methods that take precedence over those of a model's own class.
 
     Attributes:
         compiled: everything else that wrapping adds.
@@ -63,11 +63,13 @@ class WrappedModel:
             current_call.reset(token)
 
     def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any) -> Any:
-        own = super()._prepare_generation_config  # type: ignore[misc]
-        if not is_huggingfaces(own):  # it may look at anything
-            return own(generation_config, **kwargs)
+        original = super()._prepare_generation_config  # type: ignore[misc]
+        if not is_huggingfaces(original):  # it may read anything
+            return original(generation_config, **kwargs)
         model = cast(Any, self)
-        return self.compiled.settings.prepared(own, model.config, model.generation_config, generation_config, kwargs)
+        return self.compiled.prepared_configs.prepared(
+            original, model.config, model.generation_config, generation_config, kwargs
+        )
 
     def _prepare_special_tokens(
         self,
@@ -76,33 +78,33 @@ class WrappedModel:
         device: torch.device | str | None = None,
         batch_size: int | None = None,
     ) -> None:
-        unbound = super()._prepare_special_tokens  # type: ignore[misc]
-        own = functools.partial(unbound, generation_config, kwargs_has_attention_mask, device, batch_size)
-        said = kwargs_has_attention_mask is False and batch_size != 1  # that a mask is missing
-        if said or not (is_huggingfaces(unbound) and isinstance(device, torch.device)):
-            own()
+        method = super()._prepare_special_tokens  # type: ignore[misc]
+        original = functools.partial(method, generation_config, kwargs_has_attention_mask, device, batch_size)
+        warns = kwargs_has_attention_mask is False and batch_size != 1  # of a missing mask
+        if warns or not (is_huggingfaces(method) and isinstance(device, torch.device)):
+            original()
         else:
-            self.compiled.special_tokens.prepare(own, generation_config, device, copies())
+            self.compiled.special_tokens.prepare(original, generation_config, device, copies())
 
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> Any:
-        own = super()._prepare_attention_mask_for_generation  # type: ignore[misc]
+        original = super()._prepare_attention_mask_for_generation  # type: ignore[misc]
         pad, ids = generation_config.pad_token_id, inputs_tensor
-        plain = is_huggingfaces(own) and ids.dim() == 2 and "input_ids" not in model_kwargs
+        plain = is_huggingfaces(original) and ids.dim() == 2 and "input_ids" not in model_kwargs
         absent = pad is None or (type(pad) is int and not bool((copies().of(ids) == pad).any()))
         if not (plain and absent):
-            return own(inputs_tensor, generation_config, model_kwargs)
+            return original(inputs_tensor, generation_config, model_kwargs)
         mask = torch.ones(ids.shape, dtype=torch.long, device=ids.device)
         copies().note(mask, torch.ones(ids.shape, dtype=torch.long))
         return mask
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
-        own = super()._prepare_position_ids_for_generation  # type: ignore[misc]
+        original = super()._prepare_position_ids_for_generation  # type: ignore[misc]
         mask: Any = model_kwargs.get("attention_mask")
-        plain = is_huggingfaces(own) and isinstance(mask, Tensor) and mask.dim() == 2
+        plain = is_huggingfaces(original) and isinstance(mask, Tensor) and mask.dim() == 2
         if not (plain and bool((copies().of(mask) == 1).all())):
-            return own(inputs_tensor, model_kwargs)
+            return original(inputs_tensor, model_kwargs)
         positions = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
         copies().note(positions, torch.arange(mask.shape[1]).expand(mask.shape))
         return positions

@@ -28,7 +28,7 @@ def check_prompt(
         ValueError: they are empty, of a float type, out of range, or a row is all padding.
     """
     check_ids(input_ids)
-    # On the host: each question to a CUDA device is a wait of its own.
+    # On the host: each question to a CUDA device waits for it.
     lowest, highest = (int(value) for value in input_ids.cpu().aminmax())
     check_range(lowest, highest, cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
     if attention_mask is not None:

@@ -147,15 +147,15 @@ def test_what_is_not_wrapped_can_be_timed(report):
     assert {kernel["name"]: kernel["launches"] for kernel in decode["kernels"]}["compiled_llm::decode_attention"] == 1
 
 
-def test_pieces_of_a_broken_model_are_named_by_their_function_and_line(tmp_path):
+def test_frames_of_a_broken_model_are_named_by_their_function_and_line(tmp_path):
     report = compiled_llm.explain(plant(planted.Print), dump=tmp_path / "dump")
     assert "programs that are one graph each" in " ".join(report.data["notes"])
-    pieces = tmp_path / "dump" / "pieces"
-    names = [path.name for path in pieces.iterdir()]
+    frames = tmp_path / "dump" / "frames"
+    names = [path.name for path in frames.iterdir()]
     line = planted.Print.forward.__code__.co_firstlineno
     assert f"planted_faults.py:{line} in " in Read((tmp_path / "dump" / "index.html").read_text()).words
     assert any(re.fullmatch(r"\d+_(Print_)?forward_1_1_bytecode.py", name) for name in names)
-    assert any("torch.nn" in path.read_text() for path in pieces.glob("graph_*.py"))
+    assert any("torch.nn" in path.read_text() for path in frames.glob("graph_*.py"))
 
 
 def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path):

@@ -359,7 +359,7 @@ def test_a_weight_that_moved_is_to_blame_for_graphs_recorded_anew(recorded):
     layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
     recorded.anew += [1, 2]
     (finding,) = recorded.compiled.explain().data["findings"]
-    assert finding["kind"] == "recorded anew"
+    assert finding["kind"] == "recorded again"
     assert finding["reason"].endswith(": model.layers.1.mlp.down_proj.weight.")
     assert finding["reason"].startswith("2 CUDA graphs")
     assert "in place" in finding["advice"]
@@ -416,7 +416,7 @@ def test_on_cuda_kernels_are_timed_and_a_moved_weight_is_named():
     inputs = mixed_prompts([4, 2], 128, seed=0)
     greedy(model, {name: tensor.to("cuda") for name, tensor in inputs.items()}, 8)
     (finding,) = model.compiled.explain().data["findings"]
-    assert finding["kind"] == "recorded anew"
+    assert finding["kind"] == "recorded again"
     assert finding["reason"].endswith(": model.layers.1.mlp.down_proj.weight.")
 
 

@@ -14,7 +14,7 @@ class Readable(NamedTuple):
     Attributes:
         text: Python, or the disassembled code.
         is_python: which of the two.
-        note: why it is not Python; empty where it is.
+        note: why it is not Python; empty if it is.
     """
 
     text: str

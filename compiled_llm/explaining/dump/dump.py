@@ -1,6 +1,6 @@
-"""Everything that is made of a model on the way to kernels, as files, with an index that says what came of what.
+"""Every stage between a model and its kernels, as files, with an index that links lines, nodes and kernels.
 
-For each program a folder, with the stages in their order; for one that is not a graph, its pieces.
+For each program a folder, with the stages in their order; for a program that is not one graph, its frames.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ class Dump:
         provenance = self._take_inductors(program)
         program.links = links_of(trace.graphs[0], provenance)
 
-    def add_pieces(self, programs: BrokenPrograms) -> None:
-        """Write what Dynamo made of programs that did not come out whole, frame by frame."""
-        program = self._program("pieces")
-        for number, piece in enumerate(programs.pieces(), 1):
-            prefix = f"{number:03}_{re.sub(r'[^0-9A-Za-z]+', '_', piece.name).strip('_')}"
-            self._write_compiled(program, piece.graphs, prefix, f" ({piece.place})")
+    def add_frames(self, programs: BrokenPrograms) -> None:
+        """Write what Dynamo made of programs that are not one graph, frame by frame."""
+        program = self._program("frames")
+        for number, frame in enumerate(programs.frames(), 1):
+            prefix = f"{number:03}_{re.sub(r'[^0-9A-Za-z]+', '_', frame.name).strip('_')}"
+            self._write_compiled(program, frame.graphs, prefix, f" ({frame.place})")
         for number, graph in enumerate(programs.graphs, 1):
             text = graph.print_readable(print_output=False)
-            self._write(program, f"graph_{number:03}.py", text, "a piece of Dynamo's graph")
+            self._write(program, f"graph_{number:03}.py", text, "a part of Dynamo's graph")
 
     def finish(self, report: Report) -> Path:
         """Write the report and the index; returns the path of the index."""
@@ -130,9 +130,9 @@ class Dump:
         traces = sorted((program.folder / "inductor").glob("torchinductor/*/"))
         if not traces:
             return {}
-        for name, own in _MOVED.items():
-            if (traces[0] / own).exists():
-                shutil.copy(traces[0] / own, program.folder / name)
+        for name, theirs in _MOVED.items():
+            if (traces[0] / theirs).exists():
+                shutil.copy(traces[0] / theirs, program.folder / name)
                 program.files[name] = STAGES[name]
         mapping = traces[0] / _PROVENANCE
         if not mapping.exists():

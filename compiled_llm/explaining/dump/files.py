@@ -31,7 +31,7 @@ class DumpedProgram:
         name: the program.
         folder: where they lie.
         files: name and what it is, in order.
-        links: lines, nodes and kernels; empty where there is no one graph.
+        links: lines, nodes and kernels; empty if there is not one graph.
     """
 
     name: str

@@ -19,7 +19,7 @@ class Kind:
         name: the kind.
         us: their time, in microseconds.
         launches: how many.
-        nbytes: what they have to read or write, or None where that is not counted.
+        nbytes: what they have to read or write, or None if that is not counted.
     """
 
     name: str
