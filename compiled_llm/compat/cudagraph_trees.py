@@ -65,7 +65,7 @@ def _nodes(manager: Any) -> int:
 
 @contextmanager
 def cudagraph_messages() -> Iterator[list[str]]:
-    """Collect what Inductor says of CUDA graphs that it does not record, or records anew, while the block runs."""
+    """Collect what Inductor says of CUDA graphs that it does not capture, or captures again, while the block runs."""
     collector = _Messages(logging.WARNING)
     logger = logging.getLogger("torch._inductor.cudagraph_utils.__cudagraphs")
     logger.addHandler(collector)

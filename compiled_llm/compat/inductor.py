@@ -16,7 +16,7 @@ from torch import fx
 def traced_by_inductor(folder: str) -> dict[str, Any]:
     """Return options with which Inductor writes what it makes of a graph, in a new folder in ``folder/torchinductor``.
 
-    What it has cached is not written again, so it is told to compile anew.
+    What it has cached is not written again, so it is told to compile again.
     """
     return {
         "trace.enabled": True,

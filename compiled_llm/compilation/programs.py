@@ -1,7 +1,7 @@
 """The compiled programs of one model: a symbolic prefill, a decode step for batch 1 and one for all larger batches.
 
 Each ends with the choice of the next tokens, greedy or drawn by each row's own settings. A second prefill reads
-embeddings in place of token ids, for those who give ``inputs_embeds``.
+embeddings in place of token ids, for calls with ``inputs_embeds``.
 
 Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen, V
 vocabulary, N entries of the page table.
@@ -42,10 +42,10 @@ PREFILL_EMBEDDED = "prefill from embeddings"
 
 
 class Programs:
-    """A model's compiled functions; each is called in the model's executor only.
+    """A model's compiled functions, called only in the model's executor.
 
     Attributes:
-        recorded: whether Inductor records decode steps as CUDA graphs and replays them.
+        recorded: whether cudagraph trees capture decode steps and replay them.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Programs:
             config: the options of ``wrap``.
             forward: the model class's own ``forward``.
             device: where the model lives.
-            weights: what is multiplied as one; it must be ``intact`` at each call.
+            weights: those that one matmul reads; they must be ``intact`` at each call.
         """
         self._forward = forward
         self._config = config
@@ -80,7 +80,7 @@ class Programs:
         }
         made = {name: self.compile(name, function, options[name]) for name, function in self.functions.items()}
         self._prefill, self._decode_one, self._decode_many = made.values()
-        # Not what ``explain`` watches.
+        # ``explain`` does not look at this one.
         self._embedded = self._compiled(self._embedded_function, options[PREFILL])
 
     def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -109,7 +109,7 @@ class Programs:
     def decode(
         self, model: PreTrainedModel, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Run ``decode_step``; its results are overwritten by the next call where CUDA graphs replay."""
+        """Run ``decode_step``; its results are overwritten by the next call if CUDA graphs are replayed."""
         program = self._decode_one if inputs.tokens.shape[0] == 1 else self._decode_many
         if self.recorded:
             torch.compiler.cudagraph_mark_step_begin()
@@ -136,7 +136,7 @@ class Programs:
         return Guards(function, arguments, lambda glance: {"model": outline.of(arguments, glance)})
 
     def drop_tensors(self) -> None:
-        """Hold no tensors of the model between calls, until the next one."""
+        """Let go of the model's tensors until the next call."""
         for outline in self._outlines.values():
             outline.drop_tensors()
 

@@ -1,8 +1,8 @@
 """Choosing the next token inside the graph, with settings and random numbers for each row.
 
 A draw inverts the cumulative distribution at a uniform number. That comes from a counter-based generator keyed by the
-row's seed and counted by the token's position, so a replayed graph draws anew each step (positions advance in the
-graph), and a row draws the same tokens whatever else runs in its batch.
+row's seed and counted by the token's position. So a replayed graph draws another number each step (positions advance in
+the graph), and a row draws the same tokens whatever else runs in its batch.
 
 Shapes: B rows, V vocabulary, X rows with settings of their own.
 """
@@ -101,7 +101,7 @@ def draw(scores: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
 
     Args:
         scores: ``[B, V]`` float32.
-        seeds: ``[B]`` int64; the most likely token is taken where None.
+        seeds: ``[B]`` int64; if None, the most likely token is taken.
         positions: ``[B]`` int64, the position of the token that is drawn.
 
     Returns:

@@ -70,7 +70,7 @@ def decode_step(
         pages: one ``[P, 2, K, S, D]`` a layer.
 
     Returns:
-        ``[B, V]`` logits in the model's dtype and ``[B]`` int64, the next tokens, ``NOT_A_TOKEN`` where there is none.
+        ``[B, V]`` logits in the model's dtype and ``[B]`` int64, the next tokens, or ``NOT_A_TOKEN``.
     """
     packed = None if inputs.plans is None else _one_token_each(inputs, inputs.plans, page_size=pages[0].shape[3])
     batch = PagedBatch(pages, inputs.indptr, inputs.indices, inputs.last_page_len, packed)

@@ -89,7 +89,7 @@ class Decode:
                 self.upload([], bucket, None, "bucket_prepared")
                 self._launch(bucket)
             readiness.programs.warn_if_nothing_matched(self._state.facts.model)
-            if self._recordings.own:
+            if self._recordings.ours:
                 readiness.record(bucket, lambda: self._launch(bucket), self._inputs(bucket))
         self.ready.add(bucket)
 

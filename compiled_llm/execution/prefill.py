@@ -193,7 +193,7 @@ class Prefill:
             waiting: how many rows a call has that waits for them.
         """
         new = [shape for shape in shapes if shape not in self._recordings]
-        if not (self._recordings.own and new):
+        if not (self._recordings.ours and new):
             return
         self.make_ready()
         largest = max(shape.tokens for shape in new)
@@ -207,7 +207,7 @@ class Prefill:
         self, chunk: Sequence[Extension], slots: NDArray[np.int64], embeddings: Tensor | None
     ) -> Shape | None:
         """Return the shape of a prefill that ends in one token a row, if it is one to record."""
-        if not self._recordings.own or embeddings is not None or len(slots) != len(chunk):
+        if not self._recordings.ours or embeddings is not None or len(slots) != len(chunk):
             return None
         shape = self._shapes.smallest(token_count(chunk), len(chunk))
         if shape is None:

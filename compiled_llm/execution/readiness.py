@@ -78,7 +78,7 @@ class Readiness:
         self._glance += 1
         self._valid.clear()
         self._state.fit_vocabulary()
-        if self.recordings.weights_hold():  # those that are multiplied as one, too
+        if self.recordings.weights_valid():  # those that are multiplied as one, too
             return
         if self.recordings:
             self.ready -= self.recordings.forget()
@@ -108,7 +108,7 @@ class Readiness:
         """
         if key in self.recordings:
             with self.paged():
-                valid = self.recordings.guards_hold(key, self._glance)
+                valid = self.recordings.guards_valid(key, self._glance)
             if not valid:
                 if self._state.device.type == "cuda":
                     torch.cuda.synchronize(self._state.device)  # a replay that found this out late may be running

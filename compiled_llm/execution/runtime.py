@@ -140,7 +140,7 @@ class Runtime:
         if self._device_model is None:
             return 0, []
         recordings = self._device_model.readiness.recordings
-        return self._device_model.thread.call(recordings.anew), recordings.moved_weights()
+        return self._device_model.thread.call(recordings.repeated), recordings.moved_weights()
 
     def runner(self) -> Runner:
         """Return a new runner."""

@@ -1,7 +1,7 @@
-"""Weights that multiply the same input, laid out in one storage, so that one product can read them all.
+"""Weights that multiply the same input, laid out in one storage, so that one matmul can read them all.
 
 They stay the user's: the same ``Parameter`` objects, each now a view of its part. Whatever takes one out of the storage
-again (``model.to``, a new parameter, ``.data = ...``) is noticed before anything is computed with it.
+(``model.to``, a new parameter, ``.data = ...``) is noticed before anything is computed with it.
 
 Shapes: I inputs, O outputs of one layer.
 """
@@ -24,7 +24,7 @@ from compiled_llm.compat import storage_owners, version_of
 
 logger = logging.getLogger("compiled_llm.graphs")
 
-# What Inductor takes as aligned: an input that begins elsewhere is copied at each call, and it alone.
+# Bytes. Inductor takes addresses as aligned to this: it copies an input that is not at each call.
 _ALIGNMENT = 16
 
 
@@ -33,7 +33,7 @@ class FusedGroup(NamedTuple):
 
     Attributes:
         weights: names of their weights, ``[O, I]`` each, in the order in which they are used.
-        biases: names of their biases, ``[O]`` each; empty where they have none.
+        biases: names of their biases, ``[O]`` each; empty if they have none.
     """
 
     weights: tuple[str, ...]
@@ -41,13 +41,13 @@ class FusedGroup(NamedTuple):
 
 
 class LinearRecorder(TorchFunctionMode):
-    """Watches a forward and tells which linear layers read one input."""
+    """Records the linear layers of a forward, and tells which of them read one input."""
 
     def __init__(self) -> None:
-        """Start with nothing seen."""
+        """Nothing is recorded yet."""
         super().__init__()
-        # The inputs are kept, so that none can take another's identity; a new version is another input.
-        self._seen: list[tuple[Tensor, int, Tensor, Tensor | None]] = []
+        # The inputs are kept, so that no id is used twice; a new version is another input.
+        self._calls: list[tuple[Tensor, int, Tensor, Tensor | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a call of ``linear``."""
@@ -57,7 +57,7 @@ class LinearRecorder(TorchFunctionMode):
 
     def _note(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         if not input.is_inference():  # those have no versions
-            self._seen.append((input, version_of(input), weight, bias))
+            self._calls.append((input, version_of(input), weight, bias))
 
     def groups(self, model: nn.Module) -> list[FusedGroup]:
         """Return the groups among the plain ``nn.Linear`` modules of ``model``; no weight is in two."""
@@ -67,9 +67,9 @@ class LinearRecorder(TorchFunctionMode):
             if type(model.get_submodule(name.rpartition(".")[0])) is nn.Linear
         }
         readers: dict[tuple[int, int, bool], dict[str, str | None]] = defaultdict(dict)
-        for given, version, weight, bias in self._seen:
+        for input, version, weight, bias in self._calls:
             if id(weight) in names and (bias is None or id(bias) in names):
-                layers = readers[id(given), version, bias is None]
+                layers = readers[id(input), version, bias is None]
                 layers[names[id(weight)]] = None if bias is None else names[id(bias)]
         groups: list[FusedGroup] = []
         taken: set[str] = set()
@@ -84,8 +84,8 @@ class FusedWeights:
     """Groups of weights, each in one storage.
 
     Attributes:
-        groups: those that lie so. One that cannot any more leaves for good: a model whose weights are swapped to and
-            fro is compiled once more, not at each swap.
+        groups: those that lie so. One that no longer can leaves for good: a model whose weights are swapped back and
+            forth is compiled once more, not at each swap.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[FusedGroup]) -> None:
@@ -96,36 +96,36 @@ class FusedWeights:
             groups: what to lay out; those that share memory with anything else are left alone.
         """
         self.groups = list(groups)
-        self._watched = watched = _Watched([], [], [], [], [])
-        self._model = weakref.ref(model, lambda _: watched.clear())
+        self._links = links = _Links([], [], [], [], [])
+        self._model = weakref.ref(model, lambda _: links.clear())
         self.restore()
 
     def intact(self) -> bool:
-        """Whether all groups still lie in one storage each, where they lay; a few tens of microseconds."""
-        watched = self._watched
+        """Whether all groups still lie in one storage each, at the same addresses; takes some tens of microseconds."""
+        links = self._links
         return (
-            all(map(operator.is_, map(dict.get, watched.holders, watched.keys), watched.held))
-            and list(map(Tensor.data_ptr, watched.parameters)) == watched.addresses
+            all(map(operator.is_, map(dict.get, links.owners, links.keys), links.values))
+            and list(map(Tensor.data_ptr, links.parameters)) == links.addresses
         )
 
     def restore(self) -> bool:
         """Lay out what no longer lies in one storage; return whether no group had to leave."""
         before = self.groups
-        self._watched.clear()  # parameters that were replaced hold their part of the storage as long as we hold them
+        self._links.clear()  # we would keep the storage of parameters that were replaced alive
         self.groups = [group for group in before if self._lay_out(group)]
-        self._watch()
+        self._remember()
         logger.debug("%d of %d groups of weights lie in one storage each", len(self.groups), len(before))
         return self.groups == before
 
     def separate(self) -> None:
-        """Give each weight a storage of its own again, and have no groups any more."""
+        """Give each weight a storage of its own again; there are no groups afterwards."""
         for stack in (stack for group in self.groups for stack in self.stacks(group)):
             if is_one(stack) and _owns_storage(stack):
                 _finish(stack[0].device)
                 for parameter in stack:
                     parameter.data = parameter.data.clone()
         self.groups = []
-        self._watched.clear()
+        self._links.clear()
 
     def stacks(self, group: FusedGroup) -> list[list[nn.Parameter]]:
         """Return a group's weights, and its biases if there are any; nothing if the model no longer has them all."""
@@ -146,20 +146,20 @@ class FusedWeights:
                 _move_together(stack)
         return True
 
-    def _watch(self) -> None:
+    def _remember(self) -> None:
         """Remember where each parameter is, in memory and in the model."""
         model = self._model()
         names = [name for group in self.groups for stack in group for name in stack]
         if model is not None and names:
-            self._watched.fill(model, names)
+            self._links.fill(model, names)
 
 
-class _Watched(NamedTuple):
+class _Links(NamedTuple):
     """What ``intact`` compares, in columns: the links from the model to its parameters, and their addresses."""
 
-    holders: list[dict[str, Any]]
+    owners: list[dict[str, Any]]
     keys: list[str]
-    held: list[object]
+    values: list[object]
     parameters: list[Tensor]
     addresses: list[int]
 
@@ -168,17 +168,17 @@ class _Watched(NamedTuple):
             column.clear()
 
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
-        links = {(id(holder), key): (holder, key) for name in names for holder, key in _path(model, name)}
-        for holder, key in links.values():
-            self.holders.append(holder)
+        found = {(id(owner), key): (owner, key) for name in names for owner, key in _path(model, name)}
+        for owner, key in found.values():
+            self.owners.append(owner)
             self.keys.append(key)
-            self.held.append(holder[key])
+            self.values.append(owner[key])
         self.parameters.extend(model.get_parameter(name) for name in names)
         self.addresses.extend(parameter.data_ptr() for parameter in self.parameters)
 
 
 def _path(model: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Return where each module on the way to a parameter, and the parameter, is held."""
+    """Return the dictionary and key of each module on the way to a parameter, and of the parameter."""
     *parts, leaf = name.split(".")
     module = model
     for part in parts:
@@ -198,7 +198,7 @@ def is_one(stack: Sequence[Tensor]) -> bool:
 
 
 def _can_move(stack: Sequence[Tensor]) -> bool:
-    """Whether the parameters can be moved into one storage, and nobody would go on with the old ones."""
+    """Whether the parameters can be moved into one storage, and nobody else uses their old ones."""
     return (
         all(map(_is_plain, stack))
         and len({(entry.device, entry.dtype, entry.shape[1:]) for entry in stack}) == 1
@@ -213,10 +213,10 @@ def _is_plain(entry: Tensor) -> bool:
 
 
 def _owns_storage(stack: Sequence[Tensor]) -> bool:
-    """Whether the storages are held by these parameters alone; ``alias = weight.data`` holds one as well."""
+    """Whether no other tensor has these storages, such as ``alias = weight.data``."""
     storages = {entry.untyped_storage().data_ptr(): entry.untyped_storage() for entry in stack}
-    held = Counter(entry.untyped_storage().data_ptr() for entry in stack)
-    return all(storage_owners(storage) == held[address] for address, storage in storages.items())
+    users = Counter(entry.untyped_storage().data_ptr() for entry in stack)
+    return all(storage_owners(storage) == users[address] for address, storage in storages.items())
 
 
 def _move_together(stack: Sequence[Tensor]) -> None:

@@ -51,7 +51,7 @@ class StandInRecorder:
         self._model = weakref.ref(model)
         self.count = 0
 
-    def begin_anew(self) -> None:
+    def take_new_pool(self) -> None:
         pass
 
     def record(self, launch: Callable[[], Any], inputs: Any, guards: Callable[[], Guards]) -> StandIn:
@@ -66,7 +66,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def init(self: Recordings, model: PreTrainedModel, config: WrapConfig, device: torch.device) -> None:
         own(self, model, config, device)
-        self.own = self.replay = True
+        self.ours = self.replay = True
         self._recorder = StandInRecorder(model)
 
     monkeypatch.setattr(Recordings, "__init__", init)
@@ -169,11 +169,11 @@ def test_a_call_looks_at_the_model_once_and_at_each_recording_once(watched, monk
     options = {"streamer": Changing(lambda: None)} if watched else {}
     greedy(model, mixed_prompts([5, 18], 128, seed), 12)
     looks: Counter[str] = Counter()
-    for name in ("weights_hold", "guards_hold"):
+    for name in ("weights_valid", "guards_valid"):
         own = getattr(Recordings, name)
         monkeypatch.setattr(Recordings, name, lambda *given, own=own, name=name: (looks.update([name]), own(*given))[1])
     greedy(model, mixed_prompts([5, 18], 128, seed), 12, **options)
-    assert looks == ({"weights_hold": 12, "guards_hold": 12} if watched else {"weights_hold": 1, "guards_hold": 2})
+    assert looks == ({"weights_valid": 12, "guards_valid": 12} if watched else {"weights_valid": 1, "guards_valid": 2})
 
 
 @pytest.mark.usefixtures("without_inductor")

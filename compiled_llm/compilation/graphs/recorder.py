@@ -1,8 +1,8 @@
-"""CUDA graphs of whole steps, recorded around the compiled programs and replayed with one launch.
+"""CUDA graphs of whole steps, captured around the compiled programs and replayed with one launch.
 
-Cudagraph trees look at every weight and run every guard in Python's reach at each call, which takes the host longer
-than a small model takes the device. A recording of ours is launched by itself; whether what it holds of the model is
-still so is for ``watch`` to say, when something may have changed.
+Cudagraph trees check every weight and every guard at each call, which takes the host longer than a small model takes
+the device. A recording of ours is launched by itself; ``validity`` checks whether it may still be replayed, when
+something may have changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Outputs = TypeVar("Outputs")
 
 
 class Recording(Generic[Inputs, Outputs]):
-    """One recorded step.
+    """One captured step.
 
     Attributes:
         inputs: the tensors that it reads, to be filled before it is replayed.
@@ -40,36 +40,36 @@ class Recording(Generic[Inputs, Outputs]):
 
 
 class Recorder:
-    """Records the steps of one model; all of them share a memory pool.
+    """Captures the steps of one model; all of them share a memory pool.
 
     Attributes:
-        count: how many have been recorded.
+        count: how many have been captured.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Record nothing yet."""
+        """Capture nothing yet."""
         # Nothing else ever runs on this stream: cuBLAS's workspace for it is allocated in a capture, from our pool,
         # and stays valid for as long as the graphs do.
         self._stream = torch.cuda.Stream(device)
-        self.begin_anew()
+        self.take_new_pool()
         self.count = 0
 
-    def begin_anew(self) -> None:
-        """Take a new memory pool: one whose recordings are all gone cannot be recorded into again."""
+    def take_new_pool(self) -> None:
+        """Take a new memory pool: one whose graphs are all gone cannot be captured into again."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(
         self, launch: Callable[[], Outputs], inputs: Inputs, guards: Callable[[], Guards]
     ) -> Recording[Inputs, Outputs]:
-        """Record what ``launch`` launches, which has run at least once before.
+        """Capture what ``launch`` launches, which has run at least once before.
 
         Args:
             launch: reads and writes tensors at fixed addresses only, and waits for nothing.
             inputs: those among them that change from step to step.
-            guards: returns what it took for granted.
+            guards: returns what ``launch`` took for granted.
 
         Raises:
-            RuntimeError: something in it cannot be recorded.
+            RuntimeError: something in it cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
         # Other threads go on using the device meanwhile.

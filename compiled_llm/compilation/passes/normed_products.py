@@ -1,4 +1,4 @@
-"""The pass that leaves norms to the products that read them, and gates to those in front, where there is one row."""
+"""The pass that fuses a matmul with the norm before it and the gate after it, if there is one row."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SILU = nn.functional.silu
 
 
 class NormedProducts:
-    """Makes one op of a normed sum, the product that alone reads it, and the gate behind that (SwiGLU), for one row.
+    """Makes one op of a normed sum, the only matmul that reads it, and the gate after that (SwiGLU), for one row.
 
-    It runs over the graph as Dynamo made it, behind ``NormedSums`` and ``FusedProducts``.
+    It runs on the graph as Dynamo made it, after ``NormedSums`` and ``FusedProducts``.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -40,7 +40,7 @@ def _is_one_row(sums: fx.Node) -> bool:
 
 
 def _multiply_normed(graph: fx.Graph, sums: fx.Node, total: fx.Node, normed: fx.Node) -> None:
-    """Replace a normed sum and its product, if that is all that reads it and there is a kernel for it."""
+    """Replace a normed sum and its matmul, if nothing else reads the norm and there is a kernel for the weight."""
     product = _only_user(normed)
     if product is None or product.target is not _LINEAR or product.kwargs or product.args[0] is not normed:
         return
@@ -73,7 +73,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _example_of_weight(node: object) -> Tensor | None:
-    """Return what is like a weight that the graph is given, or like the whole of which it is given the first part."""
+    """Return an example of a weight: of a graph input, or of the stack that begins with one."""
     if not isinstance(node, fx.Node):
         return None
     if node.op == "placeholder":
@@ -86,7 +86,7 @@ def _example_of_weight(node: object) -> Tensor | None:
 
 
 def _gate(product: fx.Node, outputs: int) -> fx.Node | None:
-    """Return ``silu(first) * second`` of a product's halves, if that is all that reads it."""
+    """Return ``silu(first) * second`` of a matmul's halves, if nothing else reads them."""
     halves = _halves(product, outputs)
     if halves is None:
         return None
@@ -97,7 +97,7 @@ def _gate(product: fx.Node, outputs: int) -> fx.Node | None:
 
 
 def _halves(product: fx.Node, outputs: int) -> list[fx.Node] | None:
-    """Return the halves of what a product gives, if that is all that reads it: parts of a fused one, or chunks."""
+    """Return the halves of a matmul's output, if nothing else reads it: slices of a fused one, or chunks."""
     chunks = _only_user(product)
     if chunks is not None and chunks.target == "chunk" and (chunks.args[1:], chunks.kwargs) == ((2,), {"dim": -1}):
         halves = {user.args[1:]: user for user in chunks.users}
@@ -111,8 +111,8 @@ def _halves(product: fx.Node, outputs: int) -> list[fx.Node] | None:
 
 def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     """Return all nodes on the way from one to the other, both included, inputs first."""
-    way = {first}
+    path = {first}
     for node in first.graph.nodes:
-        if node <= last and not way.isdisjoint(node.all_input_nodes):
-            way.add(node)
-    return sorted(way)
+        if node <= last and not path.isdisjoint(node.all_input_nodes):
+            path.add(node)
+    return sorted(path)

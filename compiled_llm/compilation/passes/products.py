@@ -1,4 +1,4 @@
-"""Passes over products with weights: several at once, or by kernels of ours."""
+"""Passes over matmuls with weights: several at once, or by kernels of ours."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _skinny_linear = torch.ops.compiled_llm.skinny_linear.default
 
 
 class OuterProducts:
-    """Makes multiplications of matrix products over one number, which rotary embeddings take their angles from.
+    """Turns matmuls with an inner size of 1 into multiplications; rotary embeddings compute their angles so.
 
-    It runs over the graph as Dynamo made it. A launch of cuBLAS becomes a part of a kernel of Inductor's.
+    It runs on the graph as Dynamo made it. A launch of cuBLAS becomes a part of a kernel of Inductor's.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -43,9 +43,9 @@ class OuterProducts:
 
 
 class FusedProducts:
-    """Turns the products of one input with a group's weights into one product, which each of them takes its part of.
+    """Turns the matmuls of one input with a group's weights into a single one, followed by slices of its output.
 
-    It runs over the graph as Dynamo made it, so that what reads the parts is traced with their strides: an op that
+    It runs on the graph as Dynamo made it, so that what reads the slices is traced with their strides: an op that
     takes any strides gets them as they are, and nothing is copied.
     """
 
@@ -53,7 +53,7 @@ class FusedProducts:
         """Prepare.
 
         Args:
-            weights: the groups; whenever the graph runs they must be ``intact``.
+            weights: the groups; they must be ``intact`` whenever the graph runs.
         """
         self._weights = weights
 
@@ -72,15 +72,15 @@ class FusedProducts:
 
 
 def _parameters(product: fx.Node) -> tuple[object, ...]:
-    """Return a product's weight, and its bias if it has one."""
+    """Return a matmul's weight, and its bias if it has one."""
     return tuple(entry for entry in product.args[1:] if entry is not None)
 
 
 def _fuse(graph: fx.Graph, products: Sequence[fx.Node], stacks: Sequence[Sequence[Tensor]]) -> None:
-    """Replace products, in the order of their weights in memory, by parts of one.
+    """Replace matmuls, in the order of their weights in memory, by slices of one.
 
     Args:
-        graph: what they are in.
+        graph: has them all.
         products: calls of ``linear``, all with the same first argument.
         stacks: their weights, and their biases if they have any, each one after the other in one storage.
     """
@@ -100,15 +100,15 @@ def _fuse(graph: fx.Graph, products: Sequence[fx.Node], stacks: Sequence[Sequenc
 
 
 def _whole(graph: fx.Graph, first: Any, stack: Sequence[Tensor]) -> fx.Node:
-    """Return all of a stack, as seen from its first entry; without an offset it begins where that does."""
+    """Return a view of a whole stack, made from its first entry, where it begins."""
     size = [sum(map(len, stack)), *stack[0].shape[1:]]
     return graph.call_function(_as_strided, (first, size, list(stack[0].stride())))
 
 
 class SkinnyProducts(CustomGraphPass):
-    """Turns products with a weight into ``skinny_linear`` where that has a kernel of its own for the weight.
+    """Turns matmuls with a weight into ``skinny_linear`` if that has a kernel of its own for the weight.
 
-    The op chooses by the rows that it sees at run time.
+    The op chooses by the number of rows at run time.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -140,7 +140,7 @@ def rule_files() -> list[Path]:
 
 
 def _is_of_product(rows: object) -> bool:
-    """Whether a product with a norm has given rows; unlike attention, it waits for nothing that weights could delay."""
+    """Whether ``rows`` come from ``normed_linear``; unlike attention, it waits for nothing that weights could delay."""
     while isinstance(rows, fx.Node) and rows.target in (_reshape, *_VIEWS):
         rows = rows.args[0]
     if not isinstance(rows, fx.Node) or rows.target is not operator.getitem:
@@ -150,12 +150,12 @@ def _is_of_product(rows: object) -> bool:
 
 
 def _plain_addmms(graph: fx.Graph) -> list[fx.Node]:
-    """Return the products with a bias that is added as it is."""
+    """Return the matmuls whose bias is added unscaled."""
     return [node for node in graph.find_nodes(op="call_function", target=_addmm) if not node.kwargs]
 
 
 def _untransposed(node: object) -> fx.Node | None:
-    """Return the weight that the node is the transpose of, if it is one that the op has a kernel for."""
+    """Return the weight whose transpose the node is, if the op has a kernel for it."""
     if not isinstance(node, fx.Node) or node.target is not _permute or node.args[1] != [1, 0]:
         return None
     weight = node.args[0]
