@@ -103,6 +103,9 @@ def generate(
     mode: Annotated[
         str, typer.Option(help="How to run: eager, compile, reduce-overhead or cuda-graphs.", rich_help_panel=_MODEL)
     ] = "cuda-graphs",
+    backend: Annotated[
+        str, typer.Option(help="Whose attention kernels: auto, flashinfer or reference.", rich_help_panel=_MODEL)
+    ] = "auto",
     dtype: Annotated[
         Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.", rich_help_panel=_MODEL)
     ] = Dtype.auto,
@@ -138,6 +141,7 @@ def generate(
             stop=stop or [],
             model=model,
             mode=mode,
+            backend=backend,
             dtype=dtype.value,
             device=device.value,
             as_json=as_json,

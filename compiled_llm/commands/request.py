@@ -85,6 +85,7 @@ class Request:
     stop: Sequence[str]
     model: str
     mode: str
+    backend: str
     dtype: str
     device: str
     as_json: bool
@@ -105,7 +106,7 @@ class Request:
 
     def wrap_options(self) -> dict[str, Any]:
         """Return the options of ``wrap``."""
-        return {"mode": self.mode, "max_batch_size": 1, "progress": not self.quiet}
+        return {"mode": self.mode, "backend": self.backend, "max_batch_size": 1, "progress": not self.quiet}
 
     def generate_options(self) -> dict[str, Any]:
         """Return the keyword arguments of ``generate``, tensors and streamer aside."""

@@ -287,6 +287,7 @@ def with_generation_config(model_folder: Path, tmp_path: Path, **settings: Any) 
         ("--stop=", "--stop ''"),
         ("--system x", "give --chat as well"),
         ("--mode nosuch", "mode='nosuch': choose one of 'eager'"),
+        ("--backend nosuch", "backend='nosuch': choose one of 'auto'"),
     ],
 )
 def test_impossible_values_are_refused_before_a_model_is_looked_for(arguments: str, message: str) -> None:
@@ -341,7 +342,7 @@ def test_help_shows_every_option_in_its_panel() -> None:
     options = [
         "Input --file --chat --system",
         "Sampling --sample --temperature --top-k --top-p --min-p --repetition-penalty --seed",
-        "Model --model --mode --dtype --device",
+        "Model --model --mode --backend --dtype --device",
         "Output --max-new-tokens --stop --json --quiet",
     ]
     for panel, names in zip(panels, options, strict=True):

@@ -246,6 +246,15 @@ def test_on_cuda_all_that_wrap_would_miss_prevents(bare: None, gpus: Gpus, monke
         assert message in [f"{finding.detail}: {finding.fix}" for finding in prevents]
 
 
+def test_kernels_that_are_installed_built_need_no_compiler(bare: None, module: Fake, gpus: Gpus) -> None:
+    module("flashinfer_jit_cache", "")
+    findings = found(cuda=True)
+    for tool in ("nvcc", "ninja"):
+        finding = findings[f"compilers: {tool}"]
+        assert (finding.status, finding.detail) == ("not needed", "FlashInfer's kernels are installed already built")
+    assert "nvcc" not in [step.name for step in doctor_build._steps("cuda")]
+
+
 def test_flashinfer_of_another_version_prevents_on_cuda(module: Fake, gpus: Gpus) -> None:
     module("flashinfer", "__version__ = '0.5.3'")
     finding = found(cuda=True)["packages: flashinfer"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 import sysconfig
@@ -45,21 +44,16 @@ def ninja(cuda: bool) -> Finding:
 
 
 def find_nvcc() -> str | None:
-    """Return the nvcc that FlashInfer runs."""
+    """Return the nvcc that FlashInfer builds its kernels with, if it has to build them."""
     from compiled_llm_ops.backends import backend_named
 
     return backend_named("flashinfer").compiler()
-
-
-def has_built_kernels() -> bool:
-    """Whether FlashInfer's kernels are installed already built."""
-    return importlib.util.find_spec("flashinfer_jit_cache") is not None
 
 
 def _cuda_tool(name: str, path: str | None, version: str, cuda: bool) -> Finding:
     if cuda and (missing := missing_for_cuda(name)):
         return Finding("compilers", name, "missing", *missing, needed=True)
     if path is None:
-        why = "FlashInfer's kernels are installed already built" if cuda else "only CUDA needs it"
-        return Finding("compilers", name, "not needed", f"not found: {why}")
+        why = "FlashInfer's kernels are installed already built" if cuda else "not found: only CUDA needs it"
+        return Finding("compilers", name, "not needed", why)
     return Finding("compilers", name, "ok", f"{version_of(path, version)}, {path}", needed=cuda)

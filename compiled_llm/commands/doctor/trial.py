@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compiled_llm.commands.doctor.compilers import find_nvcc, has_built_kernels
+from compiled_llm.commands.doctor.compilers import find_nvcc
 from compiled_llm.commands.doctor.finding import Finding, essence
 from compiled_llm.execution.progress import ProgressDisplay
 
@@ -73,7 +73,7 @@ def _steps(device: str) -> list[Step]:
         Step("ops", "running a tiny model over pages", lambda: trial().run("eager")),
         Step("compiled model", "compiling a tiny model", lambda: trial().run("compile")),
     ]
-    if device == "cuda" and not has_built_kernels() and (compiler := find_nvcc()) is not None:
+    if device == "cuda" and (compiler := find_nvcc()) is not None:
         steps.insert(0, Step("nvcc", "compiling a CUDA kernel", functools.partial(build_with_nvcc, compiler)))
     return steps
 

@@ -31,8 +31,8 @@ class FlashInfer:
         return install.missing_for_cuda()
 
     def compiler(self) -> str | None:
-        """Return the nvcc that FlashInfer would run."""
-        return install.find_nvcc()
+        """Return the nvcc that FlashInfer would run; None if its kernels are installed already built."""
+        return None if install.has_built_kernels() else install.find_nvcc()
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
         """Return why there is no kernel for a geometry."""

@@ -15,8 +15,8 @@ def missing_for_cuda() -> list[str]:
     missing = []
     if problem := flashinfer_problem():
         missing.append(problem)
-    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
-        return missing  # brings the kernels along, so nothing is compiled
+    if has_built_kernels():
+        return missing
     if find_nvcc() is None:
         missing.append(
             "nvcc is not found, with which FlashInfer compiles its kernels (looked at FLASHINFER_NVCC, CUDA_HOME, "
@@ -29,6 +29,11 @@ def missing_for_cuda() -> list[str]:
             "environment (or put its bin folder on PATH)"
         )
     return missing
+
+
+def has_built_kernels() -> bool:
+    """Whether flashinfer-jit-cache brings the kernels along, so that nothing is compiled."""
+    return importlib.util.find_spec("flashinfer_jit_cache") is not None
 
 
 def flashinfer_problem() -> str | None:
