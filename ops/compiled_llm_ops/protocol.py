@@ -142,8 +142,9 @@ _owners: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 def own(plan: Plan) -> None:
     """Make ``plan`` the one that launches find by the address of its tensor.
 
-    A launch needs integers from the host, ``plan.numbers``, which are no input of ``paged_attention``: a CPU tensor
-    among a graph's inputs makes Inductor skip CUDA graphs ("cpu device"). So they stay with their owner.
+    A launch needs integers from the host, ``plan.numbers``, which are no input of ``paged_attention``: cudagraph trees
+    cannot record a graph with a host tensor among its inputs. Torch 2.11 raises ("storage data ptrs are not allocated
+    in pool") if one reaches an op, and Inductor skips CUDA graphs ("cpu device"). So they stay with their owner.
     """
     _owners[plan.tensor.data_ptr()] = plan
 

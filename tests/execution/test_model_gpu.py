@@ -115,10 +115,10 @@ def test_logits_of_one_row_are_as_exact_as_huggingfaces(twins: Twins, seed: int)
 # ---- generate
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["auto", "flashinfer"])
 def small(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
-    """A small Qwen3, wrapped, with the buckets of 1, 4 and 8 rows ready."""
-    model = compiled_llm.wrap(small_qwen3(request.config.getoption("seed")), **OPTIONS)
+    """A small Qwen3 with the buckets of 1, 4 and 8 rows ready, decoding with our kernel or with FlashInfer's."""
+    model = compiled_llm.wrap(small_qwen3(request.config.getoption("seed")), **OPTIONS, backend=request.param)
     model.compiled.warmup([1, 4, 8])
     yield model
     compiled_llm.unwrap(model)

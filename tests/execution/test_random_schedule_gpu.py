@@ -199,8 +199,10 @@ def test_random_schedule_equals_a_twin_that_uploads_each_step(seed: int) -> None
     compiled_llm.unwrap(twins.wrapped)
 
 
-def test_random_schedule_equals_a_twin_that_uploads_each_step_in_larger_groups(seed: int) -> None:
-    twins = twins_of(small_qwen3(seed, **LARGER_GROUPS))
+@pytest.mark.parametrize("backend", ["auto", "flashinfer"])
+def test_random_schedule_equals_a_twin_that_uploads_each_step_in_larger_groups(backend: str, seed: int) -> None:
+    """The twin decodes with our own kernel, whatever we decode with."""
+    twins = twins_of(small_qwen3(seed, **LARGER_GROUPS), backend=backend)
     run_schedule(twins, random_schedule(700, LARGER_GROUPS["vocab_size"], seed + 1))
     compiled_llm.unwrap(twins.wrapped)
 

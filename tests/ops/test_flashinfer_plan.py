@@ -273,3 +273,16 @@ def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
     expectation = nullcontext() if has_kernels else pytest.raises(ValueError, match=r"flashinfer-python>=0\.7")
     with expectation:
         make_plan(mocked, GEOMETRY._replace(head_dim=512)).plan(HOST)
+
+
+def test_plans_of_a_model_have_one_size(mocked: Mocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs take it as a constant: another one would compile them again."""
+    monkeypatch.setattr(backend, "Workspace", lambda device, nbytes: mocked.workspace)
+    shapes = RecordedShapes(8, weights=1).all()
+    config = WrapConfig(max_batch_size=8, backend="flashinfer")
+    groups = [GEOMETRY, GEOMETRY._replace(query_heads=16)]
+    planner = Planner(groups, config, torch.device("cuda"), longest=400, most_tokens=300, shapes=shapes)
+    keys = [planner.for_prefill(), planner.for_prefill(shapes[-1]), planner.for_decode(1), planner.for_decode(8)]
+    sizes = {tensor.shape for plans in keys if plans is not None for tensor in plans.tensors}
+    assert len(sizes) == 1
+    assert len({tensor.data_ptr() for plans in keys if plans is not None for tensor in plans.tensors}) == 8

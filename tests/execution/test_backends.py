@@ -1,0 +1,167 @@
+"""Backends: which one a model gets, what is refused, and decode steps that are planned as prefill is.
+
+A CPU decodes with an op that needs no plan. Here it is made to plan, with the reference backend, as CUDA does with
+``backend="flashinfer"``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm import WrapConfig
+from compiled_llm.execution import plans
+from compiled_llm.execution.plans import Planner
+from compiled_llm.kvcache.table import HostTable, Span, build_table
+from compiled_llm.model.checks import check_layers, check_placement
+from compiled_llm.model.layer_probe import Layer, UnsupportedModelError
+from compiled_llm_ops import Geometry
+from compiled_llm_ops.backends import BACKENDS, backend_named
+from compiled_llm_ops.contracts import PlanPagedAttention
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.tiny_models import tiny_qwen3
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "800 tokens", "max_batch_size": 4, "progress": False}
+GEOMETRY = Geometry(4, 2, 16, 4, -1, 0.0, torch.float32, torch.float32)
+LAYER = Layer(query_heads=4, kv_heads=2, head_dim=64, window_left=-1, logits_soft_cap=0.0)
+
+
+class Placed:
+    """What the checks look at of a model."""
+
+    def __init__(self, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+
+    def parameters(self) -> list[Any]:
+        return [self]
+
+
+def placed(device: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    return cast(PreTrainedModel, Placed(device, dtype))
+
+
+# ---- which one
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "name", "plans_decode"),
+    [
+        ("auto", "cuda", "flashinfer", False),
+        ("auto", "cpu", "reference", False),
+        ("flashinfer", "cuda", "flashinfer", True),
+        ("reference", "cuda", "reference", True),
+        ("reference", "cpu", "reference", False),
+    ],
+)
+def test_whose_kernels_attend(backend: Any, device: str, name: str, plans_decode: bool) -> None:
+    config = WrapConfig(backend=backend)
+    assert (config.backend_on(device), config.plans_decode_on(device)) == (name, plans_decode)
+
+
+def test_a_backend_is_found_by_its_name() -> None:
+    assert {type(backend_named(name)).__name__ for name in BACKENDS} == {"FlashInfer", "Reference"}
+    with pytest.raises(ValueError, match="'triton' does not exist; choose one of 'flashinfer', 'reference'"):
+        backend_named("triton")
+
+
+# ---- what is refused
+
+
+def test_a_backend_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"backend='cudnn': choose one of 'auto', 'flashinfer', 'reference'"):
+        WrapConfig(backend=cast(Any, "cudnn"))
+
+
+def test_flashinfer_on_a_cpu_is_refused_with_the_way_out() -> None:
+    model = tiny_qwen3(num_hidden_layers=1)
+    with pytest.raises(
+        ValueError, match=r"backend='flashinfer' has kernels for cuda only.*on cpu; wrap with backend='auto'"
+    ):
+        compiled_llm.wrap(model, backend="flashinfer", **OPTIONS)
+    assert not hasattr(model, "compiled")
+
+
+@pytest.mark.parametrize("mode", ["compile", "reduce-overhead", "cuda-graphs"])
+def test_the_reference_on_cuda_runs_in_eager_mode_only(mode: Any) -> None:
+    with pytest.raises(ValueError, match=r"reads lengths back from a CUDA device.*wrap with mode='eager'"):
+        check_placement(placed("cuda:0"), WrapConfig(backend="reference", mode=mode))
+
+
+def test_the_reference_on_cuda_needs_nothing_installed_and_takes_any_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(backend_named("flashinfer")), "problems", lambda self: ["nvcc was not found"])
+    check_placement(placed("cuda:0", torch.float32), WrapConfig(backend="reference", mode="eager"))
+    with pytest.raises(RuntimeError, match="nvcc was not found"):
+        check_placement(placed("cuda:0"), WrapConfig(backend="flashinfer"))
+
+
+def test_a_layer_without_a_kernel_is_named_with_the_reason_and_who_can() -> None:
+    layers = [LAYER, LAYER._replace(head_dim=600)]
+    message = r"'flashinfer' cannot run attention layer 1: head size 600 .*; backend='reference' with mode='eager' can"
+    for backend in ("auto", "flashinfer"):
+        with pytest.raises(UnsupportedModelError, match=message):
+            check_layers(placed("cuda:0"), layers, WrapConfig(backend=cast(Any, backend)))
+    check_layers(placed("cuda:0"), layers, WrapConfig(backend="reference", mode="eager"))
+    check_layers(placed("cpu"), layers, WrapConfig())
+
+
+# ---- decode that is planned
+
+
+@pytest.fixture
+def planned_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WrapConfig, "plans_decode_on", lambda self, device: True)
+
+
+@pytest.mark.usefixtures("planned_decode")
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_planned_decode_gives_huggingfaces_tokens(mode: str, seed: int) -> None:
+    reference, model = (tiny_qwen3(num_hidden_layers=2, eos_token_id=None) for _ in range(2))
+    compiled_llm.wrap(model, mode=mode, **OPTIONS)
+    for lengths in ([5], [5, 9, 17], [3, 4]):
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 20), greedy(reference, inputs, 20))
+    stats = model.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
+    assert_account_is_empty(model)
+
+
+@pytest.mark.usefixtures("planned_decode")
+def test_decode_is_planned_again_when_a_row_enters_a_page_and_never_in_between(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[list[int]] = []
+    plan = Planner.plan_decode
+
+    def noted(self: Planner, table: HostTable, bucket: int) -> None:
+        pages.append((table.indptr[1:] - table.indptr[:-1]).tolist())
+        plan(self, table, bucket)
+
+    monkeypatch.setattr(Planner, "plan_decode", noted)
+    model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=None), mode="eager", **OPTIONS)
+    greedy(model, mixed_prompts([5], 128, seed), 14)  # rows of 6 to 18 tokens, in pages of 4
+    assert pages == [[1], [2], [3], [4], [5]]  # a null row first, when the bucket is prepared
+
+
+@pytest.mark.usefixtures("planned_decode")
+def test_decode_steps_of_a_bucket_have_one_fixed_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the rows are, the plan of a bucket has the same address, tokens and variant."""
+    made: list[PlanPagedAttention] = []
+    monkeypatch.setattr(plans, "plan_paged_attention", lambda *args: made.append(PlanPagedAttention(*args)))
+    config = WrapConfig(max_batch_size=4)
+    windowed = GEOMETRY._replace(window_left=7)
+    planner = Planner([GEOMETRY, windowed, GEOMETRY], config, torch.device("cpu"), longest=400, most_tokens=64)
+    monkeypatch.setattr(type(backend_named("reference")), "best_variant", lambda *args: 5)
+    inputs = planner.for_decode(4)
+    assert inputs is not None
+    assert inputs.groups == (0, 1, 0)
+    for lengths in ([1, 1], [90, 3], [400, 400, 400, 400]):
+        rows = [Span([1] * -(-length // 4), length) for length in lengths]
+        planner.plan_decode(build_table(rows, [1] * len(rows), 4, 4), 4)
+    assert {(args.captured_tokens, args.variant) for args in made} == {(4, 5)}
+    assert [args.plan.data_ptr() for args in made] == [tensor.data_ptr() for tensor in inputs.tensors] * 3
+    assert [args.geometry for args in made] == [GEOMETRY, windowed] * 3
+    assert all(args.qo_indptr.tolist() == [0, 1, 2, 3, 4] for args in made), "null rows have one query and one page"

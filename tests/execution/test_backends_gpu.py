@@ -1,0 +1,58 @@
+"""Decode with FlashInfer's kernels and in plain PyTorch: the independent checks of our own decode kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import compiled_llm
+from compiled_llm_ops.protocol import Plan
+from support.parity import assert_account_is_empty, greedy
+from support.twins import assert_parity, parity, prompts_on_device, small_qwen3, twins_of
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [1, 15, 16, 17, 33, 64, 100, 250]
+WINDOWED = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [
+        ("flashinfer", "eager"),
+        ("flashinfer", "compile"),
+        ("flashinfer", "reduce-overhead"),
+        ("flashinfer", "cuda-graphs"),
+        ("reference", "eager"),
+    ],
+)
+@pytest.mark.parametrize("layers", ["full", "sliding and full"])
+def test_logits_are_as_exact_as_huggingfaces_on_each_backend(backend: str, mode: str, layers: str, seed: int) -> None:
+    twins = twins_of(small_qwen3(seed, **(WINDOWED if layers != "full" else {})), backend=backend, mode=mode)
+    for lengths in (LENGTHS, [100]):
+        assert_parity(parity(twins, lengths, 120, seed))
+    stats = twins.wrapped.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
+    assert stats.recordings == (2 if mode in ("reduce-overhead", "cuda-graphs") else 0)
+    assert_account_is_empty(twins.wrapped)
+    compiled_llm.unwrap(twins.wrapped)
+
+
+def test_a_captured_step_keeps_its_partition_while_rows_grow(seed: int) -> None:
+    """The numbers that a captured launch has read stay what they are; what the kernels read on the device changes."""
+    model = compiled_llm.wrap(small_qwen3(seed), backend="flashinfer", max_batch_size=4, kv_memory="16384 tokens")
+    model.compiled.warmup([4])
+    (plan,) = plans_of(model, 4)
+    numbers, tensor = plan.numbers.clone(), plan.tensor.clone()
+    for lengths in ([3, 9, 2, 5], [900, 2, 30, 400]):
+        greedy(model, prompts_on_device(lengths, seed), 40)
+        assert torch.equal(plan.numbers, numbers)
+        assert not torch.equal(plan.tensor, tensor), "nothing was planned"
+    assert model.compiled.rerecordings() == (0, [])
+    compiled_llm.unwrap(model)
+
+
+def plans_of(model: Any, bucket: int) -> list[Plan]:
+    return model.compiled.device_model()._planner._plans[bucket]
