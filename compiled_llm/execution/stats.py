@@ -116,7 +116,6 @@ class Counters:
         self.slow_generates: Counter[Reason] = Counter()
         self.slow_forwards: Counter[Reason] = Counter()
         self.steps = 0
-        self.cudagraph_skips = 0
 
     def took(self, path: Path, reason: Reason | None = None) -> None:
         """Count one call of ``generate``; a reason for not taking the fast loop is logged the first time."""

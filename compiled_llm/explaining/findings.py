@@ -16,7 +16,7 @@ Kind = Literal[
     "pinned",
     "no CUDA graph",
     "recorded again",
-    "bucket missed",
+    "cold start",
     "slow path",
 ]
 """What the matter is: ``wrap`` refuses, forward raises, tracing stops, a graph is compiled again, the world outside is

@@ -75,7 +75,7 @@ def _cold_starts(cold_starts: Sequence[ColdStart]) -> Iterator[Finding]:
         if cold.warmed:
             reason = f"{wait_of(cold).capitalize()} for {cold.what}: {cause_of(cold)}."
             advice = f"model.compiled.warmup([..., {cold.rows}]), after everything that changes the model."
-            yield general("bucket missed", reason, advice)
+            yield general("cold start", reason, advice)
 
 
 def _skipped(said: str) -> Finding:

@@ -34,7 +34,7 @@ class CompiledModel(Runtime):
         self.counts_unmasked = counts_unmasked(facts.model)
 
     def explain(self, timings: bool | Sequence[int] = False) -> Report:
-        """Return what has happened so far and why: paths taken, recompiles, buckets missed, uploads, recordings.
+        """Return what has happened so far and why: paths taken, recompiles, cold starts, uploads, recordings.
 
         Args:
             timings: also run prefill and decode on meaningless rows and say where their time goes: at these batch

@@ -280,24 +280,24 @@ def test_a_page_that_is_no_longer_shared_is_a_cause_of_an_upload():
     other.close()
 
 
-def missed(model: Any) -> list[dict[str, Any]]:
+def cold_starts(model: Any) -> list[dict[str, Any]]:
     report = model.compiled.explain()
-    assert [entry["kind"] for entry in report.data["findings"]] in ([], ["bucket missed"])
+    assert [entry["kind"] for entry in report.data["findings"]] in ([], ["cold start"])
     return report.data["findings"]
 
 
-def test_a_bucket_that_warmup_did_not_name_is_missed_and_naming_it_helps():
+def test_a_bucket_that_warmup_did_not_name_starts_cold_and_naming_it_helps():
     inputs = mixed_prompts([4, 2, 3], 128, seed=0)
     model = in_eager_mode()
     model.compiled.warmup([1])
     greedy(model, inputs, 3)
-    (finding,) = missed(model)
+    (finding,) = cold_starts(model)
     assert "for decode bucket 4: warmup did not name a batch size of 3" in finding["reason"]
     assert "warmup([..., 3])" in finding["advice"]
     model = in_eager_mode()
     model.compiled.warmup([1, 3])
     greedy(model, inputs, 3)
-    assert missed(model) == []
+    assert cold_starts(model) == []
 
 
 @torch.no_grad()
@@ -307,13 +307,13 @@ def test_prefill_from_embeddings_is_waited_for_but_no_warmup_would_help():
     embeddings = model.get_input_embeddings()(torch.tensor([[1, 2, 3]]))
     for _ in range(2):
         model(inputs_embeds=embeddings, use_cache=False)
-    assert missed(model) == []
+    assert cold_starts(model) == []
     (entry,) = model.compiled.explain().data["history"]["cold_starts"]
     assert (entry["what"], entry["rows"]) == ("prefill from embeddings", 1)
     assert entry["cause"] == "never_prepared"
 
 
-def test_what_a_change_of_the_model_took_is_missed_with_that_as_its_cause():
+def test_what_a_change_of_the_model_took_starts_cold_with_that_as_its_cause():
     model = in_eager_mode()
     model.compiled.warmup([1])
     model.model.layers[0].register_forward_hook(lambda *_: None)
