@@ -1,4 +1,4 @@
-"""The ops on the CPU against HuggingFace's dense attention over contiguous keys and values, and what torch asks of ops.
+"""The ops on the CPU against HuggingFace's dense attention over contiguous keys and values, and what they refuse.
 
 Shapes: B rows, T packed tokens, L tokens of one row, Q queries of one row, H query heads, K kv heads, D head dimension,
 P pages, S page size.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,12 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-import compiled_llm_ops
 from compiled_llm_ops import (
-    Geometry,
     add_rms_norm,
     append_paged_kv,
     decode_attention,
@@ -33,106 +28,22 @@ from compiled_llm_ops import (
     paged_attention_lse,
     sample_tokens,
 )
+from support.op_cases import (
+    MIXES,
+    UNREAD,
+    Batch,
+    append_cases,
+    attention_cases,
+    check_outputs,
+    decode_cases,
+    norm_cases,
+    normed_linear_cases,
+    preparation,
+    sample_cases,
+    starts_of,
+)
 
 pytestmark = pytest.mark.core
-
-UNWRITTEN = 1e4
-UNREAD = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
-"""A plan and a workspace: on a CPU nothing reads them."""
-"""What lies in slots that no token was written to: it shows if it is read."""
-
-TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
-
-
-class Batch:
-    """Rows of random keys and values, contiguous for the oracle and in pages in random order for the ops."""
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        queries: Sequence[int],
-        *,
-        group: int = 2,
-        kv_heads: int = 2,
-        head_dim: int = 8,
-        padded: int | None = None,
-        page_size: int = 4,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
-
-        self.lengths, self.queries, self.group, self.page_size = list(lengths), list(queries), group, page_size
-        self.keys = [random(length, kv_heads, head_dim) for length in lengths]
-        self.values = [random(length, kv_heads, head_dim) for length in lengths]
-        self.query = random(sum(queries), kv_heads * group, head_dim)
-        counts = [-(-length // page_size) for length in lengths]
-        order = torch.randperm(sum(counts) + 3, generator=generator)[: sum(counts)] + 1
-        self.pages = torch.full((sum(counts) + 5, 2, kv_heads, page_size, padded or head_dim), UNWRITTEN, dtype=dtype)
-        self.pages[..., head_dim:] = 0
-        self.qo_indptr, self.indptr = _starts(queries), _starts(counts)
-        self.indices = order.int()
-        self.last_page_len = torch.tensor([(length - 1) % page_size + 1 for length in lengths], dtype=torch.int32)
-        self.scale = head_dim**-0.5
-
-    @property
-    def table(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.indptr, self.indices, self.last_page_len
-
-    def slots(self, starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor]:
-        rows = [row for row, (start, end) in enumerate(zip(starts, ends, strict=True)) for _ in range(start, end)]
-        positions = [at for start, end in zip(starts, ends, strict=True) for at in range(start, end)]
-        return torch.tensor(rows, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
-
-    def append(self, starts: Sequence[int], ends: Sequence[int]) -> None:
-        key, value = (
-            torch.cat([states[row][start:end] for row, (start, end) in enumerate(zip(starts, ends, strict=True))])
-            for states in (self.keys, self.values)
-        )
-        append_paged_kv(key, value, self.pages, *self.slots(starts, ends), *self.table)
-
-    def filled(self) -> Batch:
-        self.append([0] * len(self.lengths), self.lengths)
-        return self
-
-    def arguments(self) -> tuple[Any, ...]:
-        return self.query, self.pages, self.qo_indptr, *self.table, *UNREAD, self.scale
-
-    def decode_arguments(self) -> tuple[Any, ...]:
-        """One query a row, and the newest keys and values still to be written."""
-        pages, newest = self.pages.clone(), self.indices[self.indptr[1:] - 1]
-        pages[newest, :, :, self.last_page_len - 1, : self.query.shape[2]] = UNWRITTEN
-        key, value = (torch.stack([row[-1] for row in states]) for states in (self.keys, self.values))
-        return self.query, key, value, pages, *self.table, self.scale
-
-    def expected(self, scale: float, window_left: int = -1, soft_cap: float = 0.0) -> Tensor:
-        """`[T, H, D]` by HuggingFace's eager attention, in float32."""
-        module, rows, taken = SimpleNamespace(num_key_value_groups=self.group, training=False), [], 0
-        for row, (length, count) in enumerate(zip(self.lengths, self.queries, strict=True)):
-            query = self.query[taken : taken + count].float().transpose(0, 1)[None]
-            key, value = (states[row].float().transpose(0, 1)[None] for states in (self.keys, self.values))
-            if count:
-                mask = self.mask(length, count, window_left)
-                out, _ = eager_attention_forward(
-                    module, query, key, value, mask, scaling=scale, softcap=soft_cap or None
-                )
-                rows.append(out[0])
-            taken += count
-        return torch.cat(rows)
-
-    @staticmethod
-    def mask(length: int, count: int, window_left: int) -> Tensor:
-        hidden = [
-            [key > at or (0 <= window_left < at - key) for key in range(length)] for at in range(length - count, length)
-        ]
-        return torch.zeros(count, length).masked_fill(torch.tensor(hidden), -math.inf)[None, None]
-
-
-def _starts(counts: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
 
 
 def check(batch: Batch, scale: float | None = None, window_left: int = -1, soft_cap: float = 0.0) -> None:
@@ -148,25 +59,6 @@ def check(batch: Batch, scale: float | None = None, window_left: int = -1, soft_
         check_outputs(batch, expected, decode_attention(*arguments), with_lse, decode_lse)
         torch.testing.assert_close(decode_lse, lse)
         torch.testing.assert_close(arguments[3], batch.pages, rtol=0, atol=0)
-
-
-def check_outputs(batch: Batch, expected: Tensor, out: Tensor, with_lse: Tensor, lse: Tensor) -> None:
-    for actual in (out, with_lse):
-        torch.testing.assert_close(actual.float(), expected, **TOLERANCE[batch.query.dtype])
-        assert actual.dtype == batch.query.dtype
-        assert actual.is_contiguous()
-    assert (lse.dtype, lse.shape, lse.is_contiguous()) == (torch.float32, batch.query.shape[:2], True)
-
-
-MIXES = {
-    "decode": ([1, 4, 5, 17], [1, 1, 1, 1]),
-    "prefill": ([1, 4, 5, 17], [1, 4, 5, 17]),
-    "extend": ([9, 8, 12], [3, 4, 5]),
-    "mixed": ([20, 7, 1, 8, 13], [1, 7, 1, 3, 2]),
-    "page boundaries": ([3, 4, 5, 7, 8, 9], [1, 2, 3, 4, 5, 6]),
-    "a row without queries": ([5, 6, 7], [2, 0, 3]),
-    "one row": ([11], [11]),
-}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -229,7 +121,7 @@ def test_two_halves_combined_by_their_lse_are_the_whole(seed):
     first, rest = ([batch.indices[start:end] for start, end in spans] for spans in (((0, 2), (4, 6)), ((2, 4), (6, 7))))
     parts = [
         paged_attention_lse(
-            batch.query, batch.pages, batch.qo_indptr, _starts([len(own) for own in half]), torch.cat(half), last,
+            batch.query, batch.pages, batch.qo_indptr, starts_of([len(own) for own in half]), torch.cat(half), last,
             *UNREAD, batch.scale,
         )
         for half, last in ((first, torch.tensor([4, 4]).int()), (rest, batch.last_page_len))
@@ -295,223 +187,6 @@ def test_inputs_may_have_any_strides(seed):
     slots = strided.slots([0] * 5, strided.lengths)
     append_paged_kv(key, value, strided.pages, *slots, *strided.table)
     torch.testing.assert_close(strided.pages, batch.pages, rtol=0, atol=0)
-
-
-# ---- every op of the namespace
-
-
-def attention_cases() -> list[tuple[Any, ...]]:
-    cases: list[tuple[Any, ...]] = []
-    for mix, options in (("mixed", ()), ("decode", (3,)), ("extend", (-1, 1.5))):
-        batch = Batch(*MIXES[mix], padded=16).filled()
-        cases.append((*batch.arguments(), *options))
-    batch = Batch(*MIXES["mixed"], dtype=torch.bfloat16).filled()
-    cases.append((batch.query.transpose(0, 1).contiguous().transpose(0, 1), *batch.arguments()[1:]))
-    return cases
-
-
-def plan_cases() -> list[tuple[Any, ...]]:
-    cases = []
-    for mix, options in (("mixed", ()), ("decode", (64, 1))):
-        batch = Batch(*MIXES[mix])
-        buffers = torch.zeros(8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
-        geometry = Geometry(4, 2, 8, 4, -1, 0.0, torch.bfloat16, torch.float16)
-        table = batch.qo_indptr, batch.indptr, batch.last_page_len
-        cases.append((*buffers, *table, torch.zeros(4, dtype=torch.uint8), *geometry, *options))
-    return cases
-
-
-def decode_cases() -> list[tuple[Any, ...]]:
-    batches = [Batch(*MIXES["decode"], padded=16).filled() for _ in range(3)]
-    cases = [(*batch.decode_arguments(), *own) for batch, own in zip(batches, ((), (3,), (-1, 1.5)), strict=True)]
-    query, key, value, *others = Batch(*MIXES["decode"], dtype=torch.bfloat16).filled().decode_arguments()
-    strided = (states.transpose(0, 1).contiguous().transpose(0, 1) for states in (query, key, value))
-    batch = Batch(*MIXES["decode"], padded=16).filled()
-    return [*cases, (*strided, *others), (*batch.decode_arguments(), -1, 0.0, *preparation(batch.query), True)]
-
-
-def preparation(query: Tensor) -> tuple[Any, ...]:
-    """What queries and keys are normed and turned with."""
-    rows, _, size = query.shape
-    norms, angles = torch.rand(2, size) + 0.5, (torch.rand(rows, size // 2) * 6).repeat(1, 2)
-    return (*norms.to(query.dtype), 0.01, angles.cos().to(query.dtype), angles.sin().to(query.dtype))
-
-
-def append_cases() -> list[tuple[Any, ...]]:
-    cases = []
-    for padded in (8, 16):
-        batch = Batch([6, 9], [1, 1], padded=padded)
-        key, value = torch.cat(batch.keys), torch.cat(batch.values)
-        cases.append((key, value, batch.pages, *batch.slots([0, 0], [6, 9]), *batch.table))
-    return cases
-
-
-def sample_cases() -> list[tuple[Any, ...]]:
-    def tables() -> tuple[Tensor, ...]:
-        top_k, seen = torch.tensor([0, 3, 0], dtype=torch.int32), torch.zeros(3, 11, dtype=torch.bool)
-        numbers = ([0.0, 0.8, 1.3], [0.7, 1.0, 0.9], [0.1, 0.0, 0.0], [1.0, 1.2, 1.0])
-        temperature, top_p, min_p, penalty = (torch.tensor(column) for column in numbers)
-        return temperature, top_k, top_p, min_p, penalty, seen
-
-    uniform, slots = torch.rand(2, dtype=torch.float64), torch.tensor([2, 1])
-    logits = (torch.randn(2, 11), torch.randn(11, 2).T, torch.randn(2, 11).bfloat16())
-    return [(own, uniform, slots, *tables()) for own in logits]
-
-
-def linear_cases() -> list[tuple[Any, ...]]:
-    weight = torch.randn(7, 5)
-    return [(torch.randn(count, 5), weight) for count in (1, 4, 5)] + [(torch.randn(5, 3).T, weight)]
-
-
-def norm_cases() -> list[tuple[Any, ...]]:
-    return [(*torch.randn(2, *shape), torch.randn(shape[-1]), 1e-6) for shape in ((3, 16), (2, 1, 8))]
-
-
-def normed_linear_cases() -> list[tuple[Any, ...]]:
-    cases = []
-    for shape, outputs, gated in (((1, 1, 16), 6, False), ((1, 1, 16), 6, True), ((3, 16), 5, False)):
-        states, norm, weight = torch.randn(2, *shape), torch.randn(16), torch.randn(outputs, 16)
-        cases.append((*states, norm, 1e-6, weight, gated))
-    return cases
-
-
-def uniform_cases() -> list[tuple[Any, ...]]:
-    return [(torch.randint(2**62, (count,)), torch.randint(4096, (count,))) for count in (1, 5)]
-
-
-CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
-    "add_rms_norm": norm_cases,
-    "append_paged_kv": append_cases,
-    "decode_attention": decode_cases,
-    "decode_attention_lse": decode_cases,
-    "normed_linear": normed_linear_cases,
-    "paged_attention": attention_cases,
-    "paged_attention_lse": attention_cases,
-    "plan_paged_attention": plan_cases,
-    "sample_tokens": sample_cases,
-    "skinny_linear": linear_cases,
-    "uniform_numbers": uniform_cases,
-}
-
-
-MARKS = {"layer_begins", "layer_ends"}
-"""Not to be called: they stand in graphs until ``compiled_llm.compilation.outline`` takes them out."""
-
-
-def ops_of_the_namespace() -> list[str]:
-    return sorted(
-        {
-            schema.name.removeprefix("compiled_llm::")
-            for schema in torch._C._jit_get_all_schemas()
-            if schema.name.startswith("compiled_llm::")
-        }
-        - MARKS
-    )
-
-
-def test_the_namespace_is_what_is_walked():
-    assert set(ops_of_the_namespace()) >= {"append_paged_kv", "decode_attention", "paged_attention_lse"}
-
-
-@pytest.mark.parametrize("name", ops_of_the_namespace())
-def test_every_op_has_a_fake_kernels_a_docstring_and_an_opcheck_case(name):
-    packet = getattr(torch.ops.compiled_llm, name)
-    for overload in packet.overloads():
-        qualified = f"compiled_llm::{name}"
-        assert torch._library.simple_registry.singleton.find(qualified).fake_impl.kernel is not None, "no fake"
-        for key in ("CPU", "CUDA"):
-            assert torch._C._dispatch_has_kernel_for_dispatch_key(
-                f"{qualified}.{overload}".removesuffix(".default"), key
-            )
-    assert CASES[name]()
-    public = getattr(compiled_llm_ops, name)
-    documented = inspect.getdoc(public)
-    assert documented is not None
-    check_signature(packet.default._schema, inspect.signature(public))
-    returns = len(getattr(packet, packet.overloads()[0])._schema.returns) > 0
-    sections = ["Args:", *(["Returns:"] if returns else []), "Raises:", "Source:"]
-    referred = re.search(r"\nArgs: those of ``(\w+)``\.\n", documented)
-    if referred is not None:
-        documented = documented.replace(referred[0], arguments_section(getattr(compiled_llm_ops, referred[1])))
-    found = [documented.find(f"\n{section}\n") for section in sections]
-    assert -1 not in found
-    assert found == sorted(found)
-    arguments = documented[found[0] : found[1]]
-    for argument in packet.default._schema.arguments:
-        (line,) = [line for line in arguments.splitlines() if line.strip().startswith(f"{argument.name}: ")]
-        if str(argument.type) == "Tensor":
-            assert "[" in line or "like ``key``" in line, f"the shape of {argument.name}"
-    assert re.search(r"int32|int64|dtype", arguments)
-    assert "https://" in documented[found[-1] :] or name == "skinny_linear", "the measurement is our own"
-
-
-def check_signature(schema: torch.FunctionSchema, signature: inspect.Signature) -> None:
-    """A public function takes what its op takes: names, order, types and defaults."""
-    types = {"Tensor": "Tensor", "Tensor | None": "Optional[Tensor]", "torch.dtype": "int"}
-    taken = [
-        (name, types.get(entry.annotation, entry.annotation), None if entry.default is entry.empty else entry.default)
-        for name, entry in signature.parameters.items()
-    ]
-    assert taken == [(entry.name, str(entry.type), entry.default_value) for entry in schema.arguments]
-
-
-def arguments_section(function: Callable[..., Any]) -> str:
-    """What an op that takes the same arguments refers to."""
-    documented = inspect.getdoc(function)
-    assert documented is not None
-    return documented[documented.index("\nArgs:\n") : documented.index("\nReturns:\n")]
-
-
-@pytest.mark.parametrize("name", ops_of_the_namespace())
-def test_opcheck(name):
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    for case in CASES[name]():
-        results = torch.library.opcheck(getattr(torch.ops.compiled_llm, name).default, case, test_utils=tests)
-        assert set(results) == set(tests)
-        assert set(results.values()) == {"SUCCESS"}
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in CASES if name not in ("append_paged_kv", "plan_paged_attention", "uniform_numbers")]
-)
-def test_fakes_have_the_strides_and_types_of_the_real_outputs(name):
-    op = getattr(torch.ops.compiled_llm, name).default
-    for case in CASES[name]():
-        real = op(*case)
-        with torch._subclasses.FakeTensorMode() as mode:
-            fake = op(*(mode.from_tensor(value) if isinstance(value, Tensor) else value for value in case))
-        for ours, theirs in zip(*((out if isinstance(out, tuple) else (out,)) for out in (real, fake)), strict=True):
-            assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
-
-
-def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
-    def layer(batch: tuple[Tensor, ...], pages: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        query, key, value, rows, positions, qo_indptr, indptr, indices, last = batch
-        append_paged_kv(key * 2, value, pages, rows, positions, indptr, indices, last)
-        out = paged_attention(query + 1, pages, qo_indptr, indptr, indices, last, *UNREAD, scale)
-        other, lse = paged_attention_lse(query + 1, pages, qo_indptr, indptr, indices, last, *UNREAD, scale, 3)
-        return out + other, lse * 2
-
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    for number, (lengths, queries) in enumerate(
-        [
-            ([9, 6, 4, 3, 2], [3, 6, 2, 2, 1]),  # no two sizes are equal by chance: Dynamo would guard on it
-            ([5, 11], [2, 4]),
-            ([30, 2, 2, 7], [1, 2, 1, 5]),
-        ]
-    ):
-        batches = [Batch(lengths, queries, head_dim=16, seed=seed + number) for _ in range(2)]
-        results = []
-        for function, batch in zip((compiled, layer), batches, strict=True):
-            arguments = (
-                batch.query, torch.cat(batch.keys), torch.cat(batch.values),
-                *batch.slots([0] * len(lengths), lengths), batch.qo_indptr, *batch.table,
-            )  # fmt: skip
-            stance = "fail_on_recompile" if number and function is compiled else "default"
-            with torch.compiler.set_stance(stance):
-                results.append(function(arguments, batch.pages, batch.scale))
-        torch.testing.assert_close(results[0], results[1])
-        torch.testing.assert_close(batches[0].pages, batches[1].pages)
 
 
 # ---- errors come before anything is written

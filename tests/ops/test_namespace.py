@@ -1,0 +1,137 @@
+"""Every op of the namespace has a schema, a fake, kernels, a docstring and a case that opcheck passes."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import compiled_llm_ops
+from compiled_llm_ops import append_paged_kv, paged_attention, paged_attention_lse
+from support.op_cases import CASES, UNREAD, Batch
+
+pytestmark = pytest.mark.core
+
+MARKS = {"layer_begins", "layer_ends"}
+"""Not to be called: they stand in graphs until ``compiled_llm.compilation.outline`` takes them out."""
+
+
+def ops_of_the_namespace() -> list[str]:
+    return sorted(
+        {
+            schema.name.removeprefix("compiled_llm::")
+            for schema in torch._C._jit_get_all_schemas()
+            if schema.name.startswith("compiled_llm::")
+        }
+        - MARKS
+    )
+
+
+def test_the_namespace_is_what_is_walked():
+    assert set(ops_of_the_namespace()) >= {"append_paged_kv", "decode_attention", "paged_attention_lse"}
+
+
+@pytest.mark.parametrize("name", ops_of_the_namespace())
+def test_every_op_has_a_fake_kernels_a_docstring_and_an_opcheck_case(name):
+    packet = getattr(torch.ops.compiled_llm, name)
+    for overload in packet.overloads():
+        qualified = f"compiled_llm::{name}"
+        assert torch._library.simple_registry.singleton.find(qualified).fake_impl.kernel is not None, "no fake"
+        for key in ("CPU", "CUDA"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(
+                f"{qualified}.{overload}".removesuffix(".default"), key
+            )
+    assert CASES[name]()
+    public = getattr(compiled_llm_ops, name)
+    documented = inspect.getdoc(public)
+    assert documented is not None
+    check_signature(packet.default._schema, inspect.signature(public))
+    returns = len(getattr(packet, packet.overloads()[0])._schema.returns) > 0
+    sections = ["Args:", *(["Returns:"] if returns else []), "Raises:", "Source:"]
+    referred = re.search(r"\nArgs: those of ``(\w+)``\.\n", documented)
+    if referred is not None:
+        documented = documented.replace(referred[0], arguments_section(getattr(compiled_llm_ops, referred[1])))
+    found = [documented.find(f"\n{section}\n") for section in sections]
+    assert -1 not in found
+    assert found == sorted(found)
+    arguments = documented[found[0] : found[1]]
+    for argument in packet.default._schema.arguments:
+        (line,) = [line for line in arguments.splitlines() if line.strip().startswith(f"{argument.name}: ")]
+        if str(argument.type) == "Tensor":
+            assert "[" in line or "like ``key``" in line, f"the shape of {argument.name}"
+    assert re.search(r"int32|int64|dtype", arguments)
+    assert "https://" in documented[found[-1] :] or name == "skinny_linear", "the measurement is our own"
+
+
+def check_signature(schema: torch.FunctionSchema, signature: inspect.Signature) -> None:
+    """A public function takes what its op takes: names, order, types and defaults."""
+    types = {"Tensor": "Tensor", "Tensor | None": "Optional[Tensor]", "torch.dtype": "int"}
+    taken = [
+        (name, types.get(entry.annotation, entry.annotation), None if entry.default is entry.empty else entry.default)
+        for name, entry in signature.parameters.items()
+    ]
+    assert taken == [(entry.name, str(entry.type), entry.default_value) for entry in schema.arguments]
+
+
+def arguments_section(function: Callable[..., Any]) -> str:
+    """What an op that takes the same arguments refers to."""
+    documented = inspect.getdoc(function)
+    assert documented is not None
+    return documented[documented.index("\nArgs:\n") : documented.index("\nReturns:\n")]
+
+
+@pytest.mark.parametrize("name", ops_of_the_namespace())
+def test_opcheck(name):
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    for case in CASES[name]():
+        results = torch.library.opcheck(getattr(torch.ops.compiled_llm, name).default, case, test_utils=tests)
+        assert set(results) == set(tests)
+        assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in ("append_paged_kv", "plan_paged_attention", "uniform_numbers")]
+)
+def test_fakes_have_the_strides_and_types_of_the_real_outputs(name):
+    op = getattr(torch.ops.compiled_llm, name).default
+    for case in CASES[name]():
+        real = op(*case)
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake = op(*(mode.from_tensor(value) if isinstance(value, Tensor) else value for value in case))
+        for ours, theirs in zip(*((out if isinstance(out, tuple) else (out,)) for out in (real, fake)), strict=True):
+            assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+
+
+def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
+    def layer(batch: tuple[Tensor, ...], pages: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        query, key, value, rows, positions, qo_indptr, indptr, indices, last = batch
+        append_paged_kv(key * 2, value, pages, rows, positions, indptr, indices, last)
+        out = paged_attention(query + 1, pages, qo_indptr, indptr, indices, last, *UNREAD, scale)
+        other, lse = paged_attention_lse(query + 1, pages, qo_indptr, indptr, indices, last, *UNREAD, scale, 3)
+        return out + other, lse * 2
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for number, (lengths, queries) in enumerate(
+        [
+            ([9, 6, 4, 3, 2], [3, 6, 2, 2, 1]),  # no two sizes are equal by chance: Dynamo would guard on it
+            ([5, 11], [2, 4]),
+            ([30, 2, 2, 7], [1, 2, 1, 5]),
+        ]
+    ):
+        batches = [Batch(lengths, queries, head_dim=16, seed=seed + number) for _ in range(2)]
+        results = []
+        for function, batch in zip((compiled, layer), batches, strict=True):
+            arguments = (
+                batch.query, torch.cat(batch.keys), torch.cat(batch.values),
+                *batch.slots([0] * len(lengths), lengths), batch.qo_indptr, *batch.table,
+            )  # fmt: skip
+            stance = "fail_on_recompile" if number and function is compiled else "default"
+            with torch.compiler.set_stance(stance):
+                results.append(function(arguments, batch.pages, batch.scale))
+        torch.testing.assert_close(results[0], results[1])
+        torch.testing.assert_close(batches[0].pages, batches[1].pages)
