@@ -1,4 +1,4 @@
-"""Graph breaks: from what Dynamo wrote to findings."""
+"""Graph breaks: turns Dynamo's messages into findings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AT = re.compile(r"Graph break in user code at (?P<file>.+):(?P<line>\d+)")
 
 
 def findings_in(messages: Iterable[str]) -> list[Finding]:
-    """Return a finding for each message; those that only an earlier break let happen are marked."""
+    """Return a finding for each message; marked as following if only an earlier break made it happen."""
     found = [_finding(message) for message in messages]
     certain = any(is_users(finding.place) for finding in found)
     return [replace(finding, follows=certain and not is_users(finding.place)) for finding in found]
@@ -50,7 +50,7 @@ def _place(message: str) -> Place:
 
 
 def _without_ours_python(stack: Sequence[Place]) -> list[Place]:
-    """Drop what follows a trace of the exception inside Dynamo, which some messages end with."""
+    """Drop the traceback inside Dynamo that some messages end with."""
     inside = next((index for index, place in enumerate(stack) if "/torch/_dynamo/" in place.file), None)
     return list(stack if inside in (None, 0) else stack[:inside])
 

@@ -1,4 +1,4 @@
-"""What a whole graph may hold and a CUDA graph may not."""
+"""What a compiled graph may contain and a CUDA graph may not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recompiles: which guard failed, the old value and the new, and what pins it."""
+"""Recompiles: which guard failed, the old value and the new one, and the line that relies on it."""
 
 from __future__ import annotations
 

@@ -95,9 +95,9 @@ def measure(
     return timings
 
 
-def _prompts(given: Prompts | None, rows: int, device_model: DeviceModel) -> Prompts:
-    if given is not None:
-        return [given[row % len(given)] for row in range(rows)]
+def _prompts(prompts: Prompts | None, rows: int, device_model: DeviceModel) -> Prompts:
+    if prompts is not None:
+        return [prompts[row % len(prompts)] for row in range(rows)]
     length = max(1, min(_PROMPT, _TOKENS // rows, device_model.max_positions - _STEPS))
     return [np.arange(row, row + length, dtype=np.int64) % device_model.vocabulary for row in range(rows)]
 
@@ -110,7 +110,7 @@ class _Stopwatch:
         self._cuda = device_model.device.type == "cuda"
 
     def prefill(self, prompts: Prompts) -> Timing:
-        """Time the prompts' way to their first tokens."""
+        """Time the prefill of ``prompts``."""
         for _ in range(_WARM):
             self._seconds_of_prefill(prompts)
         seconds = statistics.median(self._seconds_of_prefill(prompts) for _ in range(_RUNS))

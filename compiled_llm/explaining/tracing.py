@@ -161,7 +161,7 @@ class BrokenPrograms(Programs):
     def prefill(
         self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Run ``prefill_step`` without symbolic sizes, which a graph break could only get wrong; compile it once."""
+        """Run ``prefill_step`` without symbolic sizes, which graph breaks get wrong; compile it once."""
         logits, tokens = self._prefill(model, self._forward, inputs, tables, pages)
         self._prefill = self.prefill_function
         return logits, tokens
@@ -205,7 +205,7 @@ class CompiledFrame(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The function's, with that of its class where Python says so (3.11)."""
+        """The function's, with that of its class from Python 3.11 on."""
         return getattr(self.code, "co_qualname", self.code.co_name)
 
     @property
@@ -215,7 +215,7 @@ class CompiledFrame(NamedTuple):
 
 
 class InductorPrograms(Programs):
-    """The programs with Inductor writing down what it makes of them: whole, also where ``wrap`` compiles regions."""
+    """The programs with Inductor's files kept: each one whole, also if ``wrap`` compiles regions."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class Sandbox:
         return messages
 
     def inductor(self, folders: Mapping[str, Path]) -> None:
-        """Compile all programs with Inductor, and have it write what it makes into each program's folder."""
+        """Compile all programs with Inductor, and have it write its files into each program's folder."""
         config = dataclasses.replace(self._config, mode="compile")
         with self._laid_out(config) as weights:
             programs = InductorPrograms(self._facts.forward, config, self._device, weights, folders)
@@ -300,7 +300,7 @@ class Sandbox:
 
     @contextmanager
     def _laid_out(self, config: WrapConfig) -> Iterator[FusedWeights]:
-        """Fuse weights as ``wrap`` would; those of a model that is not wrapped are as before after the block."""
+        """Fuse weights as ``wrap`` would; after the block, those of a model that is not wrapped are separate again."""
         weights = self.thread.call(self._fuse, config)
         try:
             yield weights

@@ -5,43 +5,31 @@ Shapes: B rows, Q tokens a row, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
-from compiled_llm.execution.slow_paths import Reason, SlowPath
+from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.current_call import current_call
+from compiled_llm.huggingface.forward_obstacles import by_name, forward_obstacle, tokens_in
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.kvcache.pool import OutOfPagesError
 from compiled_llm.model.inputs import check_ids, check_ready
-from compiled_llm.model.sizes import max_positions_of
-
-_TAKEN = frozenset(
-    {
-        *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"),
-        *("labels", "use_cache", "logits_to_keep", "return_dict"),
-    }
-)
-_MORE_OUTPUTS: tuple[SlowPath, ...] = ("output_hidden_states", "output_attentions", "output_router_logits")
-_KNOWN = _TAKEN.union(_MORE_OUTPUTS)
-_IGNORED_LABEL = -100
 
 
 def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the compiled forward if it can serve the call, else the class's own."""
     if torch.compiler.is_compiling():  # the user's own torch.compile or torch.export
         return original(self, *args, **kwargs)
-    arguments, runtime = named(original, args, kwargs), self.compiled
+    arguments, runtime = by_name(original, args, kwargs), self.compiled
     counted, cache = current_call.get() is None, arguments.get("past_key_values")
-    reason = obstacle(original, self, arguments)
+    reason = forward_obstacle(original, self, arguments)
     if isinstance(cache, PagedCache):
         if reason is not None:
             raise ValueError(
@@ -69,105 +57,8 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
         return original(self, *args, **kwargs)
 
 
-def named(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by name, without those that are None."""
-    arguments = {**dict(zip(_parameters(original)[1:], args, strict=False)), **kwargs}
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-def ignored(original: Callable[..., Any]) -> frozenset[str]:
-    """Return the inputs that tokenizers make and this ``forward`` takes without looking at them."""
-    return frozenset({"token_type_ids"}.difference(_parameters(original)))
-
-
-@functools.lru_cache(maxsize=16)  # of classes that may come and go
-def _parameters(original: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(original).parameters)
-
-
-def obstacle(original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]) -> Reason | None:
-    """Return why a call of ``forward`` has to run HuggingFace's own, or None.
-
-    Args:
-        original: the model class's ``forward``.
-        model: the wrapped model.
-        arguments: those of the call, by name.
-    """
-    return next(_obstacles(original, model, arguments), None)
-
-
-def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
-    cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
-    paged = isinstance(cache, PagedCache)
-    for name in _MORE_OUTPUTS:
-        if arguments.get(name, getattr(model.config, name, False)):
-            yield Reason(name)
-    known = _KNOWN | ignored(original)
-    others = sorted(name for name, value in arguments.items() if name not in known and value is not False)
-    if others:
-        yield Reason("model_inputs", ", ".join(others))
-    if cache is not None and not paged:
-        yield Reason("past_key_values", type(cache).__name__)
-    if not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
-        yield Reason("attention_mask_shape")
-    if arguments.get("position_ids", torch.empty(1, 0)).dim() != 2:
-        yield Reason("position_ids_shape")
-    if torch.is_autocast_enabled(model.device.type):
-        yield Reason("autocast")
-    if "labels" in arguments:
-        yield from _label_obstacles(original, arguments)
-    if paged:
-        return
-    if model.training:
-        yield Reason("training")
-    if torch.is_grad_enabled() and _wants_gradients(model, arguments):
-        yield Reason("gradients")
-    if cast(CompiledModel, model.compiled).hooks.of(model):
-        yield Reason("inner_hooks")
-    yield from _input_obstacles(model, arguments)
-
-
-def _wants_gradients(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
-    embeddings = arguments.get("inputs_embeds")
-    return (embeddings is not None and embeddings.requires_grad) or any(
-        parameter.requires_grad for parameter in model.parameters()
-    )
-
-
-def _label_obstacles(original: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[Reason]:
-    labels, mask = arguments["labels"], arguments.get("attention_mask")
-    if "loss_function" not in inspect.unwrap(original).__code__.co_names:
-        yield Reason("loss_function")
-    keep = arguments.get("logits_to_keep", 0)
-    if isinstance(keep, Tensor) or keep:
-        yield Reason("labels_with_logits_to_keep")
-    if mask is not None and isinstance(labels, Tensor) and labels.dim() == 2:
-        hidden = (mask[:, -labels.shape[1] :] == 0)[:, :-1].to(labels.device)
-        if bool((hidden & (labels[:, 1:] != _IGNORED_LABEL)).any()):
-            yield Reason("labels_masked")
-
-
-def _input_obstacles(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
-    """Yield what HuggingFace's own forward answers better: with its original error, or because it has no limits."""
-    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    if (ids is None) == (embeddings is None):
-        yield Reason("inputs", "not one of input_ids and inputs_embeds")
-    elif embeddings is not None and (embeddings.dim() != 3 or embeddings.dtype != model.dtype):
-        yield Reason("inputs", f"{embeddings.dim()}-D inputs_embeds of {embeddings.dtype}")
-    elif ids is not None and (ids.dim() != 2 or ids.is_floating_point() or not ids.numel()):
-        yield Reason("inputs", f"{ids.dim()}-D input_ids of {ids.dtype}" if ids.numel() else "no token")
-    elif _tokens_in(arguments)[1] > max_positions_of(model):
-        yield Reason("out_of_positions")
-
-
-def _tokens_in(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Return B and Q of the tokens or embeddings."""
-    batch, tokens = arguments["input_ids" if "input_ids" in arguments else "inputs_embeds"].shape[:2]
-    return int(batch), int(tokens)
-
-
 def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Any:
-    """Run a call for which there is no obstacle.
+    """Run a call for which there is no forward_obstacle.
 
     Args:
         original: the model class's ``forward``.
@@ -205,7 +96,7 @@ def _output_class(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _score(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Tensor:
     """Return logits without keeping anything, of at most ``max_batch_size`` rows at a time."""
-    most, (rows, _) = runtime.config.max_batch_size, _tokens_in(arguments)
+    most, (rows, _) = runtime.config.max_batch_size, tokens_in(arguments)
     logits: list[Tensor] = []
     for start in range(0, rows, most):
         part = {name: _rows_of(name, value, rows, start, most) for name, value in arguments.items()}
@@ -262,7 +153,7 @@ def fitting(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Reason | No
         device_model = runtime.device_model()
     except (ValueError, RuntimeError) as error:
         return Reason("cannot_run", str(error))
-    rows, tokens = _tokens_in(arguments)
+    rows, tokens = tokens_in(arguments)
     keeps = arguments.get("use_cache", getattr(runtime.facts.model.config, "use_cache", True))
     if keeps and rows > device_model.config.max_batch_size:
         return Reason("max_batch_size")

@@ -16,7 +16,7 @@ from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import allowed, deferred
 from compiled_llm.huggingface.call import Call, LoopArguments
 from compiled_llm.huggingface.current_call import copies, took
-from compiled_llm.huggingface.forward import ignored
+from compiled_llm.huggingface.forward_obstacles import ignored_inputs
 from compiled_llm.huggingface.generate import fast_loop, processed_loop
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.paged_cache import PagedCache
@@ -48,7 +48,7 @@ def original_path(
 ) -> Reason | None:
     """Return why this call has to run HuggingFace's loop over the original forward, or None."""
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
-    known = _KNOWN_INPUTS | ignored(type(model).forward)
+    known = _KNOWN_INPUTS | ignored_inputs(type(model).forward)
     others = [name for name, value in model_kwargs.items() if name not in known and value is not None]
     caches = (None, "dynamic", getattr(model.generation_config, "cache_implementation", None))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers

@@ -1,4 +1,4 @@
-"""The bytecode that Dynamo puts in a function's place, as Python where depyf can tell, else disassembled."""
+"""The bytecode that Dynamo puts in a function's place, as Python if depyf can decompile it, else disassembled."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _MOVED = {ATEN: "fx_graph_transformed.py", INDUCTOR: "output_code.py"}
 
 
 def new_folder(path: Path) -> Path:
-    """Return the folder, made if need be.
+    """Return the folder; make it if it does not exist.
 
     Raises:
         ValueError: there is something in it already, or it is a file.
@@ -58,7 +58,7 @@ class Dump:
         self.notes: list[str] = []
 
     def add_programs(self, traces: Sequence[Trace], sandbox: Sandbox) -> None:
-        """Write the programs that came out as one graph each; and if all did, what Inductor makes of them."""
+        """Write the programs that are one graph each; and if all are, Inductor's files."""
         folders = {trace.name: folder_of(trace.name, self.root) / "inductor" for trace in traces}
         if traces and all(trace.error is None for trace in traces):
             self._attempt("Inductor's code is missing", lambda: sandbox.inductor(folders))
@@ -93,14 +93,14 @@ class Dump:
         return write_pages(self.root, self.programs, report)
 
     def _attempt(self, what: str, work: Callable[[], object]) -> None:
-        """Do some work; should it fail, say so in a note, for the rest is worth having."""
+        """Do some work; if it fails, add a note and go on: the rest is worth having."""
         try:
             work()
         except Exception as error:
             self._note(f"{what}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
     def _note(self, text: str) -> None:
-        """Say something once."""
+        """Add a note, unless there is one that says the same."""
         if text and text not in self.notes:
             self.notes.append(text)
 

@@ -71,7 +71,7 @@ def _row_of(program: DumpedProgram, root: Path, sources: _Sources) -> Callable[[
 
 
 def _short(kernel: str) -> str:
-    """Leave the middle out of a kernel's name, which lists all that was fused into it."""
+    """Shorten a kernel's name, whose middle lists every fused operation."""
     name = kernel.rpartition(":")[0].removeprefix("torch.ops.").removesuffix(".default")
     return name if len(name) <= 40 else f"{name[:24]}…{name.rpartition('_')[2]}"
 

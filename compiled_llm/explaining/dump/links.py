@@ -76,7 +76,7 @@ def _without_call(kernel: str) -> str:
 
 
 def _computes(kernel: str, post: str) -> bool:
-    """Whether the kernel does the node's own work: a library's kernel is said to come from all that leads to it."""
+    """Whether the kernel does the node's own work: Inductor traces a library's kernel back to all of its inputs too."""
     if not kernel.startswith(("torch.ops.", "extern_kernels.")):
         return True
     parts = _without_call(kernel).split(".")

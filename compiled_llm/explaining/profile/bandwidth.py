@@ -1,4 +1,4 @@
-"""The read bandwidth that results are held against, measured in the same run."""
+"""The read bandwidth that results are compared with, measured in the same run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ran while a profiler looked on, kernel by kernel, and what kind of work each does."""
+"""The kernels that ran under a profiler, one by one, and what kind of work each does."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def busy_us(launches: Iterable[Launch]) -> float:
 
 
 class KernelProfiler:
-    """Sees what runs between ``start`` and ``stop``, from whatever thread.
+    """Records what runs between ``start`` and ``stop``, on any thread.
 
     Attributes:
         launches: what ran, after the block.
@@ -103,7 +103,7 @@ class KernelProfiler:
         self._profile.start()
 
     def stop(self) -> None:
-        """End recording, once all that was launched has ended."""
+        """Stop, once everything that was launched has finished."""
         self._synchronize()
         self._profile.stop()
 

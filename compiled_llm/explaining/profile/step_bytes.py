@@ -1,4 +1,4 @@
-"""The bytes that a decode step has to move, whatever kernels do it."""
+"""The bytes that a decode step has to move, whichever kernels do it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepBytes:
 
 
 def step_bytes(model: PreTrainedModel, context: int) -> StepBytes:
-    """Return what a decode step reads at a context of so many tokens."""
+    """Return what a decode step reads at a context of that many tokens."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
