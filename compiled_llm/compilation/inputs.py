@@ -31,7 +31,7 @@ class PrefillInputs(NamedTuple):
     """What a prefill reads beside the pages.
 
     Attributes:
-        ids: ``[1, T]`` int64; ``[1, T, hidden]`` in the model's dtype where it starts from embeddings.
+        ids: ``[1, T]`` int64; ``[1, T, hidden]`` in the model's dtype if it starts from embeddings.
         positions: ``[1, T]`` int64, rotary positions.
         keep: ``[L]`` int64, the tokens whose logits are wanted.
         ends: ``[C]`` int64, the entries of ``keep`` after which a token is chosen.

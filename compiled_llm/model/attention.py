@@ -106,9 +106,9 @@ def attention_forward(
         key: ``[1, K, T, D]`` or ``[B, K, 1, D]``, the new tokens' only.
         value: like ``key``.
         attention_mask: must be None: masked tokens are never stored.
-        scaling: factor on the logits; ``D ** -0.5`` where None.
-        sliding_window: tokens a query sees, itself included; all where None.
-        softcap: cap on the logits; none where None.
+        scaling: factor on the logits; ``D ** -0.5`` if None.
+        sliding_window: tokens a query sees, itself included; all if None.
+        softcap: cap on the logits; no cap if None.
         s_aux: ``[H]`` attention sinks, one more logit a head that takes weight and has no value.
         paged_batch: handed through ``forward`` by our own calls.
         kwargs: what else the model passes along; checked once, by the probe.
