@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -27,11 +28,15 @@ from rich.table import Table
 from torch import Tensor
 
 from compiled_llm.execution.recorded_shapes import RecordedShapes
-from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops import paged_attention, plan_paged_attention
+from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.contracts import DecodeAttention, Geometry, PageTable
+from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, worth_splitting
 from compiled_llm_ops.kernels import attention_tiling, linear_tiling
 from compiled_llm_ops.kernels.attention_tiling import AttentionTiling, choose_attention_tiling
 from compiled_llm_ops.kernels.linear_tiling import LinearTiling, choose_linear_tiling, choose_normed_tiling
 from compiled_llm_ops.linear.linear import weight_goes_left
+from compiled_llm_ops.protocol import Captured
 
 CLOSE = 0.03
 """How much slower than the best a choice may be to count as right."""
@@ -111,7 +116,7 @@ def captured(launch: Callable[[int], object]) -> float:
         for number in range(LAUNCHES):
             launch(number)
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(REPLAYS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -150,7 +155,7 @@ def random(*shape: int) -> Tensor:
 
 def products(quick: bool) -> dict[str, tuple[int, int]]:
     """`(N, K)` of the matmuls of decode steps."""
-    found = {}
+    found: dict[str, tuple[int, int]] = {}
     for model, (hidden, query, kv, intermediate) in MODELS.items():
         found |= {
             f"{model} qkv": (query + 2 * kv, hidden),
@@ -178,7 +183,7 @@ def few_row_tilings(m: int, k: int) -> list[LinearTiling]:
     return [
         LinearTiling(m, outputs, 1, inputs, stages=1, prefetched=prefetched)
         for inputs in (linear_tiling.WIDE_BLOCK, 2 * linear_tiling.WIDE_BLOCK)
-        for outputs in (1, 2, 4, 8)
+        for outputs in (2, 4, 8)
         for prefetched in sorted({1, -(-k // inputs)})
         if prefetched * outputs * inputs <= 2 * linear_tiling.PREFETCHED_WEIGHTS
     ]
@@ -300,6 +305,48 @@ def attention_timer(lengths: Sequence[int], gqa: int, most_keys: int) -> Callabl
     return lambda tiling: captured(lambda number: launch(tiling, number))
 
 
+# ---- splitting: `flashinfer/splitting.py`
+
+
+def splitting_cases(machine: Machine, quick: bool) -> Iterator[Case]:
+    """Captured prefills of Qwen3-0.6B's heads: thread blocks share the keys of a row, or do not."""
+    geometry = Geometry(16, KV_HEADS, HEAD_DIM, PAGE_SIZE, -1, 0.0, torch.bfloat16, torch.bfloat16)
+    for rows in (1, 8):
+        for tokens in (128, 1024) if quick else (16, 64, 128, 256, 512, 1024, 2048):
+            for stored in (0, 512) if quick else (0, 128, 512, 1024, 2048):
+                queries, lengths = np.full(rows, tokens), np.full(rows, tokens + stored)
+                chosen = "split" if worth_splitting(geometry, queries, lengths, machine.processors) else "whole"
+                prepare = lambda given=(rows, tokens, stored): prefill_timer(geometry, *given)  # noqa: E731
+                name = f"B={rows}, {tokens} new tokens after {stored}"
+                yield Case("splitting", name, {"split": SPLIT, "whole": WHOLE}, chosen, prepare)
+
+
+def prefill_timer(geometry: Geometry, rows: int, tokens: int, stored: int) -> Callable[[int], float]:
+    backend, device = backend_named("flashinfer"), torch.device("cuda")
+    count = -(-(tokens + stored) // PAGE_SIZE)
+    columns = [
+        [row * tokens for row in range(rows + 1)],
+        [row * count for row in range(rows + 1)],
+        list(range(rows * count)),
+        [(tokens + stored - 1) % PAGE_SIZE + 1] * rows,
+    ]
+    host = PageTable(*(torch.tensor(column, dtype=torch.int32) for column in columns))
+    table = [column.cuda() for column in host]
+    pages = copies_of(torch.zeros(rows * count, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
+    query = random(rows * tokens, geometry.query_heads, HEAD_DIM)
+
+    def microseconds(variant: int) -> float:
+        captured_as = Captured(rows * tokens, rows, variant)
+        workspace = backend.workspace(device, backend.workspace_bytes([geometry], device, captured_as))
+        plan = backend.new_plan(workspace, backend.plan_bytes([geometry], device, rows * tokens, rows))
+        planned = (host.qo_indptr, host.indptr, host.last_page_len, workspace.buffer, *geometry)
+        plan_paged_attention(plan.tensor, plan.numbers, *planned, captured_as.tokens, variant)
+        given = (*table, plan.tensor, workspace.buffer, HEAD_DIM**-0.5)
+        return captured(lambda number: paged_attention(query, pages[number % len(pages)], *given))
+
+    return microseconds
+
+
 # ---- recorded: `execution/recorded_shapes.py`
 
 
@@ -371,6 +418,7 @@ SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {
     "linear": linear_cases,
     "normed": normed_cases,
     "attention": attention_cases,
+    "splitting": splitting_cases,
     "recorded": recorded_cases,
     "cpu-linear": cpu_linear_cases,
 }
