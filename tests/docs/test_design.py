@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import compiled_llm
 import compiled_llm_ops
+from support.imports import sources
 from support.pages import CHECKOUT
 from support.tiny_models import tiny_qwen3
 
@@ -80,6 +82,15 @@ def test_a_call_of_generate_follows_the_way(monkeypatch: pytest.MonkeyPatch) -> 
     for stop in WAY:
         if not stop.on_cuda:
             assert (stop.file, stop.function) in rest, f"stop {stop.number} is not reached after those before it"
+
+
+def test_what_the_page_calls_by_name_is_in_the_code() -> None:
+    """Functions, classes, options; or methods of HuggingFace's models."""
+    code = "\n".join(path.read_text() for path in sources().values())
+    names = {name for quoted in re.findall(r"`([\w.]+)`", DESIGN) for name in quoted.split(".")}
+    assert len(names) > 50
+    known = {name for name in names if hasattr(PreTrainedModel, name) or re.search(rf"\b{name}\b", code)}
+    assert sorted(names - known) == []
 
 
 # ---- rooms
