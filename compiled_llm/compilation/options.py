@@ -28,9 +28,11 @@ def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], 
         return list(fused)
     if not decodes:
         return [OuterProducts(), *fused]
+    # Only ``decode_attention`` norms and rotates queries and keys.
+    prepared: list[Pass] = [] if config.plans_decode_on(device.type) else [PreparedInAttention()]
     if config.mode == "compile":  # launching an op's kernel costs the host more than launching one of Inductor's
-        return [OuterProducts(), PreparedInAttention(), *fused]
-    return [OuterProducts(), PreparedInAttention(), NormedSums(), *fused, NormedProducts()]
+        return [OuterProducts(), *prepared, *fused]
+    return [OuterProducts(), *prepared, NormedSums(), *fused, NormedProducts()]
 
 
 def prefill_options(device: torch.device) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Backend(Protocol):
         """
 
     def plan_bytes(self, groups: Sequence[Geometry], device: torch.device, tokens: int, rows: int) -> int:
-        """Return a size that holds the plan of any batch of at most so many tokens and rows, in bytes."""
+        """Return a size that holds the plan of any batch with at most these tokens and rows, in bytes."""
 
     def workspace(self, device: torch.device, nbytes: int) -> Workspace:
         """Allocate a workspace, once and before any capture."""

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import WrapConfig
+from compiled_llm.compilation.options import passes_for
+from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.execution import plans
 from compiled_llm.execution.plans import Planner
 from compiled_llm.kvcache.table import HostTable, Span, build_table
@@ -66,6 +68,16 @@ def test_a_backend_is_found_by_its_name() -> None:
     assert {type(backend_named(name)).__name__ for name in BACKENDS} == {"FlashInfer", "Reference"}
     with pytest.raises(ValueError, match="'triton' does not exist; choose one of 'flashinfer', 'reference'"):
         backend_named("triton")
+
+
+@pytest.mark.parametrize("mode", ["compile", "reduce-overhead", "cuda-graphs"])
+@pytest.mark.parametrize(("backend", "is_searched"), [("auto", True), ("flashinfer", False)])
+def test_graphs_are_searched_for_what_decode_attention_prepares_only_if_they_have_it(
+    mode: Any, backend: Any, is_searched: bool
+) -> None:
+    """Else a model like Llama would be said to match no pattern."""
+    passes = passes_for(WrapConfig(mode=mode, backend=backend), torch.device("cuda"), [], decodes=True)
+    assert any(isinstance(searched, PreparedInAttention) for searched in passes) is is_searched
 
 
 # ---- what is refused

@@ -198,7 +198,7 @@ def test_plan_leaves_the_module_and_its_numbers_where_they_are_looked_for() -> N
 
 def test_run_reads_what_is_set_before_it() -> None:
     table = {"_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf", "_qo_indptr_buf"}
-    private = {"_plan_info", "_int_workspace_buffer", "_cached_module", "_qo_indptr_last"}
+    private = {"_plan_info", "_int_workspace_buffer", "_float_workspace_buffer", "_cached_module", "_qo_indptr_last"}
     assert table | private <= attributes(PREFILL.run, ast.Load)
 
 

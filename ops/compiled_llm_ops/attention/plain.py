@@ -44,7 +44,7 @@ def _rows(query: Tensor, pages: Tensor, table: PageTable) -> Iterator[tuple[slic
 
 
 def _visible(queries: int, length: int, window_left: int, device: torch.device) -> Tensor | None:
-    """``[Q, L]`` bool: which keys each query sees; None where it is all of them. The last query sees the last key."""
+    """``[Q, L]`` bool: which keys each query sees; None if it sees all. The last query sees the last key."""
     if queries == 1 and not 0 <= window_left < length - 1:
         return None
     positions = torch.arange(length, device=device)

@@ -1,6 +1,7 @@
 """FlashInfer behind our ops, and the one folder that touches it: plan on the host, launch in a graph, append to pages.
 
-Decode needs neither a plan nor FlashInfer: see ``compiled_llm_ops.attention.decode``.
+Our own decode kernel needs neither a plan nor FlashInfer: see ``compiled_llm_ops.attention.decode``. Decode steps that
+FlashInfer computes are extends of one token a row.
 
 FlashInfer's planner reads lengths on the host, writes what it decided into a pinned buffer, and copies that to the
 device with one ``cudaMemcpyAsync`` on the current stream. The public ``plan()`` around it copies the page table as
@@ -17,12 +18,13 @@ its arguments                                  table and without waiting       a
 ``wrapper._plan_info``,                        hand ``run()`` what was         the same
 ``wrapper._qo_indptr_last``                    planned, and for how many
                                                tokens
-``padded_batch_size`` in it, lowered           launch no blocks without work   the planner counts tiles where
-                                               in a graph                      it does not split
-``wrapper._int_workspace_buffer``              one wrapper serves many plans,  the same
-                                               each with its own workspace
+``padded_batch_size`` in it, lowered           launch no blocks without work   the planner counts tiles if it
+                                               in a graph                      does not split
+``wrapper._int_workspace_buffer``,             one wrapper serves many plans,  the same
+``wrapper._float_workspace_buffer``            each with the tensors that its
+                                               launch was given
 ``wrapper._qo_indptr_buf``,                    let ``run()`` read the page     ``run()`` takes the page table
-``wrapper._paged_kv_indptr_buf``,              table where it lies
+``wrapper._paged_kv_indptr_buf``,              table in place
 ``wrapper._paged_kv_indices_buf``,
 ``wrapper._paged_kv_last_page_len_buf``
 the order of the numbers in ``_plan_info``     name what changed under a       the numbers have names

@@ -11,7 +11,7 @@ from compiled_llm_ops.flashinfer.versions import NEWEST_EXCLUSIVE, OLDEST, versi
 
 
 def missing_for_cuda() -> list[str]:
-    """Return what keeps the ops from running on CUDA, each with the way out; empty where nothing does."""
+    """Return what keeps the ops from running on CUDA, each with the way out; empty if nothing does."""
     missing = []
     if problem := flashinfer_problem():
         missing.append(problem)

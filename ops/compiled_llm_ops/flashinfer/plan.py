@@ -86,11 +86,11 @@ class FlashInferPlan:
         numbers = self.numbers.tolist()
         if not any(numbers):
             raise RuntimeError("paged_attention: nothing was planned; call plan_paged_attention() before the launch")
-        tokens = numbers[PLAN_FIELDS.index("total_num_rows")]
-        self._check_launch(args, tokens)
+        tokens, geometry = numbers[PLAN_FIELDS.index("total_num_rows")], args.geometry
+        self._check_launch(args, geometry, tokens)
         if torch.cuda.is_current_stream_capturing():
             self._captured = numbers
-        wrapper = self._workspace.wrapper(args.geometry)
+        wrapper = self._workspace.wrapper(geometry)
         wrapper._plan_info = numbers
         wrapper._qo_indptr_last = tokens
         wrapper._int_workspace_buffer = args.plan
@@ -125,8 +125,8 @@ class FlashInferPlan:
                 f"{', '.join(changed)}; record the graph again before replaying it"
             )
 
-    def _check_launch(self, args: PagedAttention, tokens: int) -> None:
-        launched = args.geometry, args.last_page_len.shape[0], args.query.shape[0]
+    def _check_launch(self, args: PagedAttention, geometry: Geometry, tokens: int) -> None:
+        launched = geometry, args.last_page_len.shape[0], args.query.shape[0]
         planned = self._geometry, self._rows, tokens
         if launched != planned:
             names = ("geometry", "rows", "tokens")

@@ -67,7 +67,7 @@ def decide(args: PlanPagedAttention, known: list[int] | None, workspace: Workspa
         all_arguments = args.workspace, args.plan, pinned, *arguments
         planner = workspace.wrapper(geometry)._cached_module
         if captured and not split and idle_blocks_read_the_plan():
-            # At first the planner says where it puts what, too.
+            # Only the planner knows the offsets, so the first plan is made twice.
             let_idle_blocks_repeat(pinned, known or planner.plan(*all_arguments), row=rows - 1)
         plan_info = planner.plan(*all_arguments)
     numbers = [int(number) for number in plan_info]
@@ -75,7 +75,7 @@ def decide(args: PlanPagedAttention, known: list[int] | None, workspace: Workspa
 
 
 def plan_bytes(geometry: Geometry, tokens: int, rows: int, max_blocks: int) -> int:
-    """Return an upper bound of the bytes that the plan of any batch of at most so many tokens and rows takes.
+    """Return an upper bound on the size of the plan of any batch with at most these tokens and rows, in bytes.
 
     For each block of the launch up to three int32 and a bool, for each row and each token one int32 more, and
     some alignment. Split rows fill the device at most once (``max_grid_size`` in scheduler.cuh); rows that are not
@@ -145,8 +145,8 @@ def _check_size(args: PlanPagedAttention, tokens: int, workspace: Workspace) -> 
 def with_blocks_for_tiles(numbers: list[int], geometry: Geometry, tokens: int, rows: int) -> list[int]:
     """Return the plan of a captured launch without split with as many blocks as there can be tiles of queries.
 
-    The planner gives it as many as fill the device. Those without work would have the others share multiprocessors: on
-    an H200, 1 row of 512 new tokens takes 29 us instead of 19.
+    The planner gives it enough to fill the device. Blocks without work would crowd the others onto fewer
+    multiprocessors: on an H200, 1 row of 512 new tokens takes 29 us instead of 19.
     """
     info = dict(zip(PLAN_FIELDS, numbers, strict=True))
     return [*(info | {"padded_batch_size": most_tiles(geometry, tokens, rows, info["cta_tile_q"])}).values()]
@@ -161,9 +161,9 @@ def row_lengths(args: PlanPagedAttention) -> NDArray[np.int32]:
 
 
 def let_idle_blocks_repeat(pinned: Tensor, plan_info: Any, row: int) -> None:
-    """Fill what the planner leaves as it finds it: all blocks take the first tile of ``row``, until they get another.
+    """Fill what the planner does not write: blocks without work recompute the first tile of ``row``.
 
-    Several that write the same do no harm.
+    Several blocks that write the same do no harm. Without split, put a short row last: idle blocks take its time.
     """
     info = dict(zip(PLAN_FIELDS, map(int, plan_info), strict=True))
     columns = {"request_indices_offset": row, "qo_tile_indices_offset": 0, "kv_tile_indices_offset": 0}

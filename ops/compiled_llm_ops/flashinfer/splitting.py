@@ -43,7 +43,7 @@ def captured_split_bytes(geometry: Geometry, tokens: int, rows: int, processors:
 
 
 def most_tiles(geometry: Geometry, tokens: int, rows: int, tile: int) -> int:
-    """Return how many tiles of (token, head of the group) pairs so many tokens of so many rows have at most."""
+    """Return the most tiles of (token, head of the group) pairs that the tokens of these rows can have."""
     return -(-tokens * (geometry.query_heads // geometry.kv_heads) // tile) + rows - 1
 
 
@@ -58,7 +58,7 @@ def _largest_tile(geometry: Geometry) -> int:
 
 
 def captured_tile(geometry: Geometry, tokens: int, rows: int) -> int:
-    """Return the pairs in a block of a captured launch: enough for the longest row that so many rows leave room for.
+    """Return the pairs in a block of a captured launch: enough for the longest row that the others leave room for.
 
     ``FA2DetermineCtaTileQ`` in FlashInfer's ``utils.cuh``.
     """
@@ -80,11 +80,11 @@ def _partial_results(geometry: Geometry, blocks: int, tile: int) -> int:
 def worth_splitting(
     geometry: Geometry, queries: NDArray[np.integer[Any]], lengths: NDArray[np.integer[Any]], processors: int
 ) -> bool:
-    """Return whether a prefill is faster if blocks share the keys of a row, and merge what each has found.
+    """Return whether a prefill is faster if blocks share the keys of a row and merge their results.
 
-    A block goes over the keys of its tile of queries one after the other, so the longest row sets the time unless its
-    keys are shared; faster by two fifths as long as no two blocks are on one multiprocessor. Merging takes as long as
-    going over so many keys. FlashInfer itself shares them whenever blocks would otherwise be fewer than fill the
+    A block goes over the keys of its tile of queries one after the other, so the longest row sets the time unless
+    blocks share its keys. A block is two fifths faster as long as no two are on one multiprocessor. Merging takes as
+    long as going over ``merging`` keys. FlashInfer itself shares keys whenever there are too few blocks to fill the
     device: on an H200, 1 row of 512 new tokens and 32 query heads takes 60 us instead of 30.
 
     Args:
@@ -94,8 +94,8 @@ def worth_splitting(
         processors: multiprocessors of the device.
 
     Source:
-        Measured on an H200 with 16 query heads, 8 kv heads of size 128, 1 and 8 rows, 16 to 2,048 new tokens behind 0
-        to 2,048: where it chooses the slower way, that is slower by at most 3%.
+        Measured on an H200 with 16 query heads, 8 kv heads of size 128, 1 and 8 rows, 16 to 2,048 new tokens after 0
+        to 2,048: if it chooses the slower variant, that is slower by at most 3%.
     """
     tile = _largest_tile(geometry)
     seen = lengths if geometry.window_left < 0 else np.minimum(lengths, geometry.window_left + tile)

@@ -21,17 +21,13 @@ STAGING_BUFFERS = 16
 
 
 class Workspace:
-    """What the plans of one device share, allocated once, before any capture.
+    """What the plans of one model share, allocated once, before any capture.
 
-    The float workspace holds the partial results of rows whose keys were split over several blocks. They are written
-    and merged within one launch, so one buffer serves all plans whose launches follow each other on a stream.
+    The buffer holds the partial results of rows whose keys were split over several blocks. They are written and merged
+    within one launch, so one buffer serves all plans whose launches follow each other on a stream.
 
-    An int workspace holds what a plan decided, from ``plan`` to the last launch that reads it. Two attention groups
-    are planned before either launches, and a graph replays from its address, so every plan has one of its own. It is
-    as large as the plan can get, not FlashInfer's 8 MiB.
-
-    The pinned buffers the plans are copied from are used in turn and belong to the workspace, since a copy may still
-    be on its way when its plan is dropped.
+    Plans are copied from pinned buffers, used in turn. They belong to the workspace, since a copy may still be on its
+    way when its plan is dropped.
 
     One thread at a time may plan or launch with the plans of a workspace.
 
@@ -47,7 +43,7 @@ class Workspace:
 
         Args:
             device: a CUDA device.
-            workspace_bytes: size of the float workspace; ``plan`` says so when it is too small.
+            workspace_bytes: size of the buffer; planning raises if it is too small.
         """
         self.buffer = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self.device = self.buffer.device
