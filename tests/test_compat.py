@@ -62,7 +62,7 @@ class Warned(logging.Handler):
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_kernels_wait_before_anything_else(overlaps):
-    """A GPU runs what comes of it in `test_ops_gpu.py`."""
+    """A GPU runs what comes of it in `test_replay_gpu.py`."""
     compat.make_kernels_wait_first()
     code, wait, launch = IndentedBuffer(), TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
     for line in ("a = 1", "b = load(a)", wait, launch, "c = load(b)", wait, launch, "store(c)"):
