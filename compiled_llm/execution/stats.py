@@ -45,11 +45,12 @@ class Stats:
         prefill_recordings: CUDA graphs recorded of prefills, one for each number of tokens and rows they are padded to;
             0 except in mode ``"cuda-graphs"``.
         patterns: on CUDA, how often decode programs had what our passes look for, ``rotary`` and ``norm``; 0 for both
-            if the model writes them in another way, which makes its steps slower.
+            if the model writes them in another way, which makes its steps slower. With ``backend="flashinfer"``
+            there is no ``rotary``: only our own kernel takes that over.
         buckets: decode batch sizes that are ready.
         pages: the page account, or None while nothing is allocated.
         page_size: tokens in a page.
-        memory: bytes on the device: ``weights``, ``pages``, ``workspace`` (FlashInfer's), ``buffers`` (page tables and
+        memory: bytes on the device: ``weights``, ``pages``, ``workspace`` (the backend's), ``buffers`` (page tables and
             sampling settings) and ``graphs`` (what recording CUDA graphs took from the allocator).
     """
 
