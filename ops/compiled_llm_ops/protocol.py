@@ -5,6 +5,9 @@ Launchers run inside compiled, possibly captured, graphs. They find the plan tha
 Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size.
 """
 
+# A method of a protocol is its docstring.
+# pyright: reportReturnType=false
+
 from __future__ import annotations
 
 import weakref

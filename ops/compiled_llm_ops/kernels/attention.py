@@ -13,6 +13,9 @@ Shapes: B rows, H query heads, K kv heads, G query heads of one kv head, D head 
 P pages, S page size, N entries of the page table.
 """
 
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# pyright: reportIndexIssue=false
+
 from __future__ import annotations
 
 import math

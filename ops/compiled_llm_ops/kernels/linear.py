@@ -7,6 +7,7 @@ Shapes: M rows, N outputs, K inputs.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # mypy: disable-error-code="assignment, var-annotated"
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 

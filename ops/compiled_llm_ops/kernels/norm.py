@@ -1,5 +1,8 @@
 """A Triton kernel for the norms of a decode step, which may begin while the previous kernel ends (see ``pdl``)."""
 
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# pyright: reportIndexIssue=false
+
 from __future__ import annotations
 
 import torch

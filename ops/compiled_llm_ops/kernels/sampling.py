@@ -9,6 +9,9 @@ Scores are multiplied by reciprocals, as PyTorch does when it divides by a numbe
 Shapes: B rows, V vocabulary, C candidates, X entries of the tables of settings.
 """
 
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import torch
