@@ -21,9 +21,10 @@ from compiled_llm.execution.plans import Planner
 from compiled_llm.kvcache.table import HostTable, Span, build_table
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.layer_probe import Layer, UnsupportedModelError
-from compiled_llm_ops import Geometry
+from compiled_llm_ops import Geometry, append_paged_kv, paged_attention_lse
 from compiled_llm_ops.backends import BACKENDS, backend_named
-from compiled_llm_ops.contracts import PlanPagedAttention
+from compiled_llm_ops.contracts import AppendPagedKv, PagedAttention, PlanPagedAttention
+from compiled_llm_ops.protocol import owner_of
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -78,6 +79,27 @@ def test_graphs_are_searched_for_what_decode_attention_prepares_only_if_they_hav
     """Else a model like Llama would be said to match no pattern."""
     passes = passes_for(WrapConfig(mode=mode, backend=backend), torch.device("cuda"), [], decodes=True)
     assert any(isinstance(searched, PreparedInAttention) for searched in passes) is is_searched
+
+
+@pytest.mark.parametrize("window_left", [-1, 3])
+def test_the_reference_attends_as_the_cpu_kernels_do(window_left: int, seed: int) -> None:
+    """Its launcher runs on CUDA only; it takes tensors from anywhere."""
+    reference, cpu = backend_named("reference"), torch.device("cpu")
+    workspace = reference.workspace(cpu, reference.workspace_bytes([GEOMETRY], cpu))
+    plan = reference.new_plan(workspace, reference.plan_bytes([GEOMETRY], cpu, 5, 2))
+    rows, positions, qo_indptr, indptr, indices, last_page_len = (
+        torch.tensor(column, dtype=torch.int32)
+        for column in ([0, 0, 0, 1, 1], [3, 4, 5, 0, 1], [0, 3, 5], [0, 2, 3], [4, 1, 2], [2, 2])
+    )
+    query, key, value, pages = torch.randn(5, 4, 16), *torch.randn(2, 5, 2, 16), torch.randn(6, 2, 2, 4, 16)
+    expected, table = pages.clone(), (indptr, indices, last_page_len)
+    append_paged_kv(key, value, expected, rows, positions, *table)
+    reference.append(AppendPagedKv(key, value, pages, rows, positions, *table))
+    assert torch.equal(pages, expected)
+    given = (query, pages, qo_indptr, *table, plan.tensor, workspace.buffer, 0.25, window_left)
+    out, lse = torch.empty(5, 4, 16), torch.empty(5, 4)
+    owner_of(plan.tensor).launch(PagedAttention(*given), out, lse)
+    torch.testing.assert_close((out, lse), paged_attention_lse(*given))
 
 
 # ---- what is refused
