@@ -50,4 +50,4 @@ class CompiledModel(Runtime):
 
     def new_cache(self) -> PagedCache:
         """Return an empty cache with a runner of its own."""
-        return PagedCache(self.runner(), len(self.facts.layers))
+        return PagedCache(self.runner())

@@ -41,16 +41,17 @@ class PagedCache(Cache):
             ones do not.
     """
 
-    def __init__(self, runner: Runner, layers: int) -> None:
-        """Own ``runner`` and answer for ``layers`` attention layers."""
-        super().__init__(layers=[PagedLayer(self, index) for index in range(layers)])
+    def __init__(self, runner: Runner) -> None:
+        """Own ``runner``."""
+        pages = runner.device_model.state.pages
+        super().__init__(layers=[PagedLayer(self, index, layer) for index, layer in enumerate(pages)])
         self.runner = runner
         self.stored = _NOTHING
 
     @deferred()
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """Return an independent copy; pages are shared until one of the two writes to them."""
-        copy = PagedCache(self.runner.fork(), len(self.layers))
+        copy = PagedCache(self.runner.fork())
         copy.stored = self.stored
         return copy
 

@@ -6,8 +6,9 @@ Shapes: B rows, C tokens a row has been given, K kv heads, D head dimension.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -26,15 +27,22 @@ class LayerSource(Protocol):
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer as HuggingFace asks about it; its keys and values lie in the pages."""
+    """One layer as HuggingFace asks about it; its keys and values lie in the pages.
+
+    Attributes:
+        dtype: of keys and values.
+        device: where they are.
+    """
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, cache: LayerSource, index: int) -> None:
-        """Answer for layer ``index`` of ``cache``."""
+    def __init__(self, cache: LayerSource, index: int, pages: Tensor) -> None:
+        """Answer for layer ``index`` of ``cache``, whose keys and values lie in ``pages``."""
         self._cache = weakref.ref(cache)  # a cycle would keep the rows' pages until the garbage collector comes by
         self._index = index
+        self.dtype: torch.dtype = pages.dtype
+        self.device: torch.device = pages.device
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -81,3 +89,33 @@ class PagedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return -1: rows grow as far as pages go."""
         return -1
+
+    def crop(self, tokens_to_remove: int) -> NoReturn:
+        """Refuse, as all methods below: the layers of a cache share their rows."""
+        self._refuse("crop")
+
+    def reset(self) -> NoReturn:
+        """Refuse."""
+        self._refuse("reset")
+
+    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
+        """Refuse."""
+        self._refuse("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        """Refuse."""
+        self._refuse("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: Tensor) -> NoReturn:
+        """Refuse."""
+        self._refuse("batch_select_indices")
+
+    def offload(self) -> NoReturn:
+        """Refuse: pages stay where the model is."""
+        self._refuse("offload")
+
+    def _refuse(self, method: str) -> NoReturn:
+        raise RuntimeError(
+            f"{method}: the layers of a PagedCache share their rows, so layer {self._index} cannot change alone; call "
+            "the method of the cache, or use a DynamicCache"
+        )

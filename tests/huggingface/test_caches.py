@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -324,6 +325,45 @@ def assert_same_contents(theirs: Any, ours: Any) -> None:
         assert layer.get_seq_length() == their_layer.get_seq_length()
         assert layer.is_initialized
         assert layer.is_croppable
+
+
+def public(thing: Any) -> dict[str, Any]:
+    """Its public attributes; deprecated names of HuggingFace's warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {name: getattr(thing, name) for name in dir(thing) if not name.startswith("_")}
+
+
+@pytest.mark.core
+def test_caches_and_their_layers_have_every_attribute_of_huggingfaces(models, inputs):
+    with torch.no_grad():
+        theirs, ours = (model(**inputs).past_key_values for model in models)
+    assert isinstance(theirs, DynamicCache)
+    layers = zip(theirs.layers, ours.layers, strict=True)
+    for expected, actual in [map(public, both) for both in ((theirs, ours), *layers)]:
+        assert expected.keys() - actual.keys() == set()
+        for name in expected.keys() - {"keys", "values", "layers", "layer_class_to_replicate"}:
+            assert callable(actual[name]) == callable(expected[name]), name
+            assert callable(expected[name]) or actual[name] == expected[name], name
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("crop", (-1,)),
+        ("reset", ()),
+        ("reorder_cache", (torch.tensor([0, 0, 1]),)),
+        ("batch_repeat_interleave", (2,)),
+        ("batch_select_indices", (torch.tensor([0]),)),
+        ("offload", ()),
+    ],
+)
+def test_one_layer_alone_does_not_change(method, arguments, models, inputs):
+    with torch.no_grad():
+        cache = models[1](**inputs).past_key_values
+    with pytest.raises(RuntimeError, match=f"{method}: the layers of a PagedCache share their rows"):
+        getattr(cache.layers[1], method)(*arguments)
+    assert cache.get_seq_length() == 9
 
 
 def test_an_empty_cache_has_neither_keys_nor_values(models):
