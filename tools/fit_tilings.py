@@ -278,8 +278,8 @@ def attention_tilings(rows: int, quick: bool) -> list[AttentionTiling]:
     for values, stages, warps in shapes if quick else [*shapes, (2**13, 3, 4), (2**13, 5, 4)]:
         busy = attention_tiling.BUSY_VALUES // values
         for splits in (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32):
-            for alone, least in ((attention_tiling.ALONE, 1), (busy, busy)):
-                sharing = (row_tile, row_tile * splits, alone, least)
+            for unsplit, min_share in ((attention_tiling.ALONE, 1), (busy, busy)):
+                sharing = (row_tile, row_tile * splits, unsplit, min_share)
                 found.append(AttentionTiling(*sharing, values // HEAD_DIM, stages, warps))
     return found
 

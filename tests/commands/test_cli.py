@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import compiled_llm
 from compiled_llm.commands.app import app
+from support.characters import character_tokenizer
 from support.tiny_models import tiny_qwen3
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
@@ -42,14 +42,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 that never stops, with a tokenizer of one token a character."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_qwen3(eos_token_id=None).save_pretrained(folder)
-    vocabulary = ["<pad>", "<s>", "</s>", "<unk>", *map(chr, range(32, 127))]
-    vocabulary += [f"<{i}>" for i in range(len(vocabulary), 128)]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compiled_llm
+from support.characters import character_tokenizer
 from support.pages import DOCS, PAGES, Block, blocks_of, short
 from support.tiny_models import tiny_qwen3
 
@@ -32,12 +32,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, with a tokenizer of one token a character."""
     folder = tmp_path_factory.mktemp("docs") / "tiny"
     tiny_qwen3(eos_token_id=None).save_pretrained(folder)
-    vocabulary = ["<pad>", "<s>", "</s>", "<unk>", *map(chr, range(32, 127))]
-    vocabulary += [f"<{i}>" for i in range(len(vocabulary), 128)]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
     return folder
 
 

@@ -28,7 +28,7 @@ def test_rows_share_programs_for_the_device_or_a_few_each(rows: int, row_tile: i
     tiling = choose(rows, 8, 2, 128, 40_960, **H200)
     assert (tiling.row_tile, tiling.programs) == (row_tile, row_tile * programs)
     busy = programs == 4 and rows > 4
-    assert (tiling.alone * tiling.block, tiling.least * tiling.block) == ((1024, 1024) if busy else (384, 128))
+    assert (tiling.unsplit * tiling.block, tiling.min_share * tiling.block) == ((1024, 1024) if busy else (384, 128))
 
 
 def test_rows_that_cannot_be_long_get_one_program() -> None:

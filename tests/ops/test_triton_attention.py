@@ -123,11 +123,11 @@ def launch(
     return decode(given, lse, tiling=tiling, pdl=False), lse
 
 
-def tiling_of(batch: Batch, spare: int, alone: int = 2, least: int = 1, row_tile: int = 0) -> AttentionTiling:
+def tiling_of(batch: Batch, spare: int, unsplit: int = 2, min_share: int = 1, row_tile: int = 0) -> AttentionTiling:
     """Blocks small enough for short rows to have several."""
     row_tile = row_tile or (len(batch.query) if spare else 1)
     return AttentionTiling(
-        row_tile, row_tile + spare, alone, least, block=8192 // batch.pages.shape[4], stages=3, warps=4
+        row_tile, row_tile + spare, unsplit, min_share, block=8192 // batch.pages.shape[4], stages=3, warps=4
     )
 
 
@@ -178,17 +178,17 @@ def test_long_rows_are_shared_by_many_programs(spare: int, seed: int) -> None:
 def test_of_many_rows_only_long_ones_are_shared(seed: int) -> None:
     batch = batch_of([256, 512, 513, 1100], 2, 16, 128)  # blocks: 4, 8, 9, 18
     expected, _ = launch(batch, 0)
-    for spare, alone, least, shared in (
+    for spare, unsplit, min_share, shared in (
         (35, 3, 1, [True, True, True, True]),
         (35, 8, 1, [False, False, True, True]),
         (35, 3, 8, [False, False, True, True]),
         (3, 3, 1, [False, False, False, True]),
         (35, 3, 18, [False, False, False, False]),
     ):
-        out, _ = launch(batch, tiling_of(batch, spare, alone, least))
+        out, _ = launch(batch, tiling_of(batch, spare, unsplit, min_share))
         torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
         found = [not torch.equal(*row) for row in zip(out, expected, strict=True)]
-        assert found == shared, (spare, alone, least)
+        assert found == shared, (spare, unsplit, min_share)
 
 
 @interpreted
@@ -200,7 +200,7 @@ def test_one_long_row_of_many(seed: int) -> None:
         batch, tiling = batch_of(lengths, 2, 16, 128), choose(rows, 8, 2, 128, 40_960, **H200)
         tiling = tiling._replace(programs=tiling.row_tile + 5)  # the interpreter takes its time
         out, _ = check(batch, tiling)
-        alone, _ = launch(batch, tiling._replace(alone=1000))
+        alone, _ = launch(batch, tiling._replace(unsplit=1000))
         assert not torch.equal(out[long], alone[long])
 
 
@@ -393,8 +393,8 @@ def dealt(blocks: Sequence[int], tiling: AttentionTiling, more: int = 0) -> list
         found,
         len(blocks),
         tiling.programs,
-        tiling.alone,
-        tiling.least,
+        tiling.unsplit,
+        tiling.min_share,
         padded,
         MOST_SHARES,
         tiling.share_equal,
@@ -419,25 +419,25 @@ def counts_of(shares: Sequence[Share], rows: int) -> list[int]:
 @example([1, 2, 2, 3], 2, 0, 1)
 @example([1] * 20 + [64], 63, 0, 1)
 @example([2**20, 3], 69, 0, 1)
-def test_each_block_is_read_once(blocks: list[int], spare: int, alone: int, least: int) -> None:
+def test_each_block_is_read_once(blocks: list[int], spare: int, unsplit: int, min_share: int) -> None:
     """By as many programs as there are, whatever the rows; those that read nothing come last."""
-    tiling = AttentionTiling(len(blocks), len(blocks) + spare, alone, least, block=64, stages=3, warps=4)
+    tiling = AttentionTiling(len(blocks), len(blocks) + spare, unsplit, min_share, block=64, stages=3, warps=4)
     shares = dealt(blocks, tiling, more=3)
     counts = counts_of(shares, len(blocks))
     used = sum(counts)
     assert used <= tiling.programs
     assert all(share.count == 0 for share in shares[used:])
     assert all(
-        count == 1 if most <= alone else count <= MOST_SHARES for count, most in zip(counts, blocks, strict=True)
+        count == 1 if most <= unsplit else count <= MOST_SHARES for count, most in zip(counts, blocks, strict=True)
     )
-    size = max(-(-sum(blocks) // (spare + 1)), least)
+    size = max(-(-sum(blocks) // (spare + 1)), min_share)
     ends = [0] * len(blocks)
     for program, (row, first, count, begin, end) in enumerate(shares[:used]):
         assert count == counts[row]
         assert first + count > program >= first
         assert begin == ends[row] < end
         assert end - begin in (blocks[row] // count, -(-blocks[row] // count))
-        assert end - begin <= size or blocks[row] <= alone or count == MOST_SHARES
+        assert end - begin <= size or blocks[row] <= unsplit or count == MOST_SHARES
         ends[row] = end
     assert ends == blocks
 
@@ -560,7 +560,7 @@ def test_nothing_but_the_page_table_is_touched_before_waiting(
         **dict.fromkeys(("lse", "partials", "partial_lses"), "*fp32"),
         **dict.fromkeys(("indptr", "indices", "last_page_len", "arrivals"), "*i32"),
         **dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i32"),
-        **dict.fromkeys(("rows", "row_tile", "window_left", "alone", "least"), "i32"),
+        **dict.fromkeys(("rows", "row_tile", "window_left", "unsplit", "min_share"), "i32"),
         **dict.fromkeys(("scale", "cap", "epsilon"), "fp32"),
     }
     names = kernel.arg_names

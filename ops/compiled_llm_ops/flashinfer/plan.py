@@ -31,6 +31,7 @@ class FlashInferPlan:
         """
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=workspace.device)
         self.numbers = pinned(8 * len(PLAN_FIELDS)).view(torch.int64).zero_()
+        self._numbers = self.numbers.numpy()  # read and written in each plan, at a tenth of what a tensor costs
         self._workspace = workspace
         self._geometry: Geometry | None = None
         self._rows = 0
@@ -64,10 +65,10 @@ class FlashInferPlan:
     def _decide(self, args: PlanPagedAttention) -> None:
         self._waiting = None
         fixed = self._geometry, self._rows, args.captured_tokens, args.variant
-        numbers = decide(args, self.numbers.tolist() if fixed == self._fixed else None, self._workspace)
+        numbers = decide(args, self._numbers.tolist() if fixed == self._fixed else None, self._workspace)
         self._check_captured(numbers)
         self._fixed = fixed
-        self.numbers.copy_(torch.tensor(numbers))
+        self._numbers[:] = numbers
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         """Launch attention on the current stream. Launch once before a capture, so that the kernels are loaded.
@@ -83,7 +84,7 @@ class FlashInferPlan:
         """
         if self._waiting is not None:
             self._decide(self._waiting)
-        numbers = self.numbers.tolist()
+        numbers = self._numbers.tolist()
         if not any(numbers):
             raise RuntimeError("paged_attention: nothing was planned; call plan_paged_attention() before the launch")
         tokens, geometry = numbers[PLAN_FIELDS.index("total_num_rows")], args.geometry

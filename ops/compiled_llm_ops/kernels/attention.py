@@ -147,22 +147,22 @@ def _pick(own, values):
 
 
 @triton.jit
-def _shares(blocks, size, alone, MOST: tl.constexpr):
+def _shares(blocks, size, unsplit, MOST: tl.constexpr):
     """Return how many programs share each row if their shares are of up to so many blocks; without a row, none."""
-    return tl.where(blocks > alone, tl.minimum(tl.cdiv(blocks, size), MOST), tl.minimum(blocks, 1))
+    return tl.where(blocks > unsplit, tl.minimum(tl.cdiv(blocks, size), MOST), tl.minimum(blocks, 1))
 
 
 @triton.jit
-def _alone(blocks, row_tile, alone, SHARE_EQUAL: tl.constexpr):
+def _unsplit(blocks, row_tile, unsplit, SHARE_EQUAL: tl.constexpr):
     """Return the blocks up to which a row is not shared: any number where all rows have about as many."""
     if SHARE_EQUAL:
-        return alone
+        return unsplit
     longest = tl.max(blocks)
-    return tl.where(4 * row_tile * longest <= 5 * tl.sum(blocks), tl.maximum(longest, alone), alone)
+    return tl.where(4 * row_tile * longest <= 5 * tl.sum(blocks), tl.maximum(longest, unsplit), unsplit)
 
 
 @triton.jit
-def _share(blocks, program, programs, row_tile, alone, least, MOST: tl.constexpr):
+def _share(blocks, program, programs, row_tile, unsplit, min_share, MOST: tl.constexpr):
     """Return the row of ``program`` as a mask, its first program, how many they are, and the share: blocks from, to.
 
     ``blocks`` ``[ROWS]`` holds zeros if there is no row, and so does the mask of programs past the end.
@@ -174,8 +174,8 @@ def _share(blocks, program, programs, row_tile, alone, least, MOST: tl.constexpr
     Rows that are shared come first: the longest shares are theirs.
     """
     total = tl.sum(blocks)
-    shares = _shares(blocks, tl.maximum(tl.cdiv(total, programs), least), alone, MOST)
-    fewer = _shares(blocks, tl.maximum(tl.cdiv(total, programs - row_tile + 1), least), alone, MOST)
+    shares = _shares(blocks, tl.maximum(tl.cdiv(total, programs), min_share), unsplit, MOST)
+    fewer = _shares(blocks, tl.maximum(tl.cdiv(total, programs - row_tile + 1), min_share), unsplit, MOST)
     shares = tl.where(tl.sum(shares) <= programs, shares, fewer)
     shared = tl.where(shares > 1, shares, 0)
     single = tl.where(shares == 1, 1, 0)
@@ -190,12 +190,12 @@ def _share(blocks, program, programs, row_tile, alone, least, MOST: tl.constexpr
     return own, first, count, begin, end
 
 
-@triton.jit(do_not_specialize=["rows", "row_tile", "window_left", "alone", "least"])
+@triton.jit(do_not_specialize=["rows", "row_tile", "window_left", "unsplit", "min_share"])
 def _decode_paged_attention(
     query, key, value, pages, indptr, indices, last_page_len, query_norm, key_norm, cos, sin,
     out, lse, partials, partial_lses, arrivals,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
-    rows, row_tile, window_left, alone, least, scale, cap, epsilon,
+    rows, row_tile, window_left, unsplit, min_share, scale, cap, epsilon,
     ROWS: tl.constexpr, MOST: tl.constexpr, GQA: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
     CAPPED: tl.constexpr, SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
@@ -219,8 +219,8 @@ def _decode_paged_attention(
     lengths = (end_pages - first_pages - 1) * PAGE + tl.load(last_page_len + row_ids, mask=mask, other=0)
     firsts = tl.maximum(lengths - 1 - window_left, 0)
     blocks = tl.cdiv(lengths - firsts, BLOCK)
-    alone = _alone(blocks, row_tile, alone, SHARE_EQUAL)
-    own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, alone, least, MOST)
+    unsplit = _unsplit(blocks, row_tile, unsplit, SHARE_EQUAL)
+    own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, unsplit, min_share, MOST)
     if count > 0:
         row, length, first = _pick(own, row_ids), _pick(own, lengths), _pick(own, firsts)
         head_pages, values_offset = pages + head * (PAGE * DIM), heads * (PAGE * DIM)
@@ -323,7 +323,7 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling
         query, key, value, args.pages, args.indptr, args.indices, args.last_page_len,
         query_norm, key_norm, cos, sin, out, lse, partials, partial_lses, arrivals,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.row_tile,
-        args.window_left if args.window_left >= 0 else 2**31 - 1, tiling.alone, tiling.least, factor, cap,
+        args.window_left if args.window_left >= 0 else 2**31 - 1, tiling.unsplit, tiling.min_share, factor, cap,
         args.epsilon, **constants,
     )  # fmt: skip
     return out

@@ -51,8 +51,8 @@ class AttentionTiling(NamedTuple):
     Attributes:
         row_tile: rows that share programs, next to each other: 1 or up to MOST_ROWS.
         programs: for each kv head of these rows; one for each row at least.
-        alone: blocks up to which one program reads all keys of a row.
-        least: the size of a share in blocks, at least; rows are cut evenly into as few as are no larger.
+        unsplit: blocks up to which one program reads all keys of a row.
+        min_share: the fewest blocks of a share; rows are cut evenly into as few as are no larger.
         block: keys read at a time.
         stages: of the pipeline, DEEP or SHALLOW.
         warps: in a program.
@@ -62,8 +62,8 @@ class AttentionTiling(NamedTuple):
 
     row_tile: int
     programs: int
-    alone: int
-    least: int
+    unsplit: int
+    min_share: int
     block: int
     stages: int
     warps: int
@@ -97,14 +97,14 @@ def choose_attention_tiling(
         values, stages, warps = LARGE_BLOCK, DEEP if items <= processors else SHALLOW, 4
     else:
         values, stages, warps = SMALL_BLOCK, DEEP if items <= MOST_DEEP * processors else SHALLOW, 2
-    splits, alone, least = processors // items, ALONE, 1
+    splits, unsplit, min_share = processors // items, ALONE, 1
     if splits < FEW:
-        splits, alone, least = FEW, BUSY_VALUES // values, BUSY_VALUES // values
+        splits, unsplit, min_share = FEW, BUSY_VALUES // values, BUSY_VALUES // values
     block = values // head_dim
     blocks = -(-most_keys // block)
-    if blocks <= alone:
-        return AttentionTiling(1, 1, alone, least, block, stages, warps)
+    if blocks <= unsplit:
+        return AttentionTiling(1, 1, unsplit, min_share, block, stages, warps)
     row_tile = -(-rows // -(-rows // MOST_ROWS))
     programs = row_tile * min(splits, blocks, MOST_SHARES)
     share_equal = items <= MOST_DEEP * processors
-    return AttentionTiling(row_tile, programs, alone, least, block, stages, warps, share_equal)
+    return AttentionTiling(row_tile, programs, unsplit, min_share, block, stages, warps, share_equal)
