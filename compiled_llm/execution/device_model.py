@@ -25,7 +25,8 @@ from compiled_llm.execution.events import Events, UploadCause
 from compiled_llm.execution.growth import grown
 from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.prefill import Prefill, most_unrecorded_tokens
+from compiled_llm.execution.prefill import Prefill
+from compiled_llm.execution.prefill_room import PrefillRoom
 from compiled_llm.execution.readiness import Readiness
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm.execution.staging import Readbacks
@@ -34,7 +35,7 @@ from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import FusedWeights
-from compiled_llm.model.sizes import attention_geometries, weights_of_a_layer
+from compiled_llm.model.sizes import attention_geometries, max_positions_of, weights_of_a_layer
 
 
 class DeviceModel:
@@ -82,16 +83,19 @@ class DeviceModel:
         self._facts = facts
         with facts.attention.paged(thread.caller):  # nobody else computes with the weights meanwhile
             weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
-        self.state = DeviceState(facts, config)
-        self.max_positions, self.pool = self.state.max_positions, self.state.pool
+        self.max_positions = max_positions_of(model)
+        weights_of_layer = weights_of_a_layer(model, len(facts.layers))
+        shapes = RecordedShapes(config.max_batch_size, weights_of_layer, self.max_positions, config.prefill_tokens)
+        room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
+        self.state = DeviceState(facts, config, self.max_positions, room.pages)
+        self.pool = self.state.pool
         self.readbacks = Readbacks(self.device)
-        shapes = RecordedShapes(config.max_batch_size, weights_of_a_layer(model, len(facts.layers)))
         self._planner = Planner(
             attention_geometries(self.state.stored_layers, config.page_size, model.dtype),
             config,
             self.device,
             longest=self.max_positions,
-            most_tokens=most_unrecorded_tokens(facts.layers, config, self.device),
+            room=room,
             shapes=shapes.all() if config.records_on(self.device.type) else [],
         )
         self._planner.load()

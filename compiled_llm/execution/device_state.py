@@ -19,7 +19,7 @@ from compiled_llm.kvcache.memory import allocate_pages, as_stored, pages_to_allo
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.sizes import logits_width, max_positions_of
+from compiled_llm.model.sizes import logits_width
 from compiled_llm_ops.backends import backend_named
 
 
@@ -39,8 +39,14 @@ class DeviceState:
         staging: copies from the host that do not wait.
     """
 
-    def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
+    def __init__(self, facts: ModelFacts, config: WrapConfig, max_positions: int, prefill_pages: int) -> None:
         """Allocate.
+
+        Args:
+            facts: what is known of the model.
+            config: the options of ``wrap``.
+            max_positions: tokens that a row may have.
+            prefill_pages: entries that the page table of a prefill may have.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -49,14 +55,14 @@ class DeviceState:
         self.facts = facts
         self.config = config
         self.device = model.device
-        self.max_positions = max_positions_of(model)
+        self.max_positions = max_positions
         self.stored_layers = as_stored(facts.layers, backend_named(config.backend_on(self.device.type)))
         count = pages_to_allocate(config, self.stored_layers, model.dtype, self.device, self.max_positions)
         with torch.inference_mode(False):
             self.pages = allocate_pages(count, self.stored_layers, config.page_size, model.dtype, self.device)
             entries = config.max_batch_size * (-(-self.max_positions // config.page_size) + 1)
             self.decode_buffers = DecodeBuffers(config.max_batch_size, entries, self.device)
-            self.prefill_indices = torch.zeros(entries, dtype=torch.int32, device=self.device)
+            self.prefill_indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size)
         self.staging = Staging(self.device)
         self._sampling: SamplingSlots | None = None

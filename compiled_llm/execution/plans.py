@@ -14,6 +14,7 @@ from compiled_llm.compilation.inputs import Shape
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.decode_buffers import buckets_up_to
+from compiled_llm.execution.prefill_room import PrefillRoom
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.attention import AttentionPlans
@@ -42,7 +43,7 @@ class Planner:
         device: torch.device,
         *,
         longest: int,
-        most_tokens: int,
+        room: PrefillRoom,
         shapes: Sequence[Shape] = (),
     ) -> None:
         """Allocate the backend's workspace.
@@ -52,7 +53,7 @@ class Planner:
             config: the options of ``wrap``.
             device: where the model lives.
             longest: tokens that a row may have.
-            most_tokens: tokens that a prefill may have which is not recorded.
+            room: what a prefill takes at most.
             shapes: prefills that are recorded, of any variant.
         """
         self._name = config.backend_on(device.type)
@@ -62,9 +63,9 @@ class Planner:
         self._groups = list(dict.fromkeys(layers))
         self._group_of_layer = tuple(map(self._groups.index, layers))
         self._decodes = config.plans_decode_on(device.type)
-        rows = config.max_batch_size + 1
-        tokens = max([most_tokens, rows, *(shape.tokens for shape in shapes)])
-        self._plan_bytes = self._backend.plan_bytes(self._groups, device, tokens, rows)
+        # A decode step has as many tokens as rows.
+        tokens = max(room.tokens, config.max_batch_size)
+        self._plan_bytes = self._backend.plan_bytes(self._groups, device, tokens, room.rows)
         self._plans: dict[Shape | int | None, list[Plan]] = {}
         needed, wanted = self._workspace_for(config, shapes)
         with torch.inference_mode(False):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from compiled_llm.compilation.graphs.recordings import StepOutputs
 from compiled_llm.compilation.inputs import PrefillInputs, Shape
 from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED
-from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.device_state import DeviceState
 from compiled_llm.execution.packing import (
@@ -30,17 +29,14 @@ from compiled_llm.execution.packing import (
     token_count,
 )
 from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.prefill_room import COMPILED_ROWS, compiled_length
 from compiled_llm.execution.readiness import Readiness
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import HostTable
-from compiled_llm.model.layer_probe import Layer
 
-# Rows, and tokens whose logits are kept, that prefill is compiled with.
-_ROWS, _KEPT = 3, 5
-# Inductor's tilings for CUDA follow from the sizes that it compiles with and from timing its kernels there, so there
-# should be many tokens; but from this many results for each multiprocessor on, it loops over what is summed.
-_RESULTS_THAT_LOOP = 64
+# Tokens whose logits are kept, that prefill is compiled with.
+_KEPT = 5
 
 
 class Prefill:
@@ -61,7 +57,6 @@ class Prefill:
         self._planner = planner
         self._shapes = shapes
         self._page_size = state.config.page_size
-        self._typical_tokens = typical_tokens(state.facts.layers, state.device)
         self._packed: dict[Shape, Tensor] = {}  # what recorded prefills begin with
 
     # ---- compiled
@@ -79,17 +74,13 @@ class Prefill:
         if program in readiness.ready:
             return
         with readiness.preparing(program, waiting):
-            length = self._compiled_length()
-            null = [null_extension(length, self._page_size)] * _ROWS
-            embeddings = self._null_embeddings(length * _ROWS) if embedded else None
-            slots = self._state.sampling.of([], _KEPT - 1)
+            state = self._state
+            length = compiled_length(state.facts.layers, state.device, state.max_positions, self._page_size)
+            null = [null_extension(length, self._page_size)] * COMPILED_ROWS
+            embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
+            slots = state.sampling.of([], _KEPT - 1)
             self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings))
         readiness.ready.add(program)
-
-    def _compiled_length(self) -> int:
-        """Return the tokens of each row that prefill is compiled with."""
-        most = min(self._typical_tokens, self._state.max_positions)
-        return max(2, most // _ROWS // self._page_size * self._page_size)
 
     def _null_embeddings(self, tokens: int) -> Tensor:
         model = self._state.facts.model
@@ -254,16 +245,3 @@ class Prefill:
             column.copy_(packed[start : start + len(column)])
             start += len(column)
         return self._launch(inputs)
-
-
-def typical_tokens(layers: Sequence[Layer], device: torch.device) -> int:
-    """Return how many tokens prefill is best compiled with; 0 if that makes no difference."""
-    if device.type != "cuda":
-        return 0
-    results = _RESULTS_THAT_LOOP * torch.cuda.get_device_properties(device).multi_processor_count
-    return (results - 1) // max(layer.query_heads for layer in layers)
-
-
-def most_unrecorded_tokens(layers: Sequence[Layer], config: WrapConfig, device: torch.device) -> int:
-    """Return how many tokens a prefill has at most that is not recorded: a chunk and a null token, or the first one."""
-    return max(config.prefill_tokens + 1, typical_tokens(layers, device), 2 * _ROWS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
+from collections.abc import Sequence
 
 from compiled_llm.compilation.inputs import Shape
 
@@ -20,21 +22,25 @@ _DEVICE_BOUND = 2**38
 class RecordedShapes:
     """The shapes that prefills are padded to and recorded in.
 
-    The device takes longer over many tokens than the host takes to launch them: those are not worth recording.
+    The device takes longer over many tokens than the host takes to launch them: those are not worth recording. Nor are
+    more tokens than the rows can have.
     """
 
-    def __init__(self, max_rows: int, weights: int) -> None:
+    def __init__(self, max_rows: int, weights: int, longest: int, most_tokens: int) -> None:
         """Choose them.
 
         Args:
             max_rows: most rows there can be.
             weights: numbers in the matrices of a layer.
+            longest: tokens that a row may have.
+            most_tokens: tokens of a chunk.
         """
         most = max(2, max_rows)  # a symbolic size is at least 2
-        tokens = [tokens for tokens in _RECORDED_TOKENS if tokens * weights <= _DEVICE_BOUND]
-        self._by_rows = {
-            rows: [Shape(count, rows) for count in tokens if count >= rows] for rows in sorted({2, min(8, most), most})
-        }
+        worth = [tokens for tokens in _RECORDED_TOKENS if tokens * weights <= _DEVICE_BOUND]
+        self._by_rows: dict[int, list[Shape]] = {}
+        for rows in sorted({2, min(8, most), most}):
+            needed = max(rows, min(most_tokens, min(rows, max_rows) * longest))
+            self._by_rows[rows] = [Shape(count, rows) for count in _up_to(needed, worth) if count >= rows]
 
     def of(self, rows: int) -> list[Shape]:
         """Return the shapes of prefills of ``rows`` rows, smallest first."""
@@ -47,3 +53,8 @@ class RecordedShapes:
     def smallest(self, tokens: int, rows: int) -> Shape | None:
         """Return the smallest shape that holds a prefill of ``tokens`` tokens, or None if all are too small."""
         return next((shape for shape in self.of(rows) if shape.tokens >= tokens), None)
+
+
+def _up_to(needed: int, counts: Sequence[int]) -> list[int]:
+    """Return the counts, ascending, up to the first that is not less than ``needed``."""
+    return [*counts[: bisect.bisect_left(counts, needed) + 1]]

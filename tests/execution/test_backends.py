@@ -18,6 +18,7 @@ from compiled_llm.compilation.options import passes_for
 from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.execution import plans
 from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.prefill_room import PrefillRoom
 from compiled_llm.kvcache.table import HostTable, Span, build_table
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.layer_probe import Layer, UnsupportedModelError
@@ -187,7 +188,9 @@ def test_decode_steps_of_a_bucket_have_one_fixed_partition(monkeypatch: pytest.M
     monkeypatch.setattr(plans, "plan_paged_attention", lambda *args: made.append(PlanPagedAttention(*args)))
     config = WrapConfig(max_batch_size=4)
     windowed = GEOMETRY._replace(window_left=7)
-    planner = Planner([GEOMETRY, windowed, GEOMETRY], config, torch.device("cpu"), longest=400, most_tokens=64)
+    planner = Planner(
+        [GEOMETRY, windowed, GEOMETRY], config, torch.device("cpu"), longest=400, room=PrefillRoom(64, 4, 0)
+    )
     monkeypatch.setattr(type(backend_named("reference")), "best_variant", lambda *args: 5)
     inputs = planner.for_decode(4)
     assert inputs is not None

@@ -1,13 +1,8 @@
-"""What is kept of recordings, with a stand-in for CUDA graphs, which only a GPU has: a replay launches once more.
-
-A CUDA graph reads weights where they were; the stand-in raises an error where they no longer are.
-"""
+"""What is kept of recordings, on a CPU; see ``support.stand_in_recordings``."""
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,60 +11,24 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm import WrapConfig
-from compiled_llm.compilation.graphs.recorder import Recording
 from compiled_llm.compilation.graphs.recordings import Recordings
-from compiled_llm.compilation.graphs.validity import Guards, Weights
+from compiled_llm.execution import prefill_room
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.prefill import _ROWS, Prefill, typical_tokens
+from compiled_llm.execution.prefill_room import COMPILED_ROWS, compiled_length, typical_tokens
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm.model.sizes import weights_of_a_layer
 from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.stand_in_recordings import StandIn, StandInRecorder, let_a_cpu_record
 from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
-SHAPES = RecordedShapes(max_rows=8, weights=1)
-
-
-class StandIn(Recording[Any, Any]):
-    def __init__(self, weights: Weights, launch: Callable[[], Any], inputs: Any, guards: Guards) -> None:
-        self.inputs, self.guards = inputs, guards
-        self._weights, self._launch, self._outputs = weights, launch, None
-
-    def replay(self) -> Any:
-        assert self._weights.valid(), "a replay would read weights where they no longer are"
-        new = self._launch()
-        self._outputs = self._outputs or new
-        for output, value in zip(self._outputs, new, strict=True):
-            output.copy_(value)
-        return self._outputs
-
-
-class StandInRecorder:
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = weakref.ref(model)
-        self.count = 0
-
-    def take_new_pool(self) -> None:
-        pass
-
-    def record(self, launch: Callable[[], Any], inputs: Any, guards: Callable[[], Guards]) -> StandIn:
-        self.count += 1
-        return StandIn(Weights(self._model()), launch, inputs, guards())
+SHAPES = RecordedShapes(max_rows=8, weights=1, longest=1024, most_tokens=8192)
 
 
 @pytest.fixture(autouse=True)
 def recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a CPU record as CUDA does."""
-    own = Recordings.__init__
-
-    def init(self: Recordings, model: PreTrainedModel, config: WrapConfig, device: torch.device) -> None:
-        own(self, model, config, device)
-        self.ours = self.replay = True
-        self._recorder = StandInRecorder(model)
-
-    monkeypatch.setattr(Recordings, "__init__", init)
+    let_a_cpu_record(monkeypatch)
 
 
 def plain(**overrides: Any) -> PreTrainedModel:
@@ -199,7 +158,7 @@ def test_prefills_that_fill_a_shape_or_nearly_give_huggingfaces_tokens(seed):
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
 def test_recorded_prefills_are_padded_little_and_to_whole_tiles(rows):
-    shapes = RecordedShapes(64, weights=1)
+    shapes = RecordedShapes(64, weights=1, longest=40_960, most_tokens=8192)
     for tokens in range(64, 4097):
         shape = shapes.smallest(tokens, rows)
         assert shape is not None
@@ -212,7 +171,7 @@ def test_recorded_prefills_are_padded_little_and_to_whole_tiles(rows):
 def test_prefills_that_take_the_device_longer_than_the_host_are_not_recorded():
     def most(hidden: int, intermediate: int, queries: int) -> int:
         weights = hidden * (2 * queries + 2 * 1024 + 3 * intermediate)
-        return max(shape.tokens for shape in RecordedShapes(64, weights).all())
+        return max(shape.tokens for shape in RecordedShapes(64, weights, longest=40_960, most_tokens=8192).all())
 
     assert most(1024, 3072, 2048) == 4096  # Qwen3-0.6B: 9 ms there, 15 to 20 here
     assert most(4096, 12288, 4096) == 1280  # Qwen3-8B: 29 ms there, 19 here
@@ -228,7 +187,7 @@ def test_the_weights_of_a_layer_are_its_matrices():
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 64])
 def test_shapes_have_room_for_the_rows_and_no_more_than_there_can_be(rows):
     for most in (rows, 64):
-        shapes = RecordedShapes(most, weights=1)
+        shapes = RecordedShapes(most, weights=1, longest=40_960, most_tokens=8192)
         assert all(rows <= shape.rows <= max(2, most) and shape.rows <= shape.tokens for shape in shapes.of(rows))
 
 
@@ -257,15 +216,13 @@ def test_prefill_is_compiled_with_fewer_results_than_inductor_loops_from(monkeyp
 
 @pytest.mark.parametrize("max_positions", [4, 40, 100, 2048, 40960])
 @pytest.mark.parametrize("page_size", [4, 16, 64])
-def test_prefill_is_compiled_with_as_many_tokens_as_the_model_can_take(max_positions, page_size):
-    state = SimpleNamespace(max_positions=max_positions)
-    prefill = SimpleNamespace(_typical_tokens=500, _page_size=page_size, _state=state)
-    rows, length = _ROWS, Prefill._compiled_length(cast(Any, prefill))
+def test_prefill_is_compiled_with_as_many_tokens_as_the_model_can_take(max_positions, page_size, monkeypatch):
+    monkeypatch.setattr(prefill_room, "typical_tokens", lambda layers, device: 500)
+    length = compiled_length([], torch.device("cuda"), max_positions, page_size)
     assert length >= 2
     if length > 2:
-        assert rows * length <= min(500, max_positions)
-        assert rows * -(-length // page_size) <= -(-max_positions // page_size) + 1, "more pages than there is room for"
-    assert (length > 2) == (min(500, max_positions) >= rows * page_size)
+        assert COMPILED_ROWS * length <= min(500, max_positions)
+    assert (length > 2) == (min(500, max_positions) >= COMPILED_ROWS * page_size)
 
 
 @pytest.mark.usefixtures("without_inductor")

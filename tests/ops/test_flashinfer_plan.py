@@ -13,6 +13,7 @@ import torch
 
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.prefill_room import PrefillRoom
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm_ops import Geometry, PageTable
 from compiled_llm_ops.flashinfer import backend, splitting, versions, workspace
@@ -73,8 +74,15 @@ def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
     monkeypatch.setattr(backend, "Workspace", unallocated)
     group = Geometry(query_heads, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
     config = WrapConfig(max_batch_size=max_batch_size, workspace_bytes=given)
-    shapes = RecordedShapes(max_batch_size, weights=1).all()
-    planner = Planner([group], config, torch.device("cuda"), longest=40_960, most_tokens=8193, shapes=shapes)
+    shapes = RecordedShapes(max_batch_size, weights=1, longest=40_960, most_tokens=8192).all()
+    planner = Planner(
+        [group],
+        config,
+        torch.device("cuda"),
+        longest=40_960,
+        room=PrefillRoom(8193, max_batch_size + 1, 0),
+        shapes=shapes,
+    )
     assert all(map(planner.fits, shapes))
     long_rows = [
         shape._replace(variant=backend.BACKEND.best_variant([group], [shape.tokens], [40_960], torch.device("cuda")))
@@ -278,10 +286,10 @@ def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
 def test_plans_of_a_model_have_one_size(mocked: Mocked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs take it as a constant: another one would compile them again."""
     monkeypatch.setattr(backend, "Workspace", lambda device, nbytes: mocked.workspace)
-    shapes = RecordedShapes(8, weights=1).all()
+    shapes = RecordedShapes(8, weights=1, longest=40_960, most_tokens=8192).all()
     config = WrapConfig(max_batch_size=8, backend="flashinfer")
     groups = [GEOMETRY, GEOMETRY._replace(query_heads=16)]
-    planner = Planner(groups, config, torch.device("cuda"), longest=400, most_tokens=300, shapes=shapes)
+    planner = Planner(groups, config, torch.device("cuda"), longest=400, room=PrefillRoom(4096, 9, 0), shapes=shapes)
     keys = [planner.for_prefill(), planner.for_prefill(shapes[-1]), planner.for_decode(1), planner.for_decode(8)]
     sizes = {tensor.shape for plans in keys if plans is not None for tensor in plans.tensors}
     assert len(sizes) == 1

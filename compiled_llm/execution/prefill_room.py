@@ -1,0 +1,78 @@
+"""How large prefills are: the one that is compiled, and the largest, for which page table and plans are allocated.
+
+Shapes: B rows, T packed tokens, S page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from compiled_llm.compilation.inputs import Shape
+from compiled_llm.config import WrapConfig
+from compiled_llm.model.layer_probe import Layer
+
+COMPILED_ROWS = 3
+"""Rows that prefill is compiled with."""
+
+# Inductor's tilings for CUDA follow from the sizes that it compiles with and from timing its kernels there, so there
+# should be many tokens; but from this many results for each multiprocessor on, it loops over what is summed.
+_RESULTS_THAT_LOOP = 64
+
+
+class PrefillRoom(NamedTuple):
+    """What one launch takes, padding included, or the most that any takes.
+
+    Attributes:
+        tokens: T.
+        rows: B.
+        pages: entries of the page table.
+    """
+
+    tokens: int
+    rows: int
+    pages: int
+
+    @classmethod
+    def of_all(
+        cls, layers: Sequence[Layer], config: WrapConfig, device: torch.device, longest: int, shapes: Sequence[Shape]
+    ) -> PrefillRoom:
+        """Return the room that every launch finds place in.
+
+        Args:
+            layers: of the model.
+            config: the options of ``wrap``.
+            device: where the model lives.
+            longest: tokens that a row may have.
+            shapes: prefills that are recorded.
+        """
+        size, rows = config.page_size, config.max_batch_size
+        pages, compiled = rows * _pages(longest, size), compiled_length(layers, device, longest, size)
+        launches = [
+            cls(COMPILED_ROWS * compiled, COMPILED_ROWS, COMPILED_ROWS * _pages(compiled, size)),
+            # A chunk as it comes; a row of one null token joins a single row.
+            cls(config.prefill_tokens + 1, max(2, rows), pages + 1),
+            # A chunk and, to fill a shape, rows without tokens and one row with all tokens that are missing.
+            *(cls(shape.tokens, shape.rows + 1, pages + shape.rows + _pages(shape.tokens, size)) for shape in shapes),
+        ]
+        return cls(*map(max, zip(*launches, strict=True)))
+
+
+def _pages(tokens: int, page_size: int) -> int:
+    return -(-tokens // page_size)
+
+
+def compiled_length(layers: Sequence[Layer], device: torch.device, longest: int, page_size: int) -> int:
+    """Return the tokens of each row that prefill is compiled with; a symbolic size is at least 2."""
+    most = min(typical_tokens(layers, device), longest)
+    return max(2, most // COMPILED_ROWS // page_size * page_size)
+
+
+def typical_tokens(layers: Sequence[Layer], device: torch.device) -> int:
+    """Return how many tokens prefill is best compiled with; 0 if that makes no difference."""
+    if device.type != "cuda":
+        return 0
+    results = _RESULTS_THAT_LOOP * torch.cuda.get_device_properties(device).multi_processor_count
+    return (results - 1) // max(layer.query_heads for layer in layers)
