@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, DynamicCache, GenerationConfig, GenerationMixin, LlamaConfig, MixtralConfig
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LlamaConfig,
+    MixtralConfig,
+)
 
 import compiled_llm
 from compiled_llm.compat import huggingface as compat
 from compiled_llm.huggingface.wrapped_model import WrappedModel
+from support.in_threads import in_thread
 from support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.core
@@ -105,24 +116,51 @@ def test_a_method_of_the_models_own_is_told_from_huggingfaces(model):
 # ---- attributes
 
 
-def test_attention_goes_where_the_config_is_set_to_point(model):
+def test_attention_goes_where_a_thread_reads_that_the_config_points(model):
     reached = []
 
     def attention(module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **_: Any) -> Any:
-        reached.append(module)
+        reached.append(mask)
         return query.transpose(1, 2), None
 
     AttentionInterface.register("compiled_llm_contract", attention)
-    before = compat.attention_implementations([model.config])
-    assert before == [model.config._attn_implementation]
-    try:
-        compat.set_attention_implementations([model.config], ["compiled_llm_contract"])
+    before = copy.deepcopy(model.config)
+    with compat.attention_read([model.config], "compiled_llm_contract"):
         model(IDS)
-    finally:
-        compat.set_attention_implementations([model.config], before)
-    assert len(reached) == 1
+        assert reached == [None]
+        in_thread(lambda: model(IDS))
+        with compat.attention_read([], None):
+            model(IDS)
     model(IDS)
-    assert len(reached) == 1
+    assert reached == [None]
+    assert type(model.config) is type(before)
+    assert model.config == before
+
+
+def test_a_config_that_a_thread_reads_otherwise_is_copied_pickled_and_saved_as_what_it_was(model, tmp_path):
+    config = model.config
+
+    def copies() -> list[Any]:
+        config.save_pretrained(tmp_path)
+        made = AutoModelForCausalLM.from_config(config)
+        assert type(made) is type(model)
+        return [copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), made.config]
+
+    with compat.attention_read([config], "compiled_llm_contract"):
+        twins = in_thread(copies)
+    for twin in (*twins, type(config).from_pretrained(tmp_path, attn_implementation=config._attn_implementation)):
+        assert type(twin) is type(config)
+        assert twin._attn_implementation == config._attn_implementation
+        assert twin.to_dict() == config.to_dict()
+
+
+def test_what_a_thread_reads_is_a_constant_of_a_graph_and_no_guard(model):
+    read = torch.compile(lambda x: x + len(model.config._attn_implementation), fullgraph=True, backend="eager")
+    with compat.attention_read([model.config], "compiled_llm_contract"):
+        assert read(torch.zeros(1)) == len("compiled_llm_contract")
+    model.config._attn_implementation = "eager"
+    with torch.compiler.set_stance("fail_on_recompile"), compat.attention_read([model.config], "another"):
+        assert read(torch.zeros(1)) == len("compiled_llm_contract")
 
 
 def test_experts_have_the_implementation_that_is_set():

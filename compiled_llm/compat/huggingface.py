@@ -17,7 +17,7 @@ Attributes, a function or two each:
 
 | attribute | for | without it | ends when |
 | --- | --- | --- | --- |
-| ``config._attn_implementation_internal`` | switching each step | a walk over all modules | a setter does without |
+| ``config._attn_implementation_internal`` | a thread's own attention | all threads get ours | a call can name it |
 | ``config._experts_implementation_internal`` | experts on fake tensors | float32 is refused | all dtypes have fakes |
 | ``GenerationConfig._bos_token_tensor``, ``_eos_token_tensor``, ``_pad_token_tensor``, \
 ``_decoder_start_token_tensor`` | one upload, not one a call | slower first tokens | the config keeps the tensors |
@@ -27,9 +27,13 @@ Attributes, a function or two each:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import copyreg
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
 
+import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig
 
@@ -42,15 +46,86 @@ def is_huggingfaces(method: Any) -> bool:
     return function is vars(GenerationMixin).get(function.__name__)
 
 
-def attention_implementations(configs: Iterable[PretrainedConfig]) -> list[str | None]:
-    """Return the name of the attention implementation that each config has."""
-    return [config._attn_implementation_internal for config in configs]
+class _ThreadsOwn(threading.local):
+    attention: str | None = None
 
 
-def set_attention_implementations(configs: Sequence[PretrainedConfig], names: Sequence[str | None]) -> None:
-    """Give each config the attention implementation of that name, without a walk over the modules."""
-    for config, name in zip(configs, names, strict=True):
-        config._attn_implementation_internal = name
+_threads_own = _ThreadsOwn()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _attention_of_this_thread() -> str | None:
+    """Return what this thread reads in place of what a config names; Dynamo takes it as it is, and guards nothing."""
+    return _threads_own.attention
+
+
+class _View:
+    """What a config also is while some thread reads another attention implementation than the one that it names.
+
+    Configs are shared: among models, and among threads. So what a config says is never changed; it is given a class
+    that answers each thread by itself, until the last of these threads is done.
+    """
+
+    def __init_subclass__(cls) -> None:
+        """Keep transformers from making a dataclass of it."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Be copied and pickled as what it was."""
+        return (copyreg._reconstructor, (_base_of(type(self)), object, None), *object.__reduce_ex__(self, 2)[2:])  # type: ignore[attr-defined]
+
+
+def _base_of(view: type[Any]) -> type[Any]:
+    return view.__mro__[2]
+
+
+def _view_of(base: type[PretrainedConfig]) -> type[PretrainedConfig]:
+    if base not in _views:
+        _views[base] = _new_view(base)
+    return _views[base]
+
+
+def _new_view(base: type[PretrainedConfig]) -> type[PretrainedConfig]:
+    own: Any = base._attn_implementation
+
+    def read(config: PretrainedConfig) -> str | None:
+        return _attention_of_this_thread() or config._attn_implementation_internal
+
+    members = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (_View, base), {**members, "_attn_implementation": property(read, own.fset)})
+
+
+_views: dict[type[PretrainedConfig], type[PretrainedConfig]] = {}
+_readers: Counter[int] = Counter()
+"""How many threads read something else of a config, by its id."""
+_readers_lock = threading.Lock()
+
+
+class attention_read:  # noqa: N801
+    """In this thread, for the block, configs name another attention implementation; in all others what they did."""
+
+    def __init__(self, configs: Sequence[PretrainedConfig], name: str | None) -> None:
+        """Note what to read of which configs; None for what they name themselves."""
+        self._configs = configs
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Begin."""
+        with _readers_lock:
+            for config in self._configs:
+                _readers[id(config)] += 1
+                if not isinstance(config, _View):
+                    config.__class__ = _view_of(type(config))
+        self._before, _threads_own.attention = _threads_own.attention, self._name
+
+    def __exit__(self, *_: object) -> None:
+        """Let this thread read what it did before."""
+        _threads_own.attention = self._before
+        with _readers_lock:
+            for config in self._configs:
+                _readers[id(config)] -= 1
+                if not _readers[id(config)]:
+                    del _readers[id(config)]
+                    config.__class__ = _base_of(type(config))
 
 
 def experts_implementation(config: PretrainedConfig) -> str | None:

@@ -81,7 +81,7 @@ class DeviceModel:
         self.thread = thread
         self.events = Events() if events is None else events
         self._facts = facts
-        with facts.attention.paged(thread.caller):  # nobody else computes with the weights meanwhile
+        with facts.attention.moving_weights(thread.caller):
             weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
         self.max_positions = max_positions_of(model)
         weights_of_layer = weights_of_a_layer(model, len(facts.layers))

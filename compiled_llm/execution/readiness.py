@@ -68,8 +68,11 @@ class Readiness:
         return sorted(bucket for bucket in self.ready if isinstance(bucket, int))
 
     def paged(self) -> AbstractContextManager[None]:
-        """Point the model's attention at the pages for the duration."""
-        return self._state.facts.attention.paged(self._thread.caller)
+        """Let this thread use paged attention for the duration."""
+        return self._state.facts.attention.paged()
+
+    def _moving_weights(self) -> AbstractContextManager[None]:
+        return self._state.facts.attention.moving_weights(self._thread.caller)
 
     # ---- is it still valid?
 
@@ -84,7 +87,7 @@ class Readiness:
             self.ready -= self.recordings.forget()
         if self.weights.intact():
             return
-        with self.paged():
+        with self._moving_weights():
             restored = self.weights.restore()
         if not restored:
             self.events.started_again()
@@ -93,7 +96,7 @@ class Readiness:
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""
         if self.weights.groups:
-            with self.paged():
+            with self._moving_weights():
                 self.weights.separate()
             self._start_again()
 

@@ -27,11 +27,8 @@ from compiled_llm.explaining.recompiles import environment_in, recompiles_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.timings import Prompts, Timing
 from compiled_llm.explaining.tracing import Sandbox, Trace
-from compiled_llm.model.attention import (
-    BATCH_ARGUMENT,
-    attention_configs,
-    paged_attention_in,
-)
+from compiled_llm.model.attention import BATCH_ARGUMENT
+from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
 from compiled_llm.model.checks import check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import LinearRecorder

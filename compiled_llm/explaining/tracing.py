@@ -310,7 +310,7 @@ class Sandbox:
 
     def _fuse(self, config: WrapConfig) -> FusedWeights:
         facts = self._facts
-        with facts.attention.paged(self.thread.caller):
+        with facts.attention.moving_weights(self.thread.caller):
             return FusedWeights(facts.model, facts.fused_groups if config.fuses_on(self._device.type) else [])
 
     def _configured(self, mode: Mode, rows: int, tokens: int) -> WrapConfig:

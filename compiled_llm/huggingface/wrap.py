@@ -11,7 +11,8 @@ from compiled_llm.compat import prepare_cudagraph_trees
 from compiled_llm.config import WrapConfig
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.wrapped_model import WrappedModel, wrapped_class
-from compiled_llm.model.attention import BATCH_ARGUMENT, attention_configs, paged_attention_in
+from compiled_llm.model.attention import BATCH_ARGUMENT
+from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
 from compiled_llm.model.checks import check_layers, check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import LinearRecorder

@@ -28,7 +28,6 @@ from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop, run_our_loop
 from compiled_llm.huggingface.signatures import MethodSignature
-from compiled_llm.model.attention import set_implementations
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import FusedGroup
 from compiled_llm.model.inputs import check_prompt, check_ready
@@ -213,16 +212,14 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def reduce_ex(self: Any, protocol: int) -> Any:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}
             facts = self.compiled.facts
-            known = facts.layers, facts.fused_groups, self.compiled.config
-            return _blank, (base,), (state, known, facts.attention.original_implementations())
+            return _blank, (base,), (state, (facts.layers, facts.fused_groups, self.compiled.config))
 
         def setstate(
             self: Any,
-            payload: tuple[dict[str, Any], tuple[Sequence[Layer], Sequence[FusedGroup], WrapConfig], list[str | None]],
+            payload: tuple[dict[str, Any], tuple[Sequence[Layer], Sequence[FusedGroup], WrapConfig]],
         ) -> None:
-            state, (layers, fused_groups, config), implementations = payload
+            state, (layers, fused_groups, config) = payload
             base.__setstate__(self, state)
-            set_implementations(self, implementations)  # another thread's step may have been running
             self.compiled = CompiledModel(ModelFacts.of(self, base.forward, layers, fused_groups), config)
 
         members = {

@@ -10,16 +10,12 @@ Shapes: T packed tokens (decode: one a row), H query heads, K kv heads, D head d
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface
 
-from compiled_llm.compat.huggingface import attention_implementations, set_attention_implementations
 from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
 from compiled_llm_ops import (
     append_paged_kv,
@@ -121,8 +117,8 @@ def attention_forward(
     """
     if paged_batch is None:
         raise UnpagedCallError(
-            "the attention of a wrapped model was called while a compiled call was running on it; call the wrapped "
-            "model itself, not its inner modules, from other threads, or compiled_llm.unwrap(model) first"
+            "paged attention was called without pages: inside a compiled call, call the wrapped model itself, not its "
+            "inner modules or another model of the same config"
         )
     if isinstance(paged_batch, LayerProbe):
         return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, kwargs)
@@ -178,75 +174,6 @@ def _pack(states: Tensor, batch: PagedBatch) -> Tensor:
     """``[1, H, T, D]``, or ``[B, H, 1, D]`` if each row has one token, to ``[T, H, D]``, a view."""
     one_a_row = batch.packed is None or batch.packed.one_a_row
     return states.transpose(1, 2).squeeze(1 if one_a_row else 0)
-
-
-def attention_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """Return the configs, each once, whose attention implementation the model's modules read."""
-    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
-    return list(configs.values())
-
-
-class AttentionSwitch:
-    """Points a model's attention at ours while one of our calls runs.
-
-    At rest a wrapped model keeps the user's own attention implementation, so that whatever does not pass through us
-    (its inner modules, training, saving) is untouched.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Find the configs to switch."""
-        self._configs = attention_configs(model)
-        self._lock = threading.Lock()
-        self._holder: int | None = None
-
-    @contextmanager
-    def paged(self, caller: int | None) -> Iterator[None]:
-        """Use paged attention for the duration.
-
-        Args:
-            caller: the thread that waits for this call; if it is inside ``original`` it cannot leave that before we
-                are done, so its attention is borrowed rather than waited for.
-        """
-        if caller is not None and self._holder == caller:
-            with paged_attention_in(self._configs):
-                yield
-        else:
-            with self._lock, paged_attention_in(self._configs):
-                yield
-
-    def original_implementations(self) -> list[str | None]:
-        """Return the configs' implementations as the user set them."""
-        with self.original():
-            return attention_implementations(self._configs)
-
-    @contextmanager
-    def original(self) -> Iterator[None]:
-        """Use the model's own attention for the duration, while other threads may be calling the compiled model."""
-        if self._holder == threading.get_ident():
-            yield
-            return
-        with self._lock:
-            self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = None
-
-
-def set_implementations(model: PreTrainedModel, implementations: list[str | None]) -> None:
-    """Set the attention implementation of each of the model's configs."""
-    set_attention_implementations(attention_configs(model), implementations)
-
-
-@contextmanager
-def paged_attention_in(configs: list[PretrainedConfig]) -> Iterator[None]:
-    """Point the configs' attention at ours for the duration."""
-    original = attention_implementations(configs)
-    set_attention_implementations(configs, [NAME] * len(configs))
-    try:
-        yield
-    finally:
-        set_attention_implementations(configs, original)
 
 
 AttentionInterface.register(NAME, attention_forward)

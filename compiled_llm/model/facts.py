@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from compiled_llm.model.attention import AttentionSwitch
+from compiled_llm.model.attention_switch import AttentionSwitch
 from compiled_llm.model.fused_weights import FusedGroup
 from compiled_llm.model.layer_probe import Layer
 
@@ -26,7 +26,7 @@ class ModelFacts:
         forward: its own class's ``forward``; that of a wrapped model's class is ours.
         layers: its attention layers.
         fused_groups: its linear layers that read one input.
-        attention: switches between paged attention and the model's own.
+        attention: whose attention a thread computes with: ours or the model's own.
     """
 
     reference: weakref.ref[PreTrainedModel]

@@ -24,7 +24,7 @@ from compiled_llm.compilation.graphs.validity import Weights
 from compiled_llm.compilation.layer_state import KnownState
 from compiled_llm.compilation.outline import Outline
 from compiled_llm.compilation.piecewise import Examples, cut, without_symbols
-from compiled_llm.model.attention import attention_configs, paged_attention_in
+from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

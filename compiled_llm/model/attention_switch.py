@@ -1,0 +1,51 @@
+"""Whose attention a thread computes with: ours while it runs a program of ours, else the user's own.
+
+At rest a wrapped model keeps the user's attention implementation, and so it does for all threads but the one that
+computes, so that whatever does not pass through us (inner modules, other models of the same config, training, saving)
+is untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compiled_llm.compat.huggingface import attention_read
+from compiled_llm.model.attention import NAME
+from compiled_llm.model.weights_lock import WeightsLock
+
+
+def attention_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Return the configs, each once, whose attention implementation the model's modules read."""
+    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
+    return list(configs.values())
+
+
+def paged_attention_in(configs: Sequence[PretrainedConfig]) -> AbstractContextManager[None]:
+    """Let this thread use paged attention for the duration."""
+    return attention_read(configs, NAME)
+
+
+class AttentionSwitch:
+    """A model's attention in this thread."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find the configs that name it."""
+        self._configs = attention_configs(model)
+        self._weights = WeightsLock()
+
+    def paged(self) -> AbstractContextManager[None]:
+        """Use paged attention for the duration."""
+        return paged_attention_in(self._configs)
+
+    @contextmanager
+    def original(self) -> Iterator[None]:
+        """Use the model's own attention for the duration, also inside ``paged``."""
+        with self._weights.read(), attention_read((), None):
+            yield
+
+    def moving_weights(self, caller: int | None) -> AbstractContextManager[None]:
+        """Wait until no other thread than ``caller`` is inside ``original``, and let none enter it for the duration."""
+        return self._weights.move(caller)

@@ -1,0 +1,50 @@
+"""Any number of threads read a model's weights; whoever moves them in memory is alone."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class WeightsLock:
+    """Held for reading by the model's own forward, which may be nested; our programs never run while weights move."""
+
+    def __init__(self) -> None:
+        """Start free."""
+        self._changed = threading.Condition()
+        self._readers: Counter[int] = Counter()
+        self._moving = False
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """Let no other thread move the weights for the block."""
+        thread = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._moving or thread in self._readers)
+            self._readers[thread] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers[thread] -= 1
+                self._readers += Counter()  # without those that are done
+                self._changed.notify_all()
+
+    @contextmanager
+    def move(self, caller: int | None) -> Iterator[None]:
+        """Let no thread read the weights for the block.
+
+        Args:
+            caller: the thread that waits for this; what it reads itself it goes on with afterwards.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._moving and self._readers.keys() <= {caller})
+            self._moving = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._moving = False
+                self._changed.notify_all()
