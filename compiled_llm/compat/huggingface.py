@@ -23,6 +23,9 @@ Attributes, a function or two each:
 ``_decoder_start_token_tensor`` | one upload, not one a call | slower first tokens | the config keeps the tensors |
 | ``GenerationConfig._mask_length`` (from 5.23) | the width of a dropped mask | rows cannot go on | masks stay |
 | ``Cache._is_user_defined`` | whether it goes back to the user | we would close it | generate says so |
+
+A tensor that ``generate`` keeps in a vision-language model, new in each call, and that no forward with positions reads:
+``rope_deltas``. Recorded graphs do not follow from it; ends when the model no longer holds it.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig
 
+WRITTEN_BY_GENERATE = frozenset({"rope_deltas"})
 _SPECIAL_TOKENS = ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor", "_decoder_start_token_tensor")
 
 

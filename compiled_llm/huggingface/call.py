@@ -21,6 +21,7 @@ from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.cache_columns import RowUpdate
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.host_copies import HostCopies
+from compiled_llm.huggingface.other_inputs import one_a_token
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.modules import has_hooks
@@ -104,7 +105,7 @@ class Call(LoopArguments):
 
     @property
     def position_ids(self) -> Tensor | None:
-        """``[B, T']`` or ``[1, T']``, the last of them for the last column; None if none are given."""
+        """``[B, T']`` or ``[1, T']``, also with axes before, the last for the last column; None if none are given."""
         return self.kwargs.get("position_ids")
 
     @property
@@ -214,7 +215,10 @@ def _has_own_positions(call: Call) -> bool:
     """Whether the positions are not those that counting each row's unmasked tokens gives."""
     if call.position_ids is None:
         return False
-    positions = call.copies.of(call.position_ids).expand(len(call.input_ids), -1).numpy()
+    flat = one_a_token(call.copies.of(call.position_ids), call.runtime.facts.model.config)
+    if flat is None:
+        return True
+    positions = flat.expand(len(call.input_ids), -1).numpy()
     shift = call.last - positions.shape[1]
     starts = [row.position - row.length for row in call.cache.runner.rows] or [0] * len(positions)
     for row, start, update in zip(positions, starts, call.updates, strict=True):

@@ -18,6 +18,7 @@ from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.current_call import current_call
 from compiled_llm.huggingface.forward_obstacles import by_name, forward_obstacle, tokens_in
 from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.other_inputs import one_a_token
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.kvcache.pool import OutOfPagesError
 from compiled_llm.model.inputs import check_ids, check_ready
@@ -74,6 +75,8 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
         OutOfPagesError: the pages for the tokens are not free; nothing was stored.
     """
     model = runtime.facts.model
+    if "position_ids" in arguments:
+        arguments = {**arguments, "position_ids": one_a_token(arguments["position_ids"], model.config)}
     cache: PagedCache | None = arguments.get("past_key_values")
     if cache is None and arguments.get("use_cache", getattr(model.config, "use_cache", True)):
         cache = runtime.new_cache()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.execution.slow_paths import Reason, SlowPath
 from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.other_inputs import one_a_token, without_what_says_nothing
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.model.sizes import max_positions_of
 
@@ -63,14 +64,15 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)
     known = _KNOWN | ignored_inputs(original)
-    others = sorted(name for name, value in arguments.items() if name not in known and value is not False)
+    given = without_what_says_nothing(model, arguments)
+    others = sorted(name for name, value in given.items() if name not in known and value is not False)
     if others:
         yield Reason("model_inputs", ", ".join(others))
     if cache is not None and not paged:
         yield Reason("past_key_values", type(cache).__name__)
     if not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
         yield Reason("attention_mask_shape")
-    if arguments.get("position_ids", torch.empty(1, 0)).dim() != 2:
+    if "position_ids" in arguments and one_a_token(arguments["position_ids"], model.config) is None:
         yield Reason("position_ids_shape")
     if torch.is_autocast_enabled(model.device.type):
         yield Reason("autocast")

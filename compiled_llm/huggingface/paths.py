@@ -19,6 +19,7 @@ from compiled_llm.huggingface.current_call import copies, took
 from compiled_llm.huggingface.forward_obstacles import ignored_inputs
 from compiled_llm.huggingface.generate import fast_loop, processed_loop
 from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.other_inputs import without_what_says_nothing
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.processors import read_processors
 
@@ -49,7 +50,8 @@ def original_path(
     """Return why this call has to run HuggingFace's loop over the original forward, or None."""
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     known = _KNOWN_INPUTS | ignored_inputs(type(model).forward)
-    others = [name for name, value in model_kwargs.items() if name not in known and value is not None]
+    given = without_what_says_nothing(model, model_kwargs, copies())
+    others = [name for name, value in given.items() if name not in known and value is not None]
     caches = (None, "dynamic", getattr(model.generation_config, "cache_implementation", None))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     speculation = getattr(generation_config, "speculation_type", None)

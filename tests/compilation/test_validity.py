@@ -12,6 +12,7 @@ from torch import nn
 from compiled_llm.compat import own_copy
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 from support.tiny_models import tiny_qwen3
+from support.vision import make
 
 pytestmark = pytest.mark.core
 
@@ -111,6 +112,14 @@ def test_what_changes_in_place_is_read_where_it_lies() -> None:
         model.lm_head.weight.mul_(2)
     model.load_state_dict(tiny_qwen3(seed=7).state_dict())
     model.train()
+    assert weights.valid()
+
+
+def test_what_generate_notes_in_a_vision_language_model_changes_nothing() -> None:
+    model = make("Qwen2VL")
+    model.model.rope_deltas = torch.zeros(2, 1)
+    weights = Weights(model)
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1)
     assert weights.valid()
 
 

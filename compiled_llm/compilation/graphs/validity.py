@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from compiled_llm.compat import guards_for
+from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
 from compiled_llm.model.modules import Children, same
 
 
@@ -82,8 +83,8 @@ class Weights:
 
 
 def _attributes_with_tensors(module: nn.Module) -> list[str]:
-    registered = ("_parameters", "_buffers")
-    return [name for name, value in vars(module).items() if name not in registered and list(_tensors_in(value))]
+    others = {"_parameters", "_buffers", *WRITTEN_BY_GENERATE}
+    return [name for name, value in vars(module).items() if name not in others and list(_tensors_in(value))]
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:

@@ -1,0 +1,129 @@
+"""A tiny random vision-language model of each family, what its processor would make of images, and its twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+IMAGE, VIDEO, START, END = 120, 121, 122, 123
+TEXT: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
+HEADS = {**TEXT, "head_dim": 16}
+EYES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL = {**EYES, "image_size": 16, "patch_size": 8}
+PATCHES = {
+    "patch_size": 4,
+    "in_channels": 3,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+}
+AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma3": {
+        "text_config": {**HEADS, "sliding_window": 8, "query_pre_attn_scalar": 16},
+        "vision_config": SMALL,
+        "image_token_index": IMAGE,
+        "boi_token_index": START,
+        "eoi_token_index": END,
+        "mm_tokens_per_image": 4,
+    },
+    "Qwen2VL": {
+        "text_config": {**TEXT, **AXES},
+        "vision_config": {**PATCHES, "depth": 1, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+        **TOKENS,
+    },
+    "Qwen2_5_VL": {
+        "text_config": {**TEXT, **AXES},
+        "vision_config": {**PATCHES, "depth": 1, "window_size": 8, "fullatt_block_indexes": [0]},
+        **TOKENS,
+    },
+    "Qwen3VL": {
+        "text_config": {**HEADS, **AXES},
+        "vision_config": {**PATCHES, "depth": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        **TOKENS,
+    },
+    "Glm4v": {
+        "text_config": {**HEADS, **AXES},
+        "vision_config": {**PATCHES, "depth": 1, "image_size": 16},
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "image_start_token_id": START,
+        "image_end_token_id": END,
+        "video_start_token_id": 124,
+        "video_end_token_id": 125,
+    },
+    "Llava": {
+        "text_config": {"model_type": "llama", **HEADS},
+        "vision_config": {"model_type": "clip_vision_model", **SMALL},
+        "image_token_index": IMAGE,
+        "vision_feature_layer": -1,
+    },
+    "LlavaOnevision": {
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": {"model_type": "siglip_vision_model", **SMALL},
+        "image_token_index": IMAGE,
+        "video_token_index": VIDEO,
+        "vision_feature_layer": -1,
+    },
+    "Mistral3": {
+        "text_config": {"model_type": "mistral", **HEADS, "sliding_window": None},
+        "vision_config": {"model_type": "pixtral", **EYES, "image_size": 32, "patch_size": 8},
+        "image_token_index": IMAGE,
+        "vision_feature_layer": -1,
+    },
+    "InternVL": {
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": {**EYES, "image_size": [16, 16], "patch_size": [8, 8]},
+        "image_token_id": IMAGE,
+        "downsample_ratio": 0.5,
+        "vision_feature_layer": -1,
+    },
+    "Idefics3": {
+        "text_config": {"model_type": "llama", **HEADS},
+        "vision_config": SMALL,
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
+        "pad_token_id": 0,
+    },
+    "AyaVision": {
+        "text_config": {"model_type": "cohere2", **HEADS, "sliding_window": 8},
+        "vision_config": {"model_type": "siglip_vision_model", **SMALL},
+        "image_token_index": IMAGE,
+    },
+}
+
+
+def make(family: str, seed: int = 0) -> PreTrainedModel:
+    """A tiny model with random weights."""
+    config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+
+
+def types_of_text(family: str, input_ids: Tensor) -> dict[str, Tensor]:
+    """What a processor adds to text alone: types that mark no image."""
+    if family.startswith(("Qwen", "Glm")):
+        return {"mm_token_type_ids": torch.zeros_like(input_ids)}
+    return {"token_type_ids": torch.zeros_like(input_ids)} if family == "Gemma3" else {}
