@@ -47,7 +47,7 @@ def run(request: Request) -> None:
     model: Any = compiled_llm.wrap(loaded, **request.wrap_options())
     prompt_tokens = inputs["input_ids"].shape[1]
     # Asked first: compiling takes minutes.
-    check_fits(loaded, model.compiled.device_model(), [prompt_tokens], request.max_new_tokens)
+    check_fits(model.compiled.device_model(), [prompt_tokens], request.max_new_tokens)
     model.compiled.warmup()
 
     writer = TextStreamer(tokenizer, skip_prompt=request.chat, skip_special_tokens=True)

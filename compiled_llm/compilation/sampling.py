@@ -9,6 +9,7 @@ Shapes: B rows, V vocabulary, X rows with settings of their own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -91,7 +92,7 @@ def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTab
         tables: the settings; ``seen`` is written.
 
     Returns:
-        ``[B]`` int64; ``NOT_A_TOKEN`` for a row whose logits are NaN, +inf or all -inf.
+        ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose logits are NaN, +inf or all -inf.
     """
     return _choose_at(uniform(tables.seed[slots], positions), logits, slots, tables)
 
@@ -101,11 +102,11 @@ def draw(scores: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
 
     Args:
         scores: ``[B, V]`` float32.
-        seeds: ``[B]`` int64; if None, the most likely token is taken.
+        seeds: ``[B]`` int64; if None, the token with the largest score is taken, as ``argmax`` does.
         positions: ``[B]`` int64, the position of the token that is drawn.
 
     Returns:
-        ``[B]`` int64; ``NOT_A_TOKEN`` for a row whose scores are NaN, +inf or all -inf.
+        ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose scores are NaN, +inf or all -inf.
     """
     rows, vocabulary = scores.shape
     tables = SamplingTables.allocate(rows, vocabulary, scores.device)
@@ -139,7 +140,8 @@ def upload_settings(tables: SamplingTables, slots: Sequence[int], settings: Sequ
     where = torch.tensor(list(slots), device=device)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     for column, name in zip(tables[:-1], names, strict=True):
-        values = torch.tensor([getattr(entry, name) for entry in settings], dtype=column.dtype)
+        most = math.inf if column.dtype.is_floating_point else torch.iinfo(column.dtype).max
+        values = torch.tensor([min(getattr(entry, name), most) for entry in settings], dtype=column.dtype)
         column[where] = values.to(device, non_blocking=True)
     tables.seen[where] = False
     vocabulary = tables.seen.shape[1]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedModel
-
 from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.model.sizes import max_positions_of
 
 
 def pages_needed(device_model: DeviceModel, prompts: Sequence[int], most_new: int, shared: Sequence[int] = ()) -> int:
@@ -28,14 +25,11 @@ def pages_needed(device_model: DeviceModel, prompts: Sequence[int], most_new: in
     )
 
 
-def check_fits(
-    model: PreTrainedModel, device_model: DeviceModel, prompts: Sequence[int], most_new: int, needed: int | None = None
-) -> None:
+def check_fits(device_model: DeviceModel, prompts: Sequence[int], most_new: int, needed: int | None = None) -> None:
     """Check that the prompts and all they may grow by fit the model, the batch size and the pages.
 
     Args:
-        model: the model.
-        device_model: its device side.
+        device_model: the model's device side.
         prompts: the length of each row, with what a cache holds of it already.
         most_new: how many tokens a row may grow by.
         needed: how many pages that takes beyond those that the rows have; all of them if None.
@@ -43,7 +37,7 @@ def check_fits(
     Raises:
         ValueError: they do not; the message has the numbers.
     """
-    longest, positions = max(prompts) + most_new, max_positions_of(model)
+    longest, positions = max(prompts) + most_new, device_model.max_positions
     if longest > positions:
         raise ValueError(
             f"max_new_tokens={most_new}: with a prompt of {max(prompts)} tokens that makes {longest}, and the model "

@@ -134,8 +134,8 @@ class Runner:
             unchanged: the model cannot have changed since the last step; skip the validity checks.
 
         Returns:
-            The next token of each row that took part in the previous step; ``sampling.NOT_A_TOKEN`` for one whose
-            logits cannot be sampled from.
+            The next token of each row that took part in the previous step; ``sampling.NOT_A_TOKEN`` for one that
+            is drawn and whose logits cannot be drawn from.
 
         Raises:
             RuntimeError: there is nothing to run.

@@ -18,6 +18,7 @@ from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.modules import InnerHooks
+from compiled_llm.model.sizes import MaxPositions
 
 
 class Runtime:
@@ -40,6 +41,7 @@ class Runtime:
         self.events = Events()
         self.hooks = InnerHooks()
         self.loop_lock = LoopLock()
+        self._positions = MaxPositions()
         self._device_model: DeviceModel | None = None
         # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
         self._made_for: tuple[Hashable, ...] = ()
@@ -107,11 +109,15 @@ class Runtime:
                 raise ValueError(f"{name}: {size} is not between 1 and max_batch_size={limit}")
 
     def device_model(self) -> DeviceModel:
-        """Return the device side; made at the first call, and again once the model was moved, converted or hooked."""
+        """Return the device side; made at the first call, and again if the model was moved, converted or hooked.
+
+        And if its config says that it has more positions than before.
+        """
         model = self.facts.model
         with self._allocation:
             device_model, made_for = self._device_model, (model.device, model.dtype, self.hooks.of(model))
-            if device_model is None or made_for != self._made_for:
+            positions = self._positions.of(model)
+            if device_model is None or made_for != self._made_for or positions > device_model.max_positions:
                 if device_model is not None:
                     self.events.started_again()
                 device_model = self._device_model = None  # its memory goes back first

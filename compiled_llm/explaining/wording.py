@@ -21,8 +21,8 @@ COLD_CAUSES: dict[ColdCause, str] = {
     "warmup_not_called": "warmup was not called",
     "size_not_named": "warmup did not name a batch size of {rows}",
     "prepared_and_lost": (
-        "the model was moved, converted or hooked after warmup, or fused weights were replaced by ones that cannot "
-        "be, which takes all that was prepared"
+        "the model was moved, converted, hooked or given more positions after warmup, or fused weights were replaced "
+        "by ones that cannot be, which takes all that was prepared"
     ),
     "never_prepared": "warmup does not prepare it",
 }

@@ -137,7 +137,7 @@ def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
     """Check at the beginning of a call that a cache lies in the present pages of this model.
 
     Raises:
-        ValueError: it is another model's, or this one's from before it was moved or converted.
+        ValueError: it is another model's, or this one's from before it was moved, converted and so on.
     """
     if not cache.runner.belongs_to(runtime.device_model()):
         raise _foreign()
@@ -145,8 +145,8 @@ def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
 
 def _foreign() -> ValueError:
     return ValueError(
-        "past_key_values: this PagedCache belongs to another model, or to this one before it was moved, converted "
-        "or hooked; begin with model.compiled.new_cache(), or with none"
+        "past_key_values: this PagedCache belongs to another model, or to this one before it was moved, converted, "
+        "hooked or given more positions; begin with model.compiled.new_cache(), or with none"
     )
 
 

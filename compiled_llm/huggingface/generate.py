@@ -63,7 +63,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
         ``return_dict_in_generate`` asks for it.
 
     Raises:
-        RuntimeError: a row's logits are NaN or all -inf.
+        RuntimeError: a row is drawn and its logits are NaN, +inf or all -inf.
     """
     sequences = _Sequences(call)
     cache, runner = call.cache, call.cache.runner
@@ -150,7 +150,7 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
         As ``fast_loop``.
 
     Raises:
-        RuntimeError: a row's scores are NaN or all -inf.
+        RuntimeError: a row is drawn and its scores are NaN, +inf or all -inf.
     """
     sequences = _Sequences(call)
     runner, device = call.cache.runner, call.input_ids.device
@@ -239,8 +239,8 @@ class _Sequences:
         running = self._running
         if NOT_A_TOKEN in tokens and (wrong := [row for row in running if tokens[row] == NOT_A_TOKEN]):
             raise RuntimeError(
-                f"row {min(wrong)}: no token can be chosen after {self.generated} new ones, because its logits are NaN "
-                "or all -inf; check the weights and their dtype, or the logits processors that mask tokens"
+                f"row {min(wrong)}: no token can be drawn after {self.generated} new ones, because its logits are NaN, "
+                "+inf or all -inf; check the weights and their dtype, or the logits processors"
             )
         if self._pads and len(running) < len(tokens):
             tokens = [token if row in running else self.pad_token for row, token in enumerate(tokens)]

@@ -30,7 +30,7 @@ from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop,
 from compiled_llm.huggingface.signatures import MethodSignature
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import FusedGroup
-from compiled_llm.model.inputs import check_prompt, check_ready
+from compiled_llm.model.inputs import check_prompt, check_ready, has_tokens
 from compiled_llm.model.layer_probe import Layer
 
 
@@ -49,7 +49,7 @@ class WrappedModel:
         check_ready(model)
         call = GenerateCall.inside(current_call.get())
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
-        if input_ids is not None:
+        if has_tokens(input_ids, kwargs.get("inputs_embeds")):
             read, mask = call.copies.of(input_ids), call.copies.of(kwargs.get("attention_mask"))
             check_prompt(model, read, mask, kwargs.get("past_key_values") is not None)
         token = current_call.set(call)

@@ -35,6 +35,13 @@ def check_prompt(
         _check_mask(input_ids, attention_mask, continues)
 
 
+def has_tokens(input_ids: object, embeddings: object) -> bool:
+    """Whether there are token ids to check: beside embeddings HuggingFace takes ids of as many rows and no columns."""
+    if isinstance(input_ids, Tensor) and isinstance(embeddings, Tensor):
+        return input_ids.shape != (len(embeddings), 0)
+    return input_ids is not None
+
+
 def check_range(lowest: int, highest: int, vocabulary: int) -> None:
     """Check the smallest and the largest of some token ids.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm_ops import Geometry
@@ -28,7 +28,26 @@ def logits_width(model: PreTrainedModel) -> int:
 
 def max_positions_of(model: PreTrainedModel) -> int:
     """Return how many positions the model was made for."""
-    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**17))
+    return _positions(model.config.get_text_config(decoder=True))
+
+
+class MaxPositions:
+    """How many positions a model was made for, asked in every call: to find the config that says so takes longest."""
+
+    def __init__(self) -> None:
+        """Prepare."""
+        self._config: PretrainedConfig | None = None
+        self._of_text: PretrainedConfig | None = None
+
+    def of(self, model: PreTrainedModel) -> int:
+        """Return as ``max_positions_of``."""
+        if model.config is not self._config:
+            self._config, self._of_text = model.config, model.config.get_text_config(decoder=True)
+        return _positions(self._of_text)
+
+
+def _positions(config: PretrainedConfig | None) -> int:
+    return int(getattr(config, "max_position_embeddings", 2**17))
 
 
 def attention_geometries(layers: Sequence[Layer], page_size: int, dtype: torch.dtype) -> list[Geometry]:

@@ -17,7 +17,7 @@ from compiled_llm_ops.contracts import SampleTokens, UniformNumbers
 from compiled_llm_ops.library import define
 
 NOT_A_TOKEN = -1
-"""Stands for the next token of a row whose logits are NaN, +inf or all -inf: none can be chosen."""
+"""Stands for the next token of a row that is to be drawn from logits that are NaN, +inf or all -inf: none can be."""
 
 # So many of the likeliest tokens are searched for a nucleus before the whole vocabulary is sorted.
 _LIKELY = 1024
@@ -44,7 +44,8 @@ def sample_tokens(
         logits: ``[B, V]`` of any floating dtype, computed with in float32, with any stride between rows.
         uniform: ``[B]`` float64 in [0, 1), where the cumulative distributions are inverted.
         slots: ``[B]`` int64, each row's entry in the tables; several rows may have one entry.
-        temperature: ``[X]`` float32, divides; 0.0 takes the likeliest token, the first of several.
+        temperature: ``[X]`` float32, divides; 0.0 takes the likeliest token, the first of several, as ``argmax`` does:
+            of +inf as well, before that of NaN, and the first one if all are -inf.
         top_k: ``[X]`` int32, keep the k largest; 0 keeps all.
         top_p: ``[X]`` float32, keep the fewest of the largest ones whose probability reaches p; 1.0 keeps all.
         min_p: ``[X]`` float32, keep those at least p times as probable as the most probable; 0.0 keeps all.
@@ -53,7 +54,7 @@ def sample_tokens(
         seen: ``[X, V]`` bool, written.
 
     Returns:
-        ``[B]`` int64; ``NOT_A_TOKEN`` for a row whose logits are NaN, +inf or all -inf.
+        ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose logits are NaN, +inf or all -inf.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
@@ -95,10 +96,11 @@ def _cpu(args: SampleTokens) -> Tensor:
     slots, temperature = args.slots, args.temperature[args.slots]
     scores = _scores(args.logits, temperature, args.penalty[slots], args.seen, slots)
     best, chosen = scores.max(dim=-1)
-    usable = (best > -math.inf) & (best < math.inf)  # both are False for NaN
-    if not bool((temperature == 0).all()):
+    greedy = temperature == 0
+    usable = greedy | ((best > -math.inf) & (best < math.inf))  # both are False for NaN
+    if not bool(greedy.all()):
         drawn = _draw(scores, best, args.uniform, args.top_k[slots], args.top_p[slots], args.min_p[slots])
-        chosen = torch.where(temperature == 0, chosen, drawn)
+        chosen = torch.where(greedy, chosen, drawn)
     chosen = torch.where(usable, chosen, NOT_A_TOKEN)
     args.seen[slots[usable], chosen[usable]] = True
     return chosen

@@ -19,7 +19,7 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm_ops import sample_tokens, uniform_numbers, uniform_of
 from compiled_llm_ops.sampling import philox, smallest_kept
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles, warped
+from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles, unusual_logits, warped
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core
@@ -161,7 +161,7 @@ def test_repetition_penalty_counts_the_prompt_and_what_was_drawn(seed):
 
 
 def test_rows_without_a_usable_logit_are_told_apart(seed):
-    for settings in ({}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.5}, {"top_p": 0.5}, {"min_p": 0.1}):
+    for settings in ({}, {"top_k": 5, "top_p": 0.5}, {"top_p": 0.5}, {"min_p": 0.1}):
         logits = torch.randn(5, VOCABULARY)
         logits[1, 3], logits[2], logits[4, 9] = math.nan, -math.inf, math.inf
         stepped = FixedLogits(logits, [Sampling(seed=row, **settings) for row in range(5)], "eager")
@@ -288,14 +288,49 @@ def test_scores_and_logits_are_those_of_huggingface(wrapped, options, seed):
         torch.testing.assert_close(torch.stack(ours[name]), torch.stack(theirs[name]), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("row", range(7))
+def test_greedy_takes_what_huggingface_takes_of_unusual_scores(wrapped, row, seed):
+    scores = unusual_logits(128)[row].expand(2, -1)
+    options = {
+        "logits_processor": LogitsProcessorList([lambda input_ids, _: scores]),
+        **mixed_prompts([4, 9], 128, seed),
+    }
+    expected = tiny_qwen3(eos_token_id=None).generate(**options, max_new_tokens=3, do_sample=False)
+    torch.testing.assert_close(wrapped.generate(**options, max_new_tokens=3, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("token", [3, 90])
+@pytest.mark.parametrize("value", [math.inf, math.nan, -math.inf])
+def test_greedy_takes_what_huggingface_takes_of_unusual_logits(value, token, seed):
+    reference, model = (tiny_qwen3(eos_token_id=None, num_hidden_layers=1) for _ in range(2))
+    for changed in (reference, model):
+        bias = torch.full((128,), value if value == -math.inf else 0.0)
+        bias[token] = value
+        changed.lm_head.bias = torch.nn.Parameter(bias)
+    compiled_llm.wrap(model, mode="eager", kv_memory="200 tokens", progress=False)
+    inputs = mixed_prompts([4, 9], 128, seed)
+    torch.testing.assert_close(greedy(model, inputs, 3), greedy(reference, inputs, 3))
+
+
+@pytest.mark.parametrize("top_k", [2**31 - 1, 2**31, 2**70])
+def test_top_k_above_the_vocabulary_keeps_all(wrapped, top_k, seed):
+    inputs = mixed_prompts([4, 9], 128, seed)
+    texts = []
+    for most in (top_k, 0):
+        torch.manual_seed(seed)
+        texts.append(sample(wrapped, inputs, top_k=most))
+    torch.testing.assert_close(*texts)
+
+
 def test_a_row_that_cannot_be_sampled_raises_and_the_next_call_works(wrapped, seed):
     inputs = mixed_prompts([4, 9], 128, seed)
 
     def mask_row_one(input_ids: Tensor, scores: Tensor) -> Tensor:
         return torch.where(torch.tensor([[False], [True]]), -math.inf, scores)
 
-    with pytest.raises(RuntimeError, match="row 1: no token can be chosen after 0 new ones"):
-        wrapped.generate(**inputs, max_new_tokens=4, logits_processor=LogitsProcessorList([mask_row_one]))
+    processors = LogitsProcessorList([mask_row_one])
+    with pytest.raises(RuntimeError, match="row 1: no token can be drawn after 0 new ones"):
+        wrapped.generate(**inputs, max_new_tokens=4, do_sample=True, logits_processor=processors)
     assert_account_is_empty(wrapped)
     assert sample(wrapped, inputs).shape == (2, 29)
 

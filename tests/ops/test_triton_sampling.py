@@ -18,7 +18,7 @@ from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm_ops import sample_tokens
 from compiled_llm_ops.contracts import SampleTokens
 from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
-from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles
+from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles, unusual_logits
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
 
@@ -112,7 +112,7 @@ def test_ties_with_the_kth_are_kept(seed: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("setting", [BRANCHES[0], BRANCHES[1], BRANCHES[4], BRANCHES[11], BRANCHES[15]], ids=str)
+@pytest.mark.parametrize("setting", [BRANCHES[1], BRANCHES[4], BRANCHES[11], BRANCHES[15]], ids=str)
 def test_rows_without_a_usable_logit_are_told_apart(setting: Sampling, seed: int) -> None:
     logits = torch.randn(5, 3000)
     logits[0, 2999], logits[1, 70], logits[2] = math.nan, math.inf, -math.inf
@@ -122,6 +122,16 @@ def test_rows_without_a_usable_logit_are_told_apart(setting: Sampling, seed: int
     assert chosen[:3].tolist() == [NOT_A_TOKEN] * 3
     assert 2990 <= chosen[3] < 3000
     assert given[-1].sum(dim=1).tolist() == [1, 1, 0, 0, 0, 0], "entries are in reverse, the last is padding's"
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [1, 2, 64, 65, 4200])
+def test_greedy_rows_take_what_argmax_takes(vocabulary: int, dtype: torch.dtype, seed: int) -> None:
+    logits, settings = unusual_logits(vocabulary).to(dtype), [Sampling(temperature=0.0)] * 7
+    given = arguments(logits, torch.rand(7, dtype=torch.float64), settings)
+    assert launch(*given).tolist() == logits.argmax(dim=-1).tolist()
+    assert given[-1].sum() == 7
 
 
 @interpreted

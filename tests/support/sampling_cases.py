@@ -108,3 +108,14 @@ def middles(probabilities: Tensor, least: float = 1e-5) -> tuple[Tensor, Tensor]
     """The tokens that are not rarer than `least`, and numbers in the middle of their parts of the distribution."""
     tokens = (probabilities > least).nonzero()[:, 0]
     return tokens, (probabilities.cumsum(dim=0) - probabilities / 2)[tokens]
+
+
+def unusual_logits(vocabulary: int) -> Tensor:
+    """`[7, V]`: rows with +inf, several of them, NaN, several of them, both, nothing but -inf, and equal logits."""
+    logits = torch.randn(7, vocabulary)
+    last, middle, first = vocabulary - 1, vocabulary // 2, vocabulary // 3
+    logits[0, last] = logits[1, middle] = logits[1, last] = math.inf
+    logits[2, middle] = logits[3, middle] = logits[3, last] = logits[4, last] = math.nan
+    logits[4, first] = math.inf
+    logits[5], logits[6] = -math.inf, 0.5
+    return logits

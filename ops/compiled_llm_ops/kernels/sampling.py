@@ -81,7 +81,7 @@ def _source(logits, stride, slots, temperature, penalty, seen, vocabulary):
 def _scores(source, token):
     """Return float32 scores of one row's tokens: -inf if there is no such token, +inf for NaN.
 
-    +inf makes the row's largest score infinite, by which the row is recognised as one without a usable logit.
+    +inf makes the row's largest score infinite, by which the row is recognised as one that cannot be drawn from.
     """
     logits, seen, vocabulary, scale, penalty = source
     mask = token < vocabulary
@@ -124,7 +124,7 @@ def _sample_rows(
     tops = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
     peak = tl.max(tops, axis=0)
     token = not_a_token
-    if (peak > float("-inf")) & (peak < float("inf")):
+    if (row_temperature == 0.0) | ((peak > float("-inf")) & (peak < float("inf"))):
         mass += row * tiles
         place = tl.load(uniform + row)
         k, p, m = tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot)
@@ -135,6 +135,8 @@ def _sample_rows(
         token = -1
         if row_temperature == 0.0:
             token = _first_of_largest(source, tops, peak, padded_tiles)
+            if peak == float("inf"):
+                token = _first_nan(source, token)
         elif (k > 0) | (p < 1.0) | (m > 0.0):
             total = tl.sum(masses, axis=0)
             floor = tl.where(m > 0.0, peak + tl.log(m), smallest)
@@ -173,6 +175,18 @@ def _first_of_largest(source, tops, peak, padded_tiles: tl.constexpr):
     lane = tl.arange(0, _TILE)
     scores = _scores(source, tile * _TILE + lane)
     return tile * _TILE + tl.min(tl.where(scores >= peak, lane, _TILE), axis=0)
+
+
+@triton.jit
+def _first_nan(source, otherwise):
+    """Return the first token whose logit is NaN, which counts as the largest; ``otherwise`` if there is none."""
+    vocabulary = source[2]
+    first, lane = vocabulary, tl.arange(0, _CHUNK)
+    for start in range(0, vocabulary, _CHUNK):
+        token = start + lane
+        logits = tl.load(source[0] + token, mask=token < vocabulary, other=0.0).to(tl.float32)
+        first = tl.minimum(first, tl.min(tl.where(logits != logits, token, vocabulary), axis=0))
+    return tl.where(first < vocabulary, first, otherwise)
 
 
 @triton.jit
