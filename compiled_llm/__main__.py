@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -17,5 +18,12 @@ def main() -> None:
     app()
 
 
+def _leave_out_current_folder() -> None:
+    """Import nothing more from the current folder, where `python -m` looks first; `compiled-llm` never does."""
+    if sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
+
+
 if __name__ == "__main__":
+    _leave_out_current_folder()
     main()

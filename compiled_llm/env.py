@@ -21,7 +21,7 @@ class Env:
 
     Attributes:
         cache: ``COMPILED_LLM_CACHE``, where downloaded files are kept. Default: ``compiled_llm`` in
-            ``XDG_CACHE_HOME``, or in ``~/.cache``.
+            ``XDG_CACHE_HOME`` if that is an absolute path, else in ``~/.cache``.
         logs: ``COMPILED_LLM_LOGS``, what to log to stderr: any of ``uploads``, ``graphs`` and ``pages``, with commas
             between them. Default: nothing.
     """
@@ -32,7 +32,9 @@ class Env:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Env:
         """Read the variables; an empty one counts as unset. No value is an error: `import compiled_llm` reads them."""
-        base = environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+        base = environ.get("XDG_CACHE_HOME", "")
+        if not os.path.isabs(base):  # which the variable's own specification ignores: it would depend on the folder
+            base = os.path.join("~", ".cache")
         cache = environ.get("COMPILED_LLM_CACHE") or os.path.join(base, "compiled_llm")
         logs = tuple(name.strip() for name in environ.get("COMPILED_LLM_LOGS", "").split(",") if name.strip())
         # Path.expanduser raises if there is no home.

@@ -7,6 +7,7 @@ import gc
 import inspect
 import logging
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
+from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.utils import IndentedBuffer
 from torch.profiler import profile
 
@@ -314,6 +316,17 @@ def our_attributes(trees: Iterable[ast.Module]) -> set[str]:
 def sources() -> dict[str, ast.Module]:
     folders = [Path(str(package.__file__)).parent for package in (compiled_llm, compiled_llm_ops)]
     return {str(file): ast.parse(file.read_text()) for folder in folders for file in folder.rglob("*.py")}
+
+
+def test_inductors_probe_of_vector_instructions_leaves_out_the_current_folder(tmp_path):
+    compat.keep_probes_from_current_folder()
+    (tmp_path / "ctypes.py").write_text("raise SystemExit('the current folder was imported from')")
+    script = VecISA._avx_py_load
+    assert "from ctypes import" in script
+    assert "__lib_path__" in script
+    command = [sys.executable, "-c", script.replace("__lib_path__", torch._C.__file__)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_private_is_recognized():

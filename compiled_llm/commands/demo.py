@@ -92,9 +92,10 @@ def _download(folder: Path, progress: bool) -> Path:
 
 def _run(command: list[str], folder: Path, output: IO[bytes], arrived: Callable[[int | None], object]) -> int:
     """Run pip in the folder, and tell how many bytes have arrived in it."""
+    # `python -m pip` runs a pip.py of the current folder, so that is this new one.
     # pip writes into TMPDIR and moves the whole file at the end, so TMPDIR is where it can be seen growing.
     environ = {**os.environ, "TMPDIR": str(folder)}
-    with subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT) as pip:
+    with subprocess.Popen(command, cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT) as pip:
         try:
             while pip.poll() is None:
                 arrived(_bytes_in(folder))

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import typer
 
+from compiled_llm.commands.printable import printable
+
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
@@ -22,7 +24,7 @@ def readable_errors() -> Iterator[None]:
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         if not _raised_here(error):
             raise
-        typer.secho(f"error: {' '.join(str(error).split())}", fg="red", err=True)
+        typer.secho(f"error: {printable(' '.join(str(error).split()))}", fg="red", err=True)
         raise typer.Exit(2 if isinstance(error, (FileNotFoundError, ValueError)) else 1) from None
 
 

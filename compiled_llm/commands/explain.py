@@ -9,6 +9,7 @@ import typer
 
 from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.printable import printable
 from compiled_llm.execution.progress import ProgressDisplay
 
 
@@ -39,7 +40,7 @@ def explain(
 
         loaded, _ = load(model, dtype.value, device.value)
         report = explain_model(loaded.eval(), timings=sizes, dump=dump)
-        typer.echo(str(report))
+        typer.echo(printable(str(report)))
         if dump is not None:
             typer.echo(f"written to {dump / 'index.html'}", err=True)
         if html is not None:

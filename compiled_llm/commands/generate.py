@@ -33,10 +33,10 @@ def run(request: Request) -> None:
     console = Console(stderr=True, highlight=False, quiet=request.quiet)
     with ProgressDisplay(not request.quiet).task("importing torch and transformers"):
         import torch
-        from transformers import TextStreamer
 
         import compiled_llm
         from compiled_llm.commands.loading import load
+        from compiled_llm.commands.text_writer import TextWriter
         from compiled_llm.execution.limits import check_fits
 
     loaded, tokenizer = load(request.model, request.dtype, request.device, progress=not request.quiet)
@@ -50,7 +50,7 @@ def run(request: Request) -> None:
     check_fits(model.compiled.device_model(), [prompt_tokens], request.max_new_tokens)
     model.compiled.warmup()
 
-    writer = TextStreamer(tokenizer, skip_prompt=request.chat, skip_special_tokens=True)
+    writer = TextWriter(tokenizer, skip_prompt=request.chat, skip_special_tokens=True)
     streamer = TimedStreamer(None if request.as_json else writer)
     if request.sampling.seed is not None:
         torch.manual_seed(request.sampling.seed)

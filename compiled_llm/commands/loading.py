@@ -6,12 +6,14 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -21,6 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from compiled_llm.commands import demo
+from compiled_llm.compat.huggingface import attention_implementation
 from compiled_llm.execution.progress import ProgressDisplay
 
 
@@ -57,15 +60,19 @@ def load(
     source = _locate(model, progress)
     shows_bars = progress and not source.is_local  # of a download from the hub, HuggingFace's bars tell most
     display = ProgressDisplay(progress, animated=not shows_bars)
-    options = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+    # Not left out: transformers would ask whoever sits at the terminal, or whatever is piped in.
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if source.gguf_file is not None:
+        options["gguf_file"] = source.gguf_file
     try:
         with nullcontext() if shows_bars else _without_bars():
             with display.task("loading the tokenizer"):
                 tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
             with display.task("loading the weights"):
+                _refuse_hub_kernels(model, source)
                 loaded: Any = AutoModelForCausalLM.from_pretrained(source.location, dtype=dtype, **options)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise RuntimeError(f"{model} cannot be loaded as a causal LM: {_first_line(error)}") from error
+    except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
+        raise RuntimeError(f"{model} cannot be loaded as a causal LM: {_reason(error)}") from error
     _prepare_for_batches(tokenizer, source.pad_token)
     return loaded.to(device), tokenizer
 
@@ -133,7 +140,28 @@ def _prepare_for_batches(tokenizer: PreTrainedTokenizerBase, pad_token: str | No
     tokenizer.pad_token = pad_token or tokenizer.pad_token or tokenizer.eos_token
 
 
-def _first_line(error: BaseException) -> str:
+def _refuse_hub_kernels(model: str, source: Source) -> None:
+    """A config can name a repository of compiled attention kernels, which transformers would fetch and run."""
+    if source.gguf_file is not None:
+        return
+    config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
+    parts = [config, *(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None)]
+    for name in map(attention_implementation, parts):
+        if name is not None and "/" in name:
+            raise RuntimeError(
+                f"{model} cannot be loaded: its config asks for attention kernels from the hub ({name}), which "
+                "compiled-llm does not fetch; load it in Python with an attn_implementation of your choice, and wrap it"
+            )
+
+
+def _reason(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):
+        return (
+            "it brings Python code of its own, which compiled-llm does not run; when you have read that code, load the "
+            "model in Python with trust_remote_code=True, and wrap it"
+        )
+    if isinstance(error, UnpicklingError):
+        return "its weights are a pickle that is damaged, or asks for more than tensors and so for code"
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

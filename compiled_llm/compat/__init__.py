@@ -27,6 +27,7 @@ Those of transformers stand in ``compat.huggingface``.
 | ``torch._inductor.config.cpp.cxx`` | which C++ compilers Inductor looks for | torch reports it |
 | ``_subclasses.FakeTensorMode``, ``utils._pytree`` | running a model without computing | torch documents it |
 | ``cpp_builder``, ``cache_dir_utils`` of Inductor | what ``doctor`` shows | torch reports it |
+| ``cpu_vec_isa.VecISA._avx_py_load`` | running nothing of the current folder | torch's probes leave it out |
 | ``_C._profiler._ExperimentalConfig`` | profiling all threads | ``torch.profiler.profile`` takes it by name |
 
 Public in spite of the underscore, and used anywhere: ``torch._dynamo.config``, ``mark_dynamic``,
@@ -39,6 +40,7 @@ Changed for the whole process:
 | what | by | ends when |
 | --- | --- | --- |
 | the two methods of ``TritonKernel`` above | the first graph that is compiled | Inductor's kernels always wait first |
+| ``VecISA._avx_py_load`` | the first graph that is compiled | torch's probes leave out the current folder |
 | ``KINETO_LOG_LEVEL`` and two variables of CUPTI, if unset | the first profile | CUPTI can restart |
 """
 
@@ -121,10 +123,16 @@ from compiled_llm.compat.inductor import (
     cpp_compilers as cpp_compilers,
 )
 from compiled_llm.compat.inductor import (
+    default_inductor_cache as default_inductor_cache,
+)
+from compiled_llm.compat.inductor import (
     inductor_cache as inductor_cache,
 )
 from compiled_llm.compat.inductor import (
     inductor_quiet as inductor_quiet,
+)
+from compiled_llm.compat.inductor import (
+    keep_probes_from_current_folder as keep_probes_from_current_folder,
 )
 from compiled_llm.compat.inductor import (
     make_kernels_wait_first as make_kernels_wait_first,

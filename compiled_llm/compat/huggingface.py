@@ -132,6 +132,12 @@ class attention_read:  # noqa: N801
                     config.__class__ = _base_of(type(config))
 
 
+def attention_implementation(config: PretrainedConfig) -> str | None:
+    """Return the name of the attention implementation that a config's files ask for."""
+    name: str | None = config._attn_implementation_internal
+    return name
+
+
 def experts_implementation(config: PretrainedConfig) -> str | None:
     """Return the name of the implementation that mixtures of experts have; None if the config knows of none."""
     return getattr(config, "_experts_implementation_internal", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,7 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Return what Inductor makes of a graph, as ``torch.compile`` would call it from inside a backend."""
     make_kernels_wait_first()
+    keep_probes_from_current_folder()
     return cast(Callable[..., Any], torch._inductor.compile(module, list(inputs), dict(options)))
 
 
@@ -102,6 +104,18 @@ MAY_BEGIN_EARLY = "'launch_pdl': True"
 """What the source of a kernel says if CUDA may launch it before the previous one has ended."""
 
 
+@functools.cache
+def keep_probes_from_current_folder() -> None:
+    """Let the Python that Inductor starts to try vector instructions import nothing from the current folder.
+
+    ``python -c`` looks there first: a ``ctypes.py`` in it would run, and vector instructions would count as missing.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    script = getattr(VecISA, "_avx_py_load", "")
+    setattr(VecISA, "_avx_py_load", f"import sys\nsys.path[:] = filter(None, sys.path)\n{script}")  # noqa: B010
+
+
 def cpp_compilers() -> list[str]:
     """Return the names of the C++ compilers that Inductor looks for."""
     from torch._inductor import config
@@ -115,6 +129,14 @@ def cpp_compiler() -> str:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return get_cpp_compiler()
+
+
+def default_inductor_cache() -> Path | None:
+    """Return the folder in which Inductor keeps what it compiled, if nobody has named one; None if somebody has."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = default_cache_dir()
+    return Path(folder) if os.environ.get("TORCHINDUCTOR_CACHE_DIR", folder) == folder else None
 
 
 def inductor_cache() -> Path:

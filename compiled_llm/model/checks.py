@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
-from compiled_llm.compat import cpp_compilers
+from compiled_llm.compat import cpp_compilers, default_inductor_cache
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.layer_probe import Layer, UnsupportedModelError, accepts_logits_to_keep
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import BACKENDS, backend_named
+
+ROOT = 0
+"""Root's user id: who does not trust root has no machine."""
 
 
 def check_model(model: object) -> PreTrainedModel:
@@ -61,6 +66,8 @@ def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
     _check_backend(model, config)
     if kind == "cpu" and config.mode != "eager" and missing_compiler() is not None:
         raise RuntimeError(f"wrap: {missing_compiler()}")
+    if config.mode != "eager":
+        check_inductor_cache()
 
 
 def _check_backend(model: PreTrainedModel, config: WrapConfig) -> None:
@@ -107,6 +114,27 @@ def _others(name: str, geometry: Geometry) -> str:
     able = [other for other in BACKENDS if other != name and backend_named(other).missing_kernel(geometry) is None]
     ways = [f"backend={other!r}" + ("" if backend_named(other).compiles else " with mode='eager'") for other in able]
     return f"{' or '.join(ways)} can" if ways else "no backend can"
+
+
+def check_inductor_cache() -> None:
+    """Check that the code which Inductor finds in its cache, and runs, is not somebody else's.
+
+    The cache stands at a known name in the folder for temporary files, where anybody can make it first.
+
+    Raises:
+        RuntimeError: another user made it.
+    """
+    folder = default_inductor_cache()
+    if folder is not None and belongs_to_another(folder):
+        raise RuntimeError(
+            f"wrap: {folder}, whose code Inductor would run, belongs to another user; set TORCHINDUCTOR_CACHE_DIR to a "
+            "folder of your own"
+        )
+
+
+def belongs_to_another(folder: Path) -> bool:
+    """Whether the folder exists and is neither this user's nor root's."""
+    return folder.exists() and folder.stat().st_uid not in (os.geteuid(), ROOT)
 
 
 def missing_compiler() -> str | None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compiled_llm.commands.bench import models, startup
+from compiled_llm.commands.bench.contender import Setup
+from compiled_llm.commands.bench.local import local_worker
 from compiled_llm.commands.bench.report import Report
 from compiled_llm.commands.bench.workload import SAMPLING
 from support.bench import invoke
+from support.foreign_folder import ForeignFolder
 
 WORKER = """
 import json, os, sys
@@ -189,6 +194,14 @@ def test_cold_starts_have_empty_caches_and_warm_ones_those_of_the_last(tmp_path:
     assert folders[0] != folders[1] == folders[2] == folders[3] == folders[4]
     assert all(all(found.values()) for found in folders)
     assert not any(Path(path).exists() for path in folders[0].values()), "caches are left behind"
+
+
+def test_worker_imports_nothing_of_the_current_folder(foreign: ForeignFolder) -> None:
+    """One that ends at its job, which is none."""
+    with local_worker(Setup("tiny", torch.device("cpu"), torch.float32, [], print), "hf-eager") as (*command, _):
+        done = subprocess.run([*command, "no job"], cwd=foreign.path, capture_output=True, text=True)
+    assert "JSONDecodeError" in done.stderr
+    assert foreign.executed() == ""
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import compiled_llm
 from compiled_llm.commands.app import app
-from support.characters import character_tokenizer
+from support.foreign_folder import STANDARD, ForeignFolder, imported
 from support.stand_in_recordings import let_a_cpu_record
 from support.tiny_models import tiny_qwen3
 
@@ -29,28 +29,11 @@ FIGURES = re.compile(
     r"\d+ graphs, \d+ graph breaks, \d+ recompiles, \d+ cudagraph skips$",
     re.MULTILINE,
 )
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['content'] == 'forbidden' %}{{ raise_exception('no such message') }}{% endif %}"
-    "<{{ message['role'] }}: {{ message['content'] }}>"
-    "{% endfor %}"
-)
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 that never stops, with a tokenizer of one token a character."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_qwen3(eos_token_id=None).save_pretrained(folder)
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=300)
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 def invoke(folder: Path, *arguments: str, stdin: str | bytes | None = None) -> Any:
@@ -76,9 +59,11 @@ def greedy(folder: Path, prompt: str, max_new_tokens: int) -> tuple[str, str]:
     return tuple(tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[:length], tokens[length:]))
 
 
-def test_generate_writes_huggingfaces_text_and_the_figures(model_folder: Path) -> None:
-    done = run("generate", "Hello world", "--model", str(model_folder), "--max-new-tokens", "40", "--mode", "eager")
+def test_generate_writes_huggingfaces_text_and_the_figures(model_folder: Path, foreign: ForeignFolder) -> None:
+    arguments = ("Hello world", "--model", str(model_folder), "--max-new-tokens", "40", "--mode", "eager")
+    done = run("generate", *arguments, cwd=foreign.path)
     assert done.returncode == 0, done.stderr
+    assert foreign.executed() == ""
     assert done.stdout == "".join(greedy(model_folder, "Hello world", 40)) + "\n"
     figures = FIGURES.search(done.stderr)
     assert figures is not None, done.stderr
@@ -372,6 +357,14 @@ assert not {"torch", "transformers", "matplotlib"} & set(sys.modules)
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "compiled_llm", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"compiled-llm {version('compiled-llm')}\n", "")
+
+
+def test_as_a_module_it_imports_nothing_of_others_from_the_current_folder(tmp_path: Path) -> None:
+    """Of the standard library, Python itself has looked there for what `import compiled_llm` needs."""
+    foreign = ForeignFolder(tmp_path / "foreign", imported() - STANDARD | {"json", "shlex"})
+    command = [sys.executable, "-m", "compiled_llm", "generate", "--help"]
+    done = subprocess.run(command, cwd=foreign.path, capture_output=True, text=True)
+    assert (done.returncode, foreign.executed()) == (0, ""), done.stderr
 
 
 def test_version() -> None:

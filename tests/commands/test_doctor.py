@@ -23,6 +23,7 @@ from compiled_llm.commands.doctor import trial as doctor_build
 from compiled_llm.commands.doctor.finding import Finding, essence
 from compiled_llm.commands.doctor.findings import examine
 from compiled_llm_ops.flashinfer.install import missing_for_cuda
+from support.foreign_folder import ForeignFolder
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
 MIB, GIB = 2**20, 2**30
@@ -381,11 +382,12 @@ def test_nvcc_builds_or_its_error_is_told(program: Fake) -> None:
 
 
 @pytest.mark.slow
-def test_everything_is_built_and_compared_and_json_says_so() -> None:
-    done = subprocess.run([COMMAND, "doctor", "--json"], capture_output=True, text=True, timeout=500)
+def test_everything_is_built_and_compared_and_json_says_so(foreign: ForeignFolder) -> None:
+    done = subprocess.run([COMMAND, "doctor", "--json"], cwd=foreign.path, capture_output=True, text=True, timeout=500)
     result = json.loads(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert result["can_run"] is True
+    assert foreign.executed() == ""
     builds = {entry["name"]: entry for entry in result["findings"] if entry["part"] == "kernel builds"}
     assert {"Inductor", "ops", "compiled model"} <= set(builds)
     assert all(entry["status"] == "ok" and entry["seconds"] > 0 for entry in builds.values())

@@ -10,14 +10,18 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
 
 import compiled_llm
 from compiled_llm.explaining import timings
+from compiled_llm.explaining.dump import dump
 from compiled_llm.explaining.dump.bytecode import readable
+from compiled_llm.explaining.dump.dump_page import _Sources
 from compiled_llm.explaining.dump.links import kernels_of
+from compiled_llm.explaining.places import Place
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import Sandbox
 from support import planted_faults as planted
@@ -164,6 +168,24 @@ def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path):
         with pytest.raises(ValueError, match="name a new or an empty folder"):
             compiled_llm.explain(plant(planted.PrintDeleted), dump=taken)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(dump, "belongs_to_another", lambda folder: folder == tmp_path)
+    with pytest.raises(ValueError, match="belongs to another user"):
+        compiled_llm.explain(plant(planted.PrintDeleted), dump=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_files_are_text_on_the_pages_and_nothing_else(tmp_path):
+    source = tmp_path / '"><script>alert(1)<b>#?%41.py'
+    source.write_text("<script>alert(2)</script>\n")
+    sources = _Sources(tmp_path)
+    cell = sources.linked(Place(str(source), 1, "<script>"))
+    listing = (tmp_path / unquote(Read(cell).links[0].partition("#")[0])).read_text()
+    assert "<script>" not in cell + listing
+    assert "<script>alert(2)</script>" in Read(cell).words
+    assert "<script>alert(2)</script>" in Read(listing).words
 
 
 # ---- without depyf, with one that fails, and under the user's own

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._inductor.runtime import cache_dir_utils
 from transformers import PreTrainedModel
 
 import compiled_llm
@@ -226,6 +227,21 @@ def test_a_cpu_without_a_compiler_is_refused_except_for_eager(monkeypatch, seed)
         inputs = mixed_prompts([4], 128, seed)
         torch.testing.assert_close(greedy(model, inputs, 3), greedy(tiny_qwen3(), inputs, 3))
     assert checks.missing_compiler() is None
+
+
+def test_inductors_default_cache_that_somebody_else_made_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(cache_dir_utils, "default_cache_dir", lambda: str(tmp_path))
+    model = tiny_qwen3()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks.os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+        patch.setattr(checks, "ROOT", -1)
+        with pytest.raises(RuntimeError, match="belongs to another user; set TORCHINDUCTOR_CACHE_DIR"):
+            compiled_llm.wrap(model, **{**OPTIONS, "mode": "compile"})
+        checks.check_placement(model, WrapConfig(mode="eager"))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "named"))
+        checks.check_inductor_cache()
+    checks.check_inductor_cache()
 
 
 # ---- options of wrap

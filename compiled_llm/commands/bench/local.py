@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.commands.bench.contender import Setup
+from compiled_llm.commands.bench.peer import WORKERS
 from compiled_llm.commands.bench.timing import Timing, TokenClock, timed
 from compiled_llm.commands.bench.workload import SAMPLING, Workload
 
@@ -108,7 +110,8 @@ def local_worker(setup: Setup, contender: str) -> Iterator[list[str]]:
         "dtype": str(setup.dtype).removeprefix("torch."),
         "workloads": [[work.batch, work.prompt, work.new, work.sampled] for work in setup.workloads],
     }
-    yield [sys.executable, "-m", "compiled_llm.commands.bench.workers.local_worker", json.dumps(job)]
+    # By its path: with -m, Python would look for modules in the current folder first.
+    yield [sys.executable, os.fspath(WORKERS / "local_worker.py"), json.dumps(job)]
 
 
 def tokens_to_hold(workloads: Sequence[Workload], page_size: int) -> int:

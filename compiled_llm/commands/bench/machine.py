@@ -66,10 +66,11 @@ def _cpu_name() -> str:
 def _commit() -> str | None:
     """The checkout's commit, if this package is part of one: it may also just be installed inside another's."""
     folder = str(Path(compiled_llm.__file__).parent)
-    if _output("git", "-C", folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+    git = ("git", "-C", folder, "-c", "core.fsmonitor=false")  # or a checkout's settings could name a program to run
+    if _output(*git, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    head = _output("git", "-C", folder, "rev-parse", "HEAD")
-    changes = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
+    head = _output(*git, "rev-parse", "HEAD")
+    changes = _output(*git, "status", "--porcelain", "--untracked-files=no")
     return f"{head} and changes" if head and changes else head
 
 

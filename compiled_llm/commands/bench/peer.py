@@ -193,4 +193,4 @@ def _vocabulary_of(name: str) -> int:
     """Return how many token ids the model has, without building it."""
     if models.is_random(name):
         return int(models.SHAPES[name]["vocab_size"])
-    return int(AutoConfig.from_pretrained(name).get_text_config(decoder=True).vocab_size)
+    return int(AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config(decoder=True).vocab_size)

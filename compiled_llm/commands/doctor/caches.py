@@ -34,12 +34,17 @@ def flashinfer() -> Finding:
 
 
 def _cache(name: str, folder: Path, variable: str) -> Finding:
+    from compiled_llm.model.checks import belongs_to_another
+
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         tempfile.TemporaryFile(dir=parent).close()  # access rights alone do not tell, least of all root
     except OSError as error:
         fix = f"make it writable, or set {variable} to another folder"
         return Finding("caches", name, "warning", f"{folder}, not writable: {error.strerror}", fix)
+    if belongs_to_another(folder):
+        fix = f"set {variable} to a folder of your own, unless you trust everybody who can write there"
+        return Finding("caches", name, "warning", f"{folder} belongs to another user", fix)
     return Finding("caches", name, "ok", f"{folder}, {_size(folder)}")
 
 

@@ -20,6 +20,7 @@ from compiled_llm.explaining.dump.files import ATEN, BYTECODE, GRAPH, GUARDS, IN
 from compiled_llm.explaining.dump.links import links_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import BrokenPrograms, Sandbox, Trace
+from compiled_llm.model.checks import belongs_to_another
 
 _PROVENANCE = "inductor_provenance_tracking_node_mappings.json"
 _MOVED = {ATEN: "fx_graph_transformed.py", INDUCTOR: "output_code.py"}
@@ -29,10 +30,12 @@ def new_folder(path: Path) -> Path:
     """Return the folder; make it if it does not exist.
 
     Raises:
-        ValueError: there is something in it already, or it is a file.
+        ValueError: there is something in it already, it is a file, or somebody else's.
     """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise ValueError(f"dump={str(path)!r}: there is something already; name a new or an empty folder")
+    if belongs_to_another(path):  # who could make any of its files a link
+        raise ValueError(f"dump={str(path)!r}: the folder belongs to another user; name a new one")
     path.mkdir(parents=True, exist_ok=True)
     return path.resolve()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from urllib.parse import quote
 
 from compiled_llm.explaining.dump.files import GRAPH, INDUCTOR, DumpedProgram
 from compiled_llm.explaining.dump.links import Link, lines_of_kernels, lines_of_nodes
@@ -121,7 +122,7 @@ def _list(file: Path, name: str, root: Path) -> str:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
         body = f'<pre class="listing">{"".join(_numbered(lines))}</pre>'
         page.write_text(document(name, body, wide=True), encoding="utf-8")
-    return page.relative_to(root).as_posix()
+    return quote(page.relative_to(root).as_posix())
 
 
 def _numbered(lines: Iterable[str]) -> Iterator[str]:

@@ -1,0 +1,154 @@
+"""What a model's files ask for: code of theirs is never run, and what they say reaches a terminal as text alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from compiled_llm.commands.app import app
+from compiled_llm.commands.printable import printable
+from compiled_llm.commands.text_writer import TextWriter
+
+HOSTILE = "\x1b]0;owned\x07 \x9b2J\x08 text\r"
+CODE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+open({note!r}, "w").close()
+class Config(Qwen3Config):
+    model_type = "theirs"
+class Model(Qwen3ForCausalLM):
+    config_class = Config
+"""
+
+
+class Payload:
+    """An object whose pickle makes a file when it is loaded."""
+
+    def __init__(self, note: Path) -> None:
+        self.note = note
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.note), "w")
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(model_folder, tmp_path / "theirs")
+
+
+@pytest.fixture
+def note(tmp_path: Path) -> Path:
+    """The file that code of the model's would make."""
+    return tmp_path / "executed"
+
+
+def change_config(folder: Path, **settings: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def brings_code(folder: Path, note: Path) -> None:
+    (folder / "code.py").write_text(CODE.format(note=str(note)))
+    change_config(
+        folder,
+        model_type="theirs",
+        auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+    )
+
+
+def pickles_code(folder: Path, note: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Payload(note)}, folder / "pytorch_model.bin")
+
+
+def asks_for_kernels(folder: Path, note: Path) -> None:
+    change_config(folder, attn_implementation="somebody/kernels")
+
+
+def asks_for_kernels_of_a_part(folder: Path, note: Path) -> None:
+    change_config(folder, model_type="gemma3", attn_implementation={"text_config": "somebody/kernels"})
+
+
+def brings_a_generate(folder: Path, note: Path) -> None:
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(f"open({str(note)!r}, 'w').close()")
+
+
+def generate(folder: Path, *arguments: str) -> Any:
+    """Run `generate` with a yes to whatever is asked."""
+    options = ["--model", str(folder), "--mode", "eager", "--max-new-tokens", "2"]
+    return CliRunner().invoke(app, ["generate", "Hi", *options, *arguments], input="y\n" * 9)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (brings_code, "brings Python code of its own, which compiled-llm does not run"),
+        (pickles_code, "weights are a pickle that is damaged, or asks for more than tensors"),
+        (asks_for_kernels, "asks for attention kernels from the hub (somebody/kernels)"),
+        (asks_for_kernels_of_a_part, "asks for attention kernels from the hub (somebody/kernels)"),
+    ],
+)
+def test_a_model_that_would_run_code_is_refused(
+    folder: Path, note: Path, spoil: Callable[[Path, Path], None], message: str
+) -> None:
+    spoil(folder, note)
+    result = generate(folder)
+    assert result.exit_code == 1, result.output
+    assert message in " ".join(result.output.split())
+    assert "[y/N]" not in result.output
+    assert not note.exists()
+
+
+def test_a_generate_that_lies_beside_the_weights_is_not_run(folder: Path, note: Path) -> None:
+    brings_a_generate(folder, note)
+    assert generate(folder).exit_code == 0
+    assert not note.exists()
+
+
+def test_a_chat_template_runs_in_a_sandbox(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    result = generate(folder, "--chat")
+    assert result.exit_code == 2
+    assert "the model's chat template refuses this: access to attribute" in result.output
+
+
+# ---- what reaches the terminal
+
+
+def test_errors_show_control_characters(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(f"{{{{ raise_exception({HOSTILE!r}) }}}}")
+    result = generate(folder, "--chat")
+    assert result.exit_code == 2
+    assert r"\x1b]0;owned\x07 \x9b2J\x08 text" in result.output
+    assert printable(result.output) == result.output
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stdout", "expected"), [(Terminal(), printable(HOSTILE) + "\n"), (io.StringIO(), HOSTILE + "\n")]
+)
+def test_generated_text_is_shown_on_a_terminal_and_left_alone_elsewhere(
+    model_folder: Path, stdout: io.StringIO, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", stdout)
+    TextWriter(AutoTokenizer.from_pretrained(model_folder)).on_finalized_text(HOSTILE, stream_end=True)
+    assert stdout.getvalue() == expected
+
+
+def test_text_without_control_characters_stays_as_it_is() -> None:
+    for text in ("a\tb\nc", "é 中文 \u202e שלום 🙂", "\\x1b"):
+        assert printable(text) == text
