@@ -27,6 +27,14 @@ from support.tiny_models import tiny_llama, tiny_qwen3
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of every test's random numbers")
+    fuzz = parser.getgroup("fuzz", "random cases, in tests/fuzz")
+    fuzz.addoption(
+        "--fuzz-seed", type=int, default=None, help="the seed of the first case (default: 1000 times --seed)"
+    )
+    fuzz.addoption("--fuzz-cases", type=int, default=None, help="how many cases, one seed after the other")
+    fuzz.addoption("--fuzz-seconds", type=float, default=0.0, help="go on with further cases for so long")
+    fuzz.addoption("--fuzz-steps", type=int, default=6, help="steps of each case")
+    fuzz.addoption("--fuzz-mode", default="eager", help="what models are wrapped with; the default compiles nothing")
 
 
 def pytest_configure() -> None:

@@ -35,8 +35,11 @@ def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 
 def ignored_inputs(original: Callable[..., Any]) -> frozenset[str]:
-    """Return the inputs that tokenizers make and this ``forward`` takes without looking at them."""
-    return frozenset({"token_type_ids"}.difference(_parameters(original)))
+    """Return the inputs that this ``forward`` takes without looking at them: what tokenizers make, and tokenizers.
+
+    ``generate`` hands a tokenizer, which it takes for stop strings, on to beam search, and that to the model.
+    """
+    return frozenset({"token_type_ids", "tokenizer", "assistant_tokenizer"}.difference(_parameters(original)))
 
 
 @functools.lru_cache(maxsize=16)  # of classes that may come and go

@@ -389,6 +389,9 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature("`stop_strings`", [generate(stop_strings=["a", "bc"], tokenizer=fresh(tokenizer))]),
         Feature(
+            "`stop_strings` with beam search", [generate(stop_strings=["a"], tokenizer=fresh(tokenizer), num_beams=2)]
+        ),
+        Feature(
             "a `StoppingCriteria` of your own",
             [
                 generate(stopping_criteria=StoppingCriteriaList([Until()])),

@@ -1,0 +1,119 @@
+"""One of the two models of a case, and what its user holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.utils import ModelOutput
+
+OPTIONS: dict[str, Any] = {"mode": "eager", "progress": False}
+"""What models are wrapped with, unless a case says otherwise."""
+
+
+@dataclass
+class Chat:
+    """A conversation: the text so far ``[B, T]``, its mask, and the cache that holds most of it."""
+
+    text: Tensor
+    mask: Tensor
+    cache: Cache
+
+
+@dataclass
+class Side:
+    """The wrapped model, or its unwrapped twin.
+
+    Attributes:
+        model: the model.
+        options: what it is wrapped with; None if it is not.
+        chat: the conversation that goes on, if one does.
+        undo: how what was hooked or overridden is taken back, by name.
+        log: what callbacks and hooks have seen in this step.
+    """
+
+    model: PreTrainedModel
+    options: dict[str, Any] | None = None
+    chat: Chat | None = None
+    undo: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    log: list[Any] = field(default_factory=list)
+
+    @property
+    def wrapped(self) -> bool:
+        return hasattr(self.model, "compiled")
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    def note(self, *seen: Any) -> None:
+        """Remember what a callback saw."""
+        self.log.append(plain(seen))
+
+
+@dataclass
+class Raised:
+    """What a step raised."""
+
+    kind: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+@dataclass
+class Outcome:
+    """What came of a step: its result or what it raised, what callbacks saw, and the model afterwards."""
+
+    result: Any
+    seen: list[Any]
+    at_rest: dict[str, Any]
+
+    @property
+    def raised(self) -> Raised | None:
+        return self.result if isinstance(self.result, Raised) else None
+
+
+def plain(result: Any) -> Any:
+    """Lists, dictionaries and tensors of a result's own; of a cache, how many tokens it was given."""
+    if isinstance(result, Tensor):
+        return result.detach().clone()
+    if isinstance(result, Cache):
+        return result.get_seq_length()
+    if isinstance(result, ModelOutput):
+        return {"type": type(result).__name__, **{name: plain(value) for name, value in result.items()}}
+    if isinstance(result, dict):
+        return {name: plain(value) for name, value in result.items()}
+    if isinstance(result, (tuple, list)):
+        return [plain(value) for value in result]
+    return result if isinstance(result, (int, float, str, bool, type(None))) else type(result).__name__
+
+
+def state_at_rest(side: Side) -> dict[str, Any]:
+    """What a call must leave as HuggingFace leaves it."""
+    model = side.model
+    modules = dict(model.named_modules())
+    return {
+        "attention": [module.config._attn_implementation for module in modules.values() if hasattr(module, "config")],
+        "config": copy.deepcopy(model.config.to_dict()),
+        "generation_config": copy.deepcopy(model.generation_config.to_dict()),
+        "hooks": {name: _hooks(module) for name, module in modules.items() if _hooks(module)},
+        "training": model.training,
+        "class": type(model).__name__,
+        "own attributes": sorted(name for name in vars(model) if name[0] != "_" and name != "compiled"),
+        "gradients": [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
+        "defaults": [str(torch.get_default_dtype()), str(torch.get_default_device())],
+    }
+
+
+def _hooks(module: torch.nn.Module) -> list[str]:
+    """The hooks of a module; HuggingFace's own, which it keeps once it needed them, do not count."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    modules = (getattr(getattr(hook, "func", hook), "__module__", "") for hook in hooks)
+    return [name for name in modules if not name.startswith("transformers.")]
