@@ -67,5 +67,5 @@ def test_a_failing_case_becomes_as_small_as_it_can_be() -> None:
     case = random_case(10)
     calls = (*case.steps, Generate(Prompt((5, 9), seed=3), {"num_beams": 3, "max_new_tokens": 4}), *case.steps)
     smallest = shrink(replace(case, steps=calls), lambda smaller: "'num_beams': 3" in repr(smaller), most_tried=10_000)
-    assert smallest == Case(case.family, steps=(Generate(settings={"num_beams": 3}),))
+    assert smallest == Case(case.family, steps=(Generate(Prompt((1,)), {"num_beams": 3}),))
     assert eval(repr(smallest)) == smallest

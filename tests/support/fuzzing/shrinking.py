@@ -43,7 +43,7 @@ def _smaller(value: Any) -> Iterator[Any]:
 def _of_data(data: Data) -> Iterator[Data]:
     for field in dataclasses.fields(data):  # type: ignore[arg-type]
         value, default = getattr(data, field.name), default_of(field)
-        if field.name in ("family", "steps") or value == default:
+        if field.name in ("family", "steps", "prompt") or value == default:
             continue
         yield dataclasses.replace(data, **{field.name: default})  # type: ignore[type-var]
     for field in dataclasses.fields(data):  # type: ignore[arg-type]
