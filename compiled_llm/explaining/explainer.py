@@ -34,6 +34,7 @@ from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import LinearRecorder
 from compiled_llm.model.inputs import check_prompt
 from compiled_llm.model.layer_probe import UnpagedCallError, UnsupportedModelError, probe_layers
+from compiled_llm.model.mask_probe import check_patterns
 from compiled_llm.model.restore import restored
 
 _INTERFACE = (
@@ -139,6 +140,7 @@ class _Subject:
                     LinearRecorder() as recorder,
                 ):  # not one fake tensor may stay behind
                     layers = probe_layers(self.model, BATCH_ARGUMENT, fake=fake)
+                layers = check_patterns(self.model, layers)
                 return ModelFacts.of(self.model, type(self.model).forward, layers, recorder.groups(self.model))
             except UnsupportedModelError as error:
                 self.refusal, cause = str(error), error.__cause__

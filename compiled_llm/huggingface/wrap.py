@@ -17,6 +17,7 @@ from compiled_llm.model.checks import check_layers, check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import LinearRecorder
 from compiled_llm.model.layer_probe import probe_layers
+from compiled_llm.model.mask_probe import check_patterns
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
@@ -58,6 +59,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         prepare_cudagraph_trees()
     with paged_attention_in(attention_configs(checked)), LinearRecorder() as recorder:
         layers = probe_layers(checked, BATCH_ARGUMENT)
+    layers = check_patterns(checked, layers)
     check_layers(checked, layers, config)
     base = type(checked)
     runtime = CompiledModel(ModelFacts.of(checked, base.forward, layers, recorder.groups(checked)), config)

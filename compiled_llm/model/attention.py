@@ -72,6 +72,8 @@ class PagedBatch(NamedTuple):
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
         packed: where the tokens go; None in decode with ``decode_attention``, which takes one new token a row.
+        windows: tokens visible to the left of a query in each layer, -1 for all, in place of what layers say; empty if
+            they say it.
     """
 
     pages: list[Tensor]
@@ -79,6 +81,7 @@ class PagedBatch(NamedTuple):
     indices: Tensor
     last_page_len: Tensor
     packed: PackedTokens | None = None
+    windows: tuple[int, ...] = ()
 
 
 def attention_forward(
@@ -126,7 +129,7 @@ def attention_forward(
     layer = cast(int, module.layer_idx)
     options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
-        -1 if sliding_window is None else sliding_window - 1,
+        _window_left(paged_batch, layer, sliding_window),
         softcap or 0.0,
     )
     if s_aux is None:
@@ -142,6 +145,12 @@ States = tuple[Tensor, Tensor, Tensor]
 
 Options = tuple[float, int, float]
 """Scale, window and cap."""
+
+
+def _window_left(batch: PagedBatch, layer: int, sliding_window: int | None) -> int:
+    if batch.windows:
+        return batch.windows[layer]
+    return -1 if sliding_window is None else sliding_window - 1
 
 
 def _attend(batch: PagedBatch, layer: int, states: States, options: Options) -> Tensor:

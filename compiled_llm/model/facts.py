@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from compiled_llm.model.attention import PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
 from compiled_llm.model.fused_weights import FusedGroup
 from compiled_llm.model.layer_probe import Layer
@@ -23,7 +24,7 @@ class ModelFacts:
 
     Attributes:
         reference: to the model.
-        forward: its own class's ``forward``; that of a wrapped model's class is ours.
+        forward: its own class's ``forward``, which takes pages; that of a wrapped model's class is ours.
         layers: its attention layers.
         fused_groups: its linear layers that read one input.
         attention: whose attention a thread computes with: ours or the model's own.
@@ -40,7 +41,8 @@ class ModelFacts:
         cls, model: PreTrainedModel, forward: Forward, layers: Sequence[Layer], fused_groups: Sequence[FusedGroup] = ()
     ) -> ModelFacts:
         """Return what is known of ``model``, the rest as for the attributes."""
-        return cls(weakref.ref(model), forward, tuple(layers), tuple(fused_groups), AttentionSwitch(model))
+        switch = AttentionSwitch(model)
+        return cls(weakref.ref(model), with_windows(forward, layers), tuple(layers), tuple(fused_groups), switch)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -53,3 +55,15 @@ class ModelFacts:
         if model is None:
             raise RuntimeError("the model of this cache or runner no longer exists")
         return model
+
+
+def with_windows(forward: Forward, layers: Sequence[Layer]) -> Forward:
+    """Return a ``forward`` whose layers have the windows that stand in HuggingFace's masks alone; mostly the same."""
+    if not any(layer.window_in_mask for layer in layers):
+        return forward
+    windows = tuple(layer.window_left for layer in layers)
+
+    def windowed(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
+        return forward(model, paged_batch=paged_batch._replace(windows=windows), **inputs)
+
+    return windowed

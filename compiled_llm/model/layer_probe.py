@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat import fake_tensors
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation
-from compiled_llm.model.restore import attributes_restored
+from compiled_llm.model.restore import attributes_restored, restored
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
 _HARMLESS = frozenset({"position_ids", "is_causal"})
+_TOKENS = 4
+"""How many a trial forward runs on."""
 
 
 class Layer(NamedTuple):
@@ -33,6 +35,7 @@ class Layer(NamedTuple):
         head_dim: D, as the model has it.
         window_left: tokens visible to the left of a query; -1 for all.
         logits_soft_cap: cap on the logits; 0.0 for none.
+        window_in_mask: the window is that of HuggingFace's mask, and another one, or none, is handed to attention.
     """
 
     query_heads: int
@@ -40,6 +43,11 @@ class Layer(NamedTuple):
     head_dim: int
     window_left: int
     logits_soft_cap: float
+    window_in_mask: bool = False
+
+    def visible(self, positions: int) -> int:
+        """Return how many of ``positions`` tokens the last one sees, itself included."""
+        return positions if self.window_left < 0 else min(positions, self.window_left + 1)
 
 
 class UnsupportedModelError(ValueError):
@@ -80,6 +88,10 @@ class LayerProbe:
                 f"{name} has key heads of size {key.shape[-1]} and value heads of size {value.shape[-1]}; "
                 "pages need both of one size (multi-head latent attention is not supported)"
             )
+        if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2]:
+            raise UnsupportedModelError(
+                f"{name} attends over {key.shape[2]} keys for {query.shape[2]} tokens; pages hold one key a token"
+            )
         if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(f"{name} is not causal; only decoder-only causal LMs can be wrapped")
         for argument, given in others.items():
@@ -107,27 +119,20 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
         UnsupportedModelError: a layer's attention does not reach our function, or needs what pages cannot give.
     """
     probe = LayerProbe()
-    tokens = 4
-    forward = type(model).forward
-    # What forward stores in modules is fake as well, and must not stay.
-    mode = fake_tensors() if fake else nullcontext()
-    with attributes_restored(model), torch.inference_mode(False), torch.no_grad(), mode, _batched_experts(model):
-        ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
-        positions = torch.arange(tokens, device=model.device)[None]
-        try:
-            forward(model, input_ids=ids, position_ids=positions, use_cache=False, **{batch_argument: probe})
-        except UnsupportedModelError:
-            raise
-        except UnpagedCallError as error:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} does not hand keyword arguments of its forward on to its attention, so the "
-                "page table cannot reach it; it stays usable unwrapped"
-            ) from error
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be traced with packed tokens ({type(error).__name__}: {error}); "
-                "it stays usable unwrapped"
-            ) from error
+    try:
+        trial_forward(model, fake, **{batch_argument: probe})
+    except UnsupportedModelError:
+        raise
+    except UnpagedCallError as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not hand keyword arguments of its forward on to its attention, so the "
+            "page table cannot reach it; it stays usable unwrapped"
+        ) from error
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be traced with packed tokens ({type(error).__name__}: {error}); "
+            "it stays usable unwrapped"
+        ) from error
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     if sorted(probe.layers) != list(range(expected)):
         raise UnsupportedModelError(
@@ -136,6 +141,22 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
             "Models with attention of their own (Falcon, BLOOM, MPT, GPT-J, ...) cannot be wrapped"
         )
     return [probe.layers[index] for index in range(expected)]
+
+
+def trial_forward(model: PreTrainedModel, fake: bool, **inputs: Any) -> None:
+    """Run the forward on a few tokens, without a cache; what it stores in the model does not stay.
+
+    Args:
+        model: the model, not wrapped.
+        fake: use tensors without memory.
+        inputs: further arguments.
+    """
+    mode = fake_tensors() if fake else nullcontext()
+    undone = attributes_restored(model) if fake else restored(model)
+    with undone, torch.inference_mode(False), torch.no_grad(), mode, _batched_experts(model):
+        ids = torch.zeros((1, _TOKENS), dtype=torch.long, device=model.device)
+        positions = torch.arange(_TOKENS, device=model.device)[None]
+        type(model).forward(model, input_ids=ids, position_ids=positions, use_cache=False, **inputs)
 
 
 @contextmanager

@@ -50,7 +50,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Persimmon": {},
     "Phi": {},
     "Phi3": {},
+    "Phimoe": {"sliding_window": 8, **EXPERTS},
     "Qwen2": {},
+    "Qwen2Moe": {
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
     "Qwen3Moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "SeedOss": {"head_dim": 16},
     "SmolLM3": {},
@@ -62,9 +72,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "StableLm": ({}, "does not hand keyword arguments"),
     "XGLM": ({"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}, "reach the attention interface"),
     "MiniMax": ({}, "reach the attention interface"),
+    "Llama4": (
+        {"head_dim": 16, "attention_chunk_size": 8, "intermediate_size_mlp": 96, **EXPERTS},
+        "layer 0 sees neither all tokens before its own nor the last ones .*query at 8 and the key at 1",
+    ),
+    "Moshi": ({"head_dim": 16, "sliding_window": 8, "ffn_dim": 96}, "cache keeps 8 tokens of attention layer 0"),
+    "DeepseekV4": (
+        {"head_dim": 16, "sliding_window": 8, "n_routed_experts": 4, "moe_intermediate_size": 32, **EXPERTS},
+        r"layer 0 keeps a DeepseekV4\w+ in HuggingFace's cache",
+    ),
 }
 """Families that `wrap` refuses, with their settings and a part of the reason."""
-CONFIGS = {"GPT2LMHead": "GPT2Config", "Gemma3": "Gemma3TextConfig"}
+CONFIGS = {"GPT2LMHead": "GPT2Config", "Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
 CLASSES = {"GPT2LMHead": "GPT2LMHeadModel"}
 
 
