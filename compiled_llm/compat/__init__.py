@@ -40,6 +40,7 @@ Changed for the whole process:
 | what | by | ends when |
 | --- | --- | --- |
 | the two methods of ``TritonKernel`` above | the first graph that is compiled | Inductor's kernels always wait first |
+| what a forked process begins with (``os.register_at_fork``) | the import | threads survive a fork |
 | ``VecISA._avx_py_load`` | the first graph that is compiled | torch's probes leave out the current folder |
 | ``KINETO_LOG_LEVEL`` and two variables of CUPTI, if unset | the first profile | CUPTI can restart |
 """

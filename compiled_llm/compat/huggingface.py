@@ -40,6 +40,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig
 
+from compiled_llm.compat.forks import in_forked_processes
+
 WRITTEN_BY_GENERATE = frozenset({"rope_deltas"})
 _SPECIAL_TOKENS = ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor", "_decoder_start_token_tensor")
 
@@ -102,6 +104,12 @@ _views: dict[type[PretrainedConfig], type[PretrainedConfig]] = {}
 _readers: Counter[int] = Counter()
 """How many threads read something else of a config, by its id."""
 _readers_lock = threading.Lock()
+
+
+@in_forked_processes
+def _free_readers_lock() -> None:
+    global _readers_lock
+    _readers_lock = threading.Lock()
 
 
 class attention_read:  # noqa: N801

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
+from compiled_llm.compat.forks import in_forked_processes
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import DeviceModel
@@ -46,6 +48,7 @@ class Runtime:
         # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
         self._made_for: tuple[Hashable, ...] = ()
         self._allocation = threading.Lock()
+        _runtimes.add(self)
 
     def warmup(self, batch_sizes: Iterable[int] | None = None) -> None:
         """Allocate pages, compile, and record every bucket that batches of these sizes use.
@@ -128,6 +131,22 @@ class Runtime:
                 self._device_model, self._made_for = device_model, made_for
             return device_model
 
+    def forget_other_threads(self) -> bool:
+        """Begin anew in a process that was forked while other threads used the model; whether they did.
+
+        Their rows would keep their pages for ever, and a step of theirs may have been half done.
+        """
+        device_model = self._device_model
+        cut = self.loop_lock.forget_other_threads()
+        if device_model is not None:
+            cut = device_model.forget_other_threads() or cut
+        self.facts.attention.forget_other_threads()
+        self.counters.forget_other_threads()
+        self._allocation = threading.Lock()
+        if cut:
+            self._device_model = None
+        return cut
+
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""
         if (device_model := self._device_model) is not None:
@@ -151,6 +170,15 @@ class Runtime:
     def runner(self) -> Runner:
         """Return a new runner."""
         return Runner(self.device_model())
+
+
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+@in_forked_processes
+def _forget_other_threads() -> None:
+    for runtime in list(_runtimes):
+        runtime.forget_other_threads()
 
 
 def runtime_of(model: object) -> Runtime | None:

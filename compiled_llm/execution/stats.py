@@ -118,6 +118,10 @@ class Counters:
         self.slow_forwards: Counter[Reason] = Counter()
         self.steps = 0
 
+    def forget_other_threads(self) -> None:
+        """Free the lock of a thread that a forked process does not have."""
+        self._lock = threading.Lock()
+
     def took(self, path: Path, reason: Reason | None = None) -> None:
         """Count one call of ``generate``; a reason for not taking the fast loop is logged the first time."""
         with self._lock:

@@ -231,7 +231,8 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             "__reduce_ex__": reduce_ex,
             "__setstate__": setstate,
         }
-        _classes[base] = cast(type[PreTrainedModel], type(base.__name__, (WrappedModel, base), members))
+        made = cast(type[PreTrainedModel], type(base.__name__, (WrappedModel, base), members))
+        _classes.setdefault(base, made)  # another thread may have been faster
     return _classes[base]
 
 

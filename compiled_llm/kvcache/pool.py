@@ -61,6 +61,14 @@ class PagePool:
         with self.lock:
             return PageAccount(self.total, self.total - len(self._free), len(self._free), 0)
 
+    def forget_other_threads(self) -> bool:
+        """Free the lock of a thread that a forked process does not have; whether one held it."""
+        if self.lock.acquire(blocking=False):
+            self.lock.release()
+            return False
+        self.lock = threading.RLock()
+        return True
+
     def pages_for(self, tokens: int) -> int:
         """Return how many pages ``tokens`` of one row take."""
         return -(-tokens // self.page_size)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.execution.threads import device_thread
@@ -225,6 +226,49 @@ def test_a_handler_of_the_users_own_keeps_ctrl_c(model, seed):
     finally:
         signal.signal(signal.SIGINT, before)
     assert presses == [1]
+
+
+class Sets(BaseStreamer):
+    """Sets a handler for Ctrl-C after the first token."""
+
+    def __init__(self, handler: Any) -> None:
+        self.handler, self.previous = handler, None
+
+    def put(self, value: torch.Tensor) -> None:
+        if value.dim() == 1 and self.previous is None:
+            self.previous = signal.signal(signal.SIGINT, self.handler)
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "handler", [lambda *_: None, signal.SIG_IGN, signal.SIG_DFL], ids=["own", "ignored", "default"]
+)
+def test_a_handler_that_a_callback_sets_stays(handler, model, seed):
+    before, sets = signal.getsignal(signal.SIGINT), Sets(handler)
+    try:
+        greedy(model, mixed_prompts([5], 128, seed), 6, streamer=sets)
+        assert signal.getsignal(signal.SIGINT) == handler
+        greedy(model, mixed_prompts([5], 128, seed), 6)
+        assert signal.getsignal(signal.SIGINT) == handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_works_with_the_handler_that_a_callback_found(model, seed):
+    before, sets = signal.getsignal(signal.SIGINT), Sets(lambda *_: None)
+    inputs = mixed_prompts([5], 128, seed)
+    try:
+        expected = greedy(model, inputs, 6, streamer=sets)
+        signal.signal(signal.SIGINT, sets.previous)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert torch.equal(greedy(model, inputs, 6), expected)
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.core

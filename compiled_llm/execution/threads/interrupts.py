@@ -15,10 +15,13 @@ from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from types import FrameType
 from typing import Any
 
+from compiled_llm.compat.forks import in_forked_processes
+
 
 class _State:
     """The main thread's."""
 
+    thread = threading.main_thread().ident
     allowed = True
     pending = False
     handles = False
@@ -80,7 +83,8 @@ def _deferred() -> Iterator[None]:
         try:
             if outermost:
                 _State.handles = False
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                if signal.getsignal(signal.SIGINT) is _on_interrupt:  # a callback may have put its own there
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
         finally:
             _State.allowed = before
         if before:
@@ -123,7 +127,8 @@ def _arrive() -> None:
 
 def _on_interrupt(signum: int, frame: FrameType | None) -> None:
     if _State.allowed:
-        _State.allowed = False  # the next would hit what this one unwinds
+        # The next would hit what this one unwinds. A callback may have kept this handler, and put it back later.
+        _State.allowed = not _State.handles
         raise KeyboardInterrupt
     _State.pending = True
 
@@ -134,4 +139,18 @@ def _is_main_thread() -> bool:
 
 def _may_be_deferred() -> bool:
     # What is inside ``deferred`` asks without a look at the handler, which takes as long as all the rest.
-    return _is_main_thread() and (_State.handles or signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    return _is_main_thread() and (_State.handles or signal.getsignal(signal.SIGINT) in _OF_PYTHON_OR_OURS)
+
+
+_OF_PYTHON_OR_OURS = (signal.default_int_handler, _on_interrupt)
+
+
+@in_forked_processes
+def _forget_other_threads() -> None:
+    """Begin anew if it was not the main thread that forked: it is now."""
+    if _State.thread == threading.get_ident():
+        return
+    if _State.handles and signal.getsignal(signal.SIGINT) is _on_interrupt:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _State.thread, _State.allowed = threading.get_ident(), True
+    _State.pending = _State.handles = False

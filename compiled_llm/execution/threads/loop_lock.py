@@ -17,7 +17,7 @@ class LoopLock:
         self._condition = threading.Condition()
         self._holder: object | None = None
         self._waiting = 0
-        self._loops: set[object] = set()
+        self._loops: dict[object, int] = {}  # and the thread of each
         self._local = threading.local()
 
     @property
@@ -37,7 +37,7 @@ class LoopLock:
         with self._condition:
             self._wait_until(lambda: self._holder is None and bool(outer or not self._loops or fits()))
             self._holder = mine
-            self._loops.add(mine)
+            self._loops[mine] = threading.get_ident()
         self._local.loop = mine
         try:
             yield
@@ -46,7 +46,7 @@ class LoopLock:
             with self._condition:
                 if self._holder is mine:  # False if Ctrl-C came while waiting to get it back
                     self._holder = None
-                self._loops.remove(mine)
+                del self._loops[mine]
                 self._condition.notify_all()
 
     @contextmanager
@@ -63,6 +63,15 @@ class LoopLock:
                 self._wait_until(lambda: self._holder is None or mine not in self._loops)
                 if mine in self._loops:  # False if only a traceback has kept this open
                     self._holder = mine
+
+    def forget_other_threads(self) -> bool:
+        """Forget the loops of threads that this process does not have; whether there were any."""
+        own = {loop: thread for loop, thread in self._loops.items() if thread == threading.get_ident()}
+        cut = len(own) < len(self._loops)
+        self._condition, self._waiting, self._loops = threading.Condition(), 0, own
+        if self._holder not in own:
+            self._holder = None
+        return cut
 
     def _wait_until(self, predicate: Callable[[], bool]) -> None:
         self._waiting += 1

@@ -1,0 +1,13 @@
+"""Forked processes: of all threads they have the one that forked, and of the others only the locks that these held."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+
+def in_forked_processes(forget: Callable[[], None]) -> Callable[[], None]:
+    """Let every process that is forked from this one begin with ``forget``, in its only thread."""
+    if hasattr(os, "register_at_fork"):  # where processes can be forked
+        os.register_at_fork(after_in_child=forget)
+    return forget
