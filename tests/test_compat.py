@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +22,10 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.utils import IndentedBuffer
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
 
 import compiled_llm
 import compiled_llm_ops
@@ -194,6 +198,57 @@ def test_modes_that_a_graph_would_bake_in_are_noticed():
     with compat.fake_tensors():
         assert compat.inside_torch_modes()
     assert not compat.inside_torch_modes()
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def differentiated_forward() -> Iterator[None]:
+    with torch.autograd.forward_ad.dual_level():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("context", "name"),
+    [
+        (Mode, "Mode"),
+        (lambda: FlopCounterMode(display=False), "FlopCounterMode"),
+        (compat.fake_tensors, "FakeTensorMode"),
+        (differentiated_forward, "torch.autograd.forward_ad"),
+        (lambda: torch.device("meta"), None),
+        (torch.no_grad, None),
+    ],
+)
+def test_what_sees_each_operation_has_a_name(context, name):
+    assert compat.observer_of_operations() is None
+    with torch.device("cpu"), context():
+        assert compat.observer_of_operations() == name
+    assert compat.observer_of_operations() is None
+
+
+def test_transforms_and_tracing_have_a_name():
+    seen = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(compat.observer_of_operations())
+        return x * 2
+
+    torch.func.vmap(note)(torch.zeros(2))
+    torch.func.grad(lambda x: note(x).sum())(torch.zeros(2))
+    torch.jit.trace(note, torch.zeros(2), check_trace=False)
+    assert seen == ["torch.func", "torch.func", "torch.jit.trace"]
+
+
+def test_hooks_on_all_modules_are_noticed():
+    assert not compat.hooks_on_all_modules()
+    for register in (register_module_forward_hook, register_module_forward_pre_hook):
+        handle = register(lambda *_: None)
+        assert compat.hooks_on_all_modules()
+        handle.remove()
+        assert not compat.hooks_on_all_modules()
 
 
 def test_fake_tensors_take_parameters_that_are_real():

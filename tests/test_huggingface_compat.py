@@ -215,3 +215,12 @@ def test_private_attributes_of_transformers_are_used_in_one_module_only():
     for file in Path(str(compiled_llm.__file__)).parent.rglob("*.py"):
         if file.name != "huggingface.py":
             assert not attributes.intersection(re.findall(r"\b_\w+", file.read_text())), file
+
+
+def test_hooks_that_huggingface_leaves_on_modules_are_recognized():
+    model = tiny_llama(num_hidden_layers=1)
+    model(IDS, output_hidden_states=True)
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    assert hooks
+    assert all(map(compat.captures_outputs, hooks))
+    assert not compat.captures_outputs(lambda *_: None)

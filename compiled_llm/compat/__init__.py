@@ -12,6 +12,10 @@ Those of transformers stand in ``compat.huggingface``.
 | the ``torch.__trace`` logger | collecting graph breaks | ``torch._dynamo.explain`` no longer resets Dynamo |
 | the logger of ``cudagraph_utils`` | why CUDA graphs were skipped | torch reports it per function |
 | ``torch._C._len_torch_function_stack``, ``…dispatch_stack`` | noticing modes | torch says it publicly |
+| ``_get_current_function_mode_stack``, ``…dispatch_mode_stack``, ``DeviceContext`` | which modes | the same |
+| ``_C._functorch.peek_interpreter_stack``, ``_C._get_tracing_state``, ``forward_ad._current_level`` | noticing \
+transforms and tracing | the same |
+| ``nn.modules.module._global_forward_hooks``, ``…pre_hooks`` | hooks on all modules | the same |
 | ``utils.get_compilation_metrics`` | why something recompiled | torch reports it per function |
 | ``convert_frame._bytecode_hooks`` | explaining under depyf's hook | depyf's code always runs |
 | Inductor's ``trace`` options, the logger of ``_inductor.debug`` | its code, kernels by node | an API gives them |
@@ -97,9 +101,6 @@ from compiled_llm.compat.dynamo import (
     guards_for as guards_for,
 )
 from compiled_llm.compat.dynamo import (
-    inside_torch_modes as inside_torch_modes,
-)
-from compiled_llm.compat.dynamo import (
     is_compiled_for as is_compiled_for,
 )
 from compiled_llm.compat.dynamo import (
@@ -143,6 +144,15 @@ from compiled_llm.compat.inductor import (
 )
 from compiled_llm.compat.inductor import (
     traced_by_inductor as traced_by_inductor,
+)
+from compiled_llm.compat.modes import (
+    hooks_on_all_modules as hooks_on_all_modules,
+)
+from compiled_llm.compat.modes import (
+    inside_torch_modes as inside_torch_modes,
+)
+from compiled_llm.compat.modes import (
+    observer_of_operations as observer_of_operations,
 )
 from compiled_llm.compat.profiler import (
     profiling_all_threads as profiling_all_threads,

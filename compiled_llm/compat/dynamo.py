@@ -15,12 +15,6 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def inside_torch_modes() -> bool:
-    """Return whether this thread is inside modes that a graph would bake in, such as ``with torch.device(...)``."""
-    inside: bool = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
-    return inside
-
-
 def own_copy(function: F) -> F:
     """Return the function with a code object of its own.
 

@@ -22,6 +22,8 @@ Attributes, a function or two each:
 | ``GenerationConfig._bos_token_tensor``, ``_eos_token_tensor``, ``_pad_token_tensor``, \
 ``_decoder_start_token_tensor`` | one upload, not one a call | slower first tokens | the config keeps the tensors |
 | ``GenerationConfig._mask_length`` (from 5.23) | the width of a dropped mask | rows cannot go on | masks stay |
+| the hooks of ``transformers.utils.output_capturing`` | they stay, inactive | HuggingFace's forward for good after \
+``output_hidden_states`` | they are removed |
 | ``Cache._is_user_defined`` | whether it goes back to the user | we would close it | generate says so |
 
 A tensor that ``generate`` keeps in a vision-language model, new in each call, and that no forward with positions reads:
@@ -39,6 +41,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig
+from transformers.utils import output_capturing
 
 from compiled_llm.compat.forks import in_forked_processes
 
@@ -144,6 +147,14 @@ def attention_implementation(config: PretrainedConfig) -> str | None:
     """Return the name of the attention implementation that a config's files ask for."""
     name: str | None = config._attn_implementation_internal
     return name
+
+
+def captures_outputs(hook: object) -> bool:
+    """Return whether a forward hook is one that HuggingFace leaves on modules once hidden states were asked for.
+
+    It does nothing in calls that do not ask for them.
+    """
+    return getattr(hook, "__module__", None) == output_capturing.__name__
 
 
 def experts_implementation(config: PretrainedConfig) -> str | None:

@@ -141,7 +141,7 @@ def upload_settings(tables: SamplingTables, slots: Sequence[int], settings: Sequ
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     for column, name in zip(tables[:-1], names, strict=True):
         most = math.inf if column.dtype.is_floating_point else torch.iinfo(column.dtype).max
-        values = torch.tensor([min(getattr(entry, name), most) for entry in settings], dtype=column.dtype)
+        values = torch.tensor([min(getattr(entry, name), most) for entry in settings], dtype=column.dtype, device="cpu")
         column[where] = values.to(device, non_blocking=True)
     tables.seen[where] = False
     vocabulary = tables.seen.shape[1]

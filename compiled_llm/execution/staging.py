@@ -26,7 +26,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         """Allocate nothing yet: areas grow to the largest upload."""
         self._device = device
-        self._areas: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * _AREAS
+        self._areas: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device="cpu")] * _AREAS
         self._events = [torch.cuda.Event() for _ in range(_AREAS)] if device.type == "cuda" else []
         self._current = 0
 
@@ -58,7 +58,7 @@ class Staging:
     def _area(self, nbytes: int) -> Tensor:
         if self._areas[self._current].numel() < nbytes:
             size = 1 << max(12, (nbytes - 1).bit_length())
-            self._areas[self._current] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._areas[self._current] = torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
         return self._areas[self._current]
 
 
@@ -72,7 +72,7 @@ class Readback:
     def __init__(self, rows: int, device: torch.device, idle: list[Readback]) -> None:
         """Allocate for ``rows`` tokens; ``idle`` gets this back once they have been read."""
         cuda = device.type == "cuda"
-        self._host = torch.empty(rows, dtype=torch.int64, pin_memory=cuda)
+        self._host = torch.empty(rows, dtype=torch.int64, pin_memory=cuda, device="cpu")
         self._array: NDArray[np.int64] = self._host.numpy()
         self._event = torch.cuda.Event() if cuda else None
         self._idle = idle

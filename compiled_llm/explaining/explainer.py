@@ -218,7 +218,7 @@ def _prompts(model: PreTrainedModel, inputs: Mapping[str, Tensor] | Tensor | Non
     ids: Any = inputs.get("input_ids")
     mask = inputs.get("attention_mask")
     check_prompt(model, ids, mask)
-    return [np.asarray(prompt, dtype=np.int64) for prompt in prompts_of(torch.as_tensor(ids), mask)]
+    return [np.asarray(prompt, dtype=np.int64) for prompt in prompts_of(torch.as_tensor(ids, device="cpu"), mask)]
 
 
 def prompts_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[NDArray[np.int64]]:

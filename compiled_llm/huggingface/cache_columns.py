@@ -96,9 +96,9 @@ def same_rows(ids: NDArray[np.int64], positions: NDArray[np.int64], fresh: Seque
 
 def counted_positions(rows: Sequence[RowUpdate], first: int, new: int) -> Tensor:
     """``[B, Q]``, for each new token how many stored ones are before it."""
-    positions = torch.zeros(len(rows), new, dtype=torch.int64)
+    positions = torch.zeros(len(rows), new, dtype=torch.int64, device="cpu")
     for seat, row in enumerate(rows):
-        positions[seat, torch.from_numpy(row.columns - first)] = torch.arange(row.kept, row.length)
+        positions[seat, torch.from_numpy(row.columns - first)] = torch.arange(row.kept, row.length, device="cpu")
     return positions
 
 

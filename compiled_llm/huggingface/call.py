@@ -93,7 +93,7 @@ class Call(LoopArguments):
             return None
         batch, tokens = inputs.get("inputs_embeds", arguments.input_ids).shape[:2]
         if mask is None:  # HuggingFace drops one that hides nothing, and notes its width
-            mask = torch.ones(batch, mask_width(arguments.config, tokens), dtype=torch.long)
+            mask = torch.ones(batch, mask_width(arguments.config, tokens), dtype=torch.long, device="cpu")
         first = cache.seen if mask.shape[1] > tokens else 0
         updates = cache.updates(batch, copies.of(mask), first, max(cache.seen, first + tokens))
         return cls(**vars(arguments), runtime=runtime, cache=cache, copies=copies, first=first, updates=updates)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_llm.compat import observer_of_operations
 from compiled_llm.execution.slow_paths import Reason, SlowPath
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.other_inputs import one_a_token, without_what_says_nothing
 from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.model.gradients import requires_gradients
 from compiled_llm.model.sizes import max_positions_of
 
 _TAKEN = frozenset(
@@ -63,6 +65,10 @@ def forward_obstacle(
 def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
     cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
     paged = isinstance(cache, PagedCache)
+    if (observer := observer_of_operations()) is not None:
+        yield Reason("observed", observer)
+    if cast(CompiledModel, model.compiled).hooks.on(model):
+        yield Reason("inner_hooks")
     for name in _MORE_OUTPUTS:
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)
@@ -87,16 +93,12 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
         yield Reason("training")
     if torch.is_grad_enabled() and _wants_gradients(model, arguments):
         yield Reason("gradients")
-    if cast(CompiledModel, model.compiled).hooks.of(model):
-        yield Reason("inner_hooks")
     yield from _input_obstacles(model, arguments)
 
 
 def _wants_gradients(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
     embeddings = arguments.get("inputs_embeds")
-    return (embeddings is not None and embeddings.requires_grad) or any(
-        parameter.requires_grad for parameter in model.parameters()
-    )
+    return (embeddings is not None and embeddings.requires_grad) or requires_gradients(model)
 
 
 def _label_obstacles(original: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[Reason]:

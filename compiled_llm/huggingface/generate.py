@@ -37,6 +37,7 @@ from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call import Call
 from compiled_llm.huggingface.processors import new_seeds
 from compiled_llm.kvcache.row import Row
+from compiled_llm.model.modules import has_hooks
 
 # What these do between steps is known; classes derived from them may do anything.
 _HARMLESS = (
@@ -74,6 +75,8 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
         ends: dict[Row, int] = {}
         watched = sequences.may_change_model
         while not sequences.done:
+            if watched:
+                _check_hooks(call)
             unchanged = runner.steps > 0 and not watched
             chosen = runner.step(unchanged=unchanged) if runner.steps < sequences.most_new else runner.drain()
             if not chosen and not (runner.asynchronous and runner.prepared):
@@ -101,6 +104,20 @@ def _append(call: Call, sequences: _Sequences, tokens: Sequence[int]) -> list[in
         return sequences.append(tokens)
     with lock.yielded(), allowed():
         return sequences.append(tokens)
+
+
+def _check_hooks(call: Call) -> None:
+    """Check that no callback has put hooks on the model: the calls that they wait for are not made here.
+
+    Raises:
+        RuntimeError: there are hooks.
+    """
+    model = call.runtime.facts.model
+    if has_hooks(model) or call.runtime.hooks.on(model):
+        raise RuntimeError(
+            "generate: forward hooks were registered while it was running, and its compiled steps cannot call them; "
+            "register them before the call, or pass a DynamicCache as past_key_values"
+        )
 
 
 def _begun(call: Call, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
@@ -168,6 +185,7 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
                 sequences.append(draw(scores, seeds, counted).tolist())
             if sequences.done:
                 break
+            _check_hooks(call)
             logits = runner.decode(sequences.last().to(logits.device), [row.position for row in rows])
     call.cache.count(sequences.generated - 1)
     call.runtime.counters.add_steps(sequences.generated)
@@ -189,7 +207,7 @@ class _Sequences:
         self.most_new = call.most_new
         self.generated = 0
         self._call = call
-        self._ids = torch.empty((batch, self._prompt + self.most_new), dtype=torch.int64)
+        self._ids = torch.empty((batch, self._prompt + self.most_new), dtype=torch.int64, device="cpu")
         self._columns = self._ids.numpy()
         self._columns[:, : self._prompt] = call.ids
         self._running = set(range(batch))
@@ -252,7 +270,7 @@ class _Sequences:
             flags = torch.zeros(len(ids), dtype=torch.bool, device=ids.device) | entry(ids, self._scores)
             ended.update(row for row, flag in enumerate(flags.tolist()) if flag)
         if self._call.streamer is not None:
-            self._call.streamer.put(torch.tensor(tokens))
+            self._call.streamer.put(torch.tensor(tokens, device="cpu"))
         if not ended:
             return []
         self._running = running - ended

@@ -140,7 +140,7 @@ class PagedCache(Cache):
         Raises:
             ValueError: these are more rows than ``max_batch_size``.
         """
-        self._select(torch.arange(len(self.stored)).repeat_interleave(repeats))
+        self._select(torch.arange(len(self.stored), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``: ``[B']`` integers, or ``[B]`` bool.
@@ -236,7 +236,9 @@ class PagedCache(Cache):
         self._check_positions(rows, new)
         if position_ids is None:
             position_ids = (
-                counted_positions(rows, first, new) if counts_unmasked else torch.arange(first, first + new)[None]
+                counted_positions(rows, first, new)
+                if counts_unmasked
+                else torch.arange(first, first + new, device="cpu")[None]
             )
         columns = kept_columns(logits_to_keep, new)
         decodes = new == 1 and first > 0 and embeddings is None

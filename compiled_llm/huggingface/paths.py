@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from compiled_llm.compat import observer_of_operations
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.execution.limits import check_fits
 from compiled_llm.execution.slow_paths import Reason
@@ -55,7 +56,10 @@ def original_path(
     caches = (None, "dynamic", getattr(model.generation_config, "cache_implementation", None))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     speculation = getattr(generation_config, "speculation_type", None)
+    observer = observer_of_operations()
     reasons = (
+        (observer is not None, Reason("observed", observer or "")),
+        (runtime.hooks.on(model), Reason("inner_hooks")),
         (generation_mode not in _PAGED_MODES, Reason("generation_mode", generation_mode.value)),
         (
             cache is not None and not isinstance(cache, PagedCache),

@@ -86,4 +86,4 @@ def _seen(penalty: LogitsProcessor, input_ids: Tensor) -> list[NDArray[np.int64]
 
 def new_seeds(rows: int) -> Tensor:
     """Return ``[rows]`` int64 from torch's default generator, so that ``torch.manual_seed`` decides all draws."""
-    return torch.randint(2**62, (rows,))
+    return torch.randint(2**62, (rows,), device="cpu")

@@ -95,7 +95,7 @@ class WrappedModel:
         if not (plain and absent):
             return original(inputs_tensor, generation_config, model_kwargs)
         mask = torch.ones(ids.shape, dtype=torch.long, device=ids.device)
-        copies().note(mask, torch.ones(ids.shape, dtype=torch.long))
+        copies().note(mask, torch.ones(ids.shape, dtype=torch.long, device="cpu"))
         return mask
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
@@ -105,7 +105,7 @@ class WrappedModel:
         if not (plain and bool((copies().of(mask) == 1).all())):
             return original(inputs_tensor, model_kwargs)
         positions = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-        copies().note(positions, torch.arange(mask.shape[1]).expand(mask.shape))
+        copies().note(positions, torch.arange(mask.shape[1], device="cpu").expand(mask.shape))
         return positions
 
     def _prepare_cache_for_generation(

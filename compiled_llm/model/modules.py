@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import nn
+
+from compiled_llm.compat import hooks_on_all_modules
+from compiled_llm.compat.huggingface import captures_outputs
+
+_HOOKS = (itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks"))  # looked up: they may have been replaced
 
 
 class Children:
@@ -29,28 +34,37 @@ class Children:
 class InnerHooks:
     """The forward hooks on the modules inside a model, not on the model itself.
 
-    They are compiled along with their modules, and Dynamo's guards do not notice when they change.
+    A hook expects the shapes that HuggingFace's forward shows it, and Dynamo's guards do not notice when hooks change.
     """
 
     def __init__(self) -> None:
-        """Prepare; the first call of ``of`` walks over the model."""
+        """Prepare; the first look walks over the model."""
         self._children: Children | None = None
-        self._modules: list[int] = []
-        self._hooks: list[dict[int, Any]] = []
+        self._inner: list[dict[str, Any]] = []
+
+    def on(self, model: nn.Module) -> bool:
+        """Return whether there are any, those on all modules of the process included.
+
+        Args:
+            model: the same one each time.
+        """
+        return hooks_on_all_modules() or any(True for _ in self._hooks(model))
 
     def of(self, model: nn.Module) -> frozenset[tuple[int, int]]:
         """Return an id for each hook; ``model`` must be the same one each time."""
+        return frozenset(self._hooks(model))
+
+    def _hooks(self, model: nn.Module) -> Iterator[tuple[int, int]]:
+        inner = self._attributes_inside(model)
+        for hooks in chain(*(filter(None, map(hooks_of, inner)) for hooks_of in _HOOKS)):
+            yield from ((id(hooks), id(hook)) for hook in hooks.values() if not captures_outputs(hook))
+
+    def _attributes_inside(self, model: nn.Module) -> list[dict[str, Any]]:
         if self._children is None or not self._children.valid():
             modules = list(model.modules())
             self._children = Children(modules)
-            inner = [module for module in modules if module is not model]
-            self._modules = [id(module) for module in inner for _ in range(2)]
-            self._hooks = [hooks for module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        if not any(self._hooks):
-            return frozenset()
-        return frozenset(
-            (module, hook) for module, hooks in zip(self._modules, self._hooks, strict=True) for hook in hooks
-        )
+            self._inner = [vars(module) for module in modules if module is not model]
+        return self._inner
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -140,7 +140,7 @@ def _candidates(scores: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
     kth = peaks.topk(most).values.gather(1, (top_k.long() - 1).clamp(max=most - 1)[:, None])
     width = max(1, int((peaks >= kth).sum(dim=-1).max()))
     likely = peaks.topk(width).indices.sort(dim=-1).values[:, :, None]
-    tokens = (likely * _TILE + torch.arange(_TILE)).flatten(1)
+    tokens = (likely * _TILE + torch.arange(_TILE, device=peaks.device)).flatten(1)
     return tiles.gather(1, likely.expand(-1, -1, _TILE)).flatten(1), tokens
 
 

@@ -316,7 +316,7 @@ def test_prefill_from_embeddings_is_waited_for_but_no_warmup_would_help():
 def test_what_a_change_of_the_model_took_starts_cold_with_that_as_its_cause():
     model = in_eager_mode()
     model.compiled.warmup([1])
-    model.model.layers[0].register_forward_hook(lambda *_: None)
+    model.double()
     greedy(model, mixed_prompts([4], 128, seed=0), 3)
     reasons = [entry["reason"] for entry in model.compiled.explain().data["findings"]]
     assert ["moved, converted, hooked or given more positions after warmup" in reason for reason in reasons] == [

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -39,6 +40,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "paths.md"
 PATHS = ("fast loop", "processed loop", "compiled forward", "original", "refused")
 HEADS = ("fast loop", "processed loop", "compiled forward", "HuggingFace's", "refused")
 
+_OBSERVED = "what sees or changes each operation: `FlopCounterMode`, `torch.func.vmap`, `torch.jit.trace`"
 Call = Callable[[PreTrainedModel], Any]
 
 
@@ -229,6 +231,12 @@ def inside(context: Callable[[], Any], call: Call) -> Call:
             return call(model)
 
     return run
+
+
+def under_another_device(model: PreTrainedModel) -> Any:
+    given = inputs()
+    with torch.device("meta"):
+        return model.generate(**given, max_new_tokens=9, do_sample=False)
 
 
 def in_a_thread(model: PreTrainedModel) -> Any:
@@ -442,11 +450,16 @@ FEATURES: dict[str, list[Feature]] = {
             "`no_grad`, `inference_mode`, any thread",
             [inside(torch.no_grad, generate()), inside(torch.inference_mode, generate()), in_a_thread],
         ),
-        Feature("hooks on inner modules (a change compiles again)", [with_hook(lambda model: model.model, generate())]),
+        Feature("hooks on inner modules", [with_hook(lambda model: model.model, generate())]),
         Feature(
             "forward hooks on the model itself: they fire once a step", [with_hook(lambda model: model, generate())]
         ),
         Feature("`torch.autocast`", [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), generate())]),
+        Feature(_OBSERVED, [inside(lambda: FlopCounterMode(display=False), generate())]),
+        Feature(
+            "`torch.set_default_device`, `with torch.device(…)`: any device",
+            [inside(lambda: torch.device("cpu"), generate()), under_another_device],
+        ),
         Feature("training mode", [in_training_mode(generate())], refused=True),
         Feature(
             "values that are not valid token ids, masks that hide a whole row",
@@ -505,6 +518,7 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("training mode", [in_training_mode(forward())]),
         Feature("`torch.autocast`", [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), forward())]),
         Feature("hooks on inner modules", [with_hook(lambda model: model.model, forward())]),
+        Feature(_OBSERVED, [inside(lambda: FlopCounterMode(display=False), forward())]),
         Feature(
             "masks with four dimensions", [forward(attention_mask=torch.ones(3, 1, 9, 9, dtype=torch.bool).tril())]
         ),

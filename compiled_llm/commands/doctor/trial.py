@@ -152,7 +152,7 @@ class Trial:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model: Any = LlamaForCausalLM(config)
-            self.prompt = torch.randint(3, 128, (1, _PROMPT_TOKENS)).to(device)
+            self.prompt = torch.randint(3, 128, (1, _PROMPT_TOKENS), device="cpu").to(device)
         self.model = model.eval().to(device, _dtype(device))
 
     def run(self, mode: str) -> str:

@@ -181,7 +181,7 @@ def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]
     starts = args.indptr.tolist()
     counts = [end - start for start, end in pairwise(starts)]
     if wants_lse or args.logits_soft_cap > 0 or len(counts) * max(counts) > 2 * sum(counts):
-        one_each = torch.arange(len(query) + 1, dtype=torch.int32)
+        one_each = torch.arange(len(query) + 1, dtype=torch.int32, device="cpu")
         table = PageTable(one_each, args.indptr, args.indices, args.last_page_len)
         how = (args.scale, args.window_left, args.logits_soft_cap)
         return attend_row_by_row(query, args.pages, table, *how, wants_lse)
@@ -208,7 +208,7 @@ def _attend(
     first = 0
     visible = None
     if rows > 1 and (window_left >= 0 or min(lengths) < longest):
-        position, length = torch.arange(longest), torch.tensor(lengths)[:, None]
+        position, length = torch.arange(longest, device="cpu"), torch.tensor(lengths, device="cpu")[:, None]
         visible = position < length
         if window_left >= 0:
             visible &= position >= length - 1 - window_left

@@ -105,8 +105,11 @@ def make_wrapper(geometry: Geometry, buffer: Tensor) -> Any:
     """Return a wrapper whose kernels are loaded, by planning one row of one token in public."""
     flashinfer = import_flashinfer()
     _check_geometry(geometry)
-    indptr = torch.tensor([0, 1], dtype=torch.int32)
-    indices, last_page_len = torch.tensor([0], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    indptr = torch.tensor([0, 1], dtype=torch.int32, device="cpu")
+    indices, last_page_len = (
+        torch.tensor([0], dtype=torch.int32, device="cpu"),
+        torch.tensor([1], dtype=torch.int32, device="cpu"),
+    )
     # Whether launches are captured is the planner's to know, not the wrapper's: run() is the same for both.
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         float_workspace_buffer=buffer, kv_layout="HND", backend="fa2"
@@ -165,7 +168,7 @@ _loaders = ThreadPoolExecutor(2, "compiled_llm_kernels")
 
 def pinned(nbytes: int) -> Tensor:
     """Return page-locked host memory."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def power_of_two(number: int) -> int:

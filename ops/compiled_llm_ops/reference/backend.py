@@ -18,7 +18,7 @@ class ReferencePlan:
     def __init__(self, device: torch.device) -> None:
         """Allocate a tensor with an address to be found by."""
         self.tensor = torch.zeros(16, dtype=torch.uint8, device=device)
-        self.numbers = torch.zeros(0, dtype=torch.int64)
+        self.numbers = torch.zeros(0, dtype=torch.int64, device="cpu")
         own(self)
 
     def decide(self, args: PlanPagedAttention) -> None:

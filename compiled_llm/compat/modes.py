@@ -1,0 +1,53 @@
+"""What of the caller's sees or changes every operation or every module: modes, transforms, tracing, global hooks."""
+
+from __future__ import annotations
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch.nn.modules import module as modules
+
+
+def inside_torch_modes() -> bool:
+    """Return whether this thread is inside modes that a graph would bake in, such as ``with torch.device(...)``."""
+    inside: bool = torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
+    return inside
+
+
+def observer_of_operations() -> str | None:
+    """Return the name of what sees, counts or changes each operation of this thread, and would not see a graph's.
+
+    That is a mode of the caller's (``FlopCounterMode``), a transform of ``torch.func``, a forward derivative or
+    ``torch.jit.trace``. A default device changes nothing in a graph, whose tensors all say theirs.
+    """
+    from torch.autograd import forward_ad
+
+    modes = _dispatch_modes() or _function_modes()
+    if modes:
+        return modes[-1].lstrip("_")
+    if peek_interpreter_stack() is not None:
+        return "torch.func"
+    if forward_ad._current_level >= 0:
+        return "torch.autograd.forward_ad"
+    return "torch.jit.trace" if torch._C._get_tracing_state() is not None else None
+
+
+def _dispatch_modes() -> list[str]:
+    if not torch._C._len_torch_dispatch_stack():
+        return []
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
+
+
+def _function_modes() -> list[str]:
+    if not torch._C._len_torch_function_stack():
+        return []
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    return [type(mode).__name__ for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+
+
+def hooks_on_all_modules() -> bool:
+    """Return whether forward hooks are on all modules of the process."""
+    return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)

@@ -1,0 +1,236 @@
+"""Hooks on inner modules see what HuggingFace shows them, and change what they change there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+import compiled_llm
+from support.pairs import OPTIONS, pair
+from support.parity import greedy, mixed_prompts
+from support.tiny_models import tiny_qwen3
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return pair(eos_token_id=None)
+
+
+@pytest.fixture
+def inputs(seed: int) -> dict[str, Tensor]:
+    return mixed_prompts([4, 9, 6], 128, seed)
+
+
+# ---- what hooks see and change
+
+
+def steer(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Turn the last column, which is each row's newest token in HuggingFace's shapes."""
+    output = output.clone()
+    output[:, -1] += 3 * torch.sin(torch.arange(output.shape[-1]))
+    return output
+
+
+def on_a_layer(model: PreTrainedModel) -> Any:
+    return model.model.layers[0].register_forward_hook(steer)
+
+
+def before_a_layer(model: PreTrainedModel) -> Any:
+    def turn(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+        return (steer(module, (), args[0]), *args[1:]), kwargs
+
+    return model.model.layers[1].register_forward_pre_hook(turn, with_kwargs=True)
+
+
+def in_a_new_dictionary(model: PreTrainedModel) -> Any:
+    model.model.layers[0]._forward_hooks = OrderedDict()
+    return on_a_layer(model)
+
+
+def on_all_modules(model: PreTrainedModel) -> Any:
+    def turn(module: nn.Module, args: Any, output: Any) -> Any:
+        return steer(module, args, output) if module in list(model.model.layers) else None
+
+    return register_module_forward_hook(turn)
+
+
+HOOKS = [on_a_layer, before_a_layer, in_a_new_dictionary, on_all_modules]
+MODES: list[dict[str, Any]] = [
+    {},
+    {"num_beams": 2},
+    {"do_sample": True},
+    {"no_repeat_ngram_size": 2},
+    {"use_cache": False},
+    {"cache_implementation": "dynamic"},
+]
+
+
+@pytest.mark.parametrize("options", MODES, ids=lambda options: "".join(options) or "greedy")
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
+def test_hooks_on_inner_modules_change_the_tokens_that_huggingface_changes(hook, options, models, inputs, seed):
+    before = greedy(models[1], inputs, 7)
+    results = []
+    for model in models:
+        handle = hook(model)
+        torch.manual_seed(seed)
+        results.append(model.generate(**inputs, max_new_tokens=7, **{"do_sample": False, **options}))
+        handle.remove()
+    torch.testing.assert_close(results[1], results[0])
+    assert "do_sample" in options or not torch.equal(results[0], before)
+    assert models[1].compiled.stats().slow_paths == {"inner_hooks": 1}
+    torch.testing.assert_close(greedy(models[1], inputs, 7), before)
+    assert models[1].compiled.stats().generate_calls == {"fast loop": 2, "original": 1}
+
+
+def test_recording_hooks_see_every_step_and_nothing_else(models, inputs):
+    seen: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for model, outputs in zip(models, seen, strict=True):
+        model.model.norm.register_forward_hook(lambda module, args, output, kept=outputs: kept.append(output))
+    models[1].compiled.runner()  # pages are allocated, and nothing runs for that
+    for model in models:
+        greedy(model, inputs, 5)
+    assert [tuple(output.shape) for output in seen[1]] == [(3, 9, 64)] + [(3, 1, 64)] * 4
+    torch.testing.assert_close(seen[1], seen[0])
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_hooks_that_come_and_go_leave_compiled_steps_as_they_were(inputs):
+    plain = tiny_qwen3(eos_token_id=None)
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": "compile", "progress": False})
+    cache = greedy(model, inputs, 6, return_dict_in_generate=True).past_key_values
+    graphs = model.compiled.stats().graphs
+    with hooked(model, plain):
+        torch.testing.assert_close(greedy(model, inputs, 6), greedy(plain, inputs, 6))
+        with pytest.raises(ValueError, match="hooks are on inner modules; that takes HuggingFace's own forward"):
+            greedy(model, inputs, 6, past_key_values=cache)
+        with pytest.raises(ValueError, match="hooks are on inner modules; that takes HuggingFace's own forward"):
+            model(torch.ones(3, 1, dtype=torch.long), past_key_values=cache)
+    longer = {"input_ids": torch.cat([greedy(plain, inputs, 6), torch.full((3, 1), 7)], dim=1)}
+    longer["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones(3, 7, dtype=torch.long)], dim=1)
+    torch.testing.assert_close(greedy(model, longer, 6, past_key_values=cache), greedy(plain, longer, 6))
+    assert model.compiled.stats().graphs == graphs
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_hooks_that_huggingface_leaves_behind_once_it_was_asked_for_hidden_states_slow_nothing(inputs):
+    plain = tiny_qwen3(eos_token_id=None)
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": "compile", "progress": False})
+    for before in (True, False):
+        torch.testing.assert_close(greedy(model, inputs, 6), greedy(plain, inputs, 6))
+        if before:
+            graphs = model.compiled.stats().graphs
+            greedy(model, inputs, 2, return_dict_in_generate=True, output_hidden_states=True)
+    stats = model.compiled.stats()
+    assert stats.generate_calls == {"fast loop": 2, "original": 1}
+    assert stats.graphs == graphs
+
+
+@contextmanager
+def hooked(*models: PreTrainedModel) -> Iterator[None]:
+    handles = [on_a_layer(model) for model in models]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# ---- in the middle of a call
+
+
+class Doing(LogitsProcessor, StoppingCriteria):
+    """Does something to a model once three tokens were generated."""
+
+    def __init__(self, what: Callable[[], object], prompt: int) -> None:
+        self.what, self.at = what, prompt + 3
+
+    def __call__(self, input_ids: Tensor, scores: Any) -> Tensor:
+        if input_ids.shape[1] == self.at:
+            self.what()
+        return scores if isinstance(scores, Tensor) else torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def calling(what: Callable[[], object], how: str, prompt: int = 9) -> dict[str, Any]:
+    """The option of `generate` that makes it call `what` in the middle."""
+    lists = {"stopping_criteria": StoppingCriteriaList, "logits_processor": LogitsProcessorList}
+    return {how: lists[how]([Doing(what, prompt)])}
+
+
+@pytest.mark.parametrize("put", [on_a_layer, lambda model: model.register_forward_hook(lambda *_: None)])
+@pytest.mark.parametrize("how", ["stopping_criteria", "logits_processor"])
+def test_hooks_that_a_callback_registers_are_refused_in_our_loops(how, put, models, inputs):
+    plain, wrapped = models
+    handles: list[Any] = []
+    with pytest.raises(RuntimeError, match="forward hooks were registered while it was running"):
+        greedy(wrapped, inputs, 8, **calling(lambda: handles.append(put(wrapped)), how))
+    handles.pop().remove()
+    torch.testing.assert_close(greedy(wrapped, inputs, 8), greedy(plain, inputs, 8))
+
+
+def test_hooks_that_a_callback_registers_are_refused_in_a_beam_search(models, inputs):
+    plain, wrapped = models
+    with pytest.raises(ValueError, match="hooks are on inner modules; that takes HuggingFace's own forward"):
+        greedy(wrapped, inputs, 8, num_beams=2, **calling(lambda: on_a_layer(wrapped), "logits_processor"))
+    on_a_layer(plain)
+    torch.testing.assert_close(greedy(wrapped, inputs, 8, num_beams=2), greedy(plain, inputs, 8, num_beams=2))
+
+
+@pytest.mark.parametrize("how", ["stopping_criteria", "logits_processor"])
+def test_a_callback_may_change_hooks_where_the_call_runs_as_huggingfaces(how, models, inputs):
+    results = []
+    for model in models:
+        handle = on_a_layer(model)
+
+        def exchange(model: PreTrainedModel = model, handle: Any = handle) -> None:
+            handle.remove()
+            before_a_layer(model)
+
+        results.append(greedy(model, inputs, 8, **calling(exchange, how)))
+    torch.testing.assert_close(results[1], results[0])
+
+
+# ---- PEFT's
+
+
+def adapted(wrapped: bool, **options: Any) -> Any:
+    """A model with two adapters, wrapped before they came."""
+    peft = pytest.importorskip("peft")
+    model = tiny_qwen3(eos_token_id=None)
+    if wrapped:
+        compiled_llm.wrap(model, **OPTIONS)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **options
+    )
+    torch.manual_seed(0)
+    both = peft.get_peft_model(model, config)
+    both.add_adapter("other", config)
+    return both.eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+def test_each_row_may_have_an_adapter_of_its_own(options, inputs):
+    plain, model = adapted(False), adapted(True)
+    names = ["default", "other", "__base__"]
+    theirs, ours = (greedy(each, inputs, 6, adapter_names=names, **options) for each in (plain, model))
+    torch.testing.assert_close(ours, theirs)
+    assert model.base_model.model.compiled.stats().slow_paths == {"inner_hooks": 1}
+    torch.testing.assert_close(greedy(model, inputs, 6), greedy(plain, inputs, 6))
+    assert model.base_model.model.compiled.stats().slow_paths == {"inner_hooks": 1}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_activated_adapter_begins_at_its_invocation(inputs):
+    inputs["input_ids"][:, -2] = 5
+    theirs, ours = (greedy(adapted(wrapped, alora_invocation_tokens=[5]), inputs, 6) for wrapped in (False, True))
+    torch.testing.assert_close(ours, theirs)
