@@ -16,8 +16,19 @@ from transformers.generation.streamers import BaseStreamer
 from support.fuzzing.data import Data
 from support.fuzzing.side import Side
 
-PROCESSORS = ("looks", "lowers", "replaces", "bans", "forces", "raises", "interrupts", "signals", "generates")
-CRITERIA = ("looks", "ends rows", "ends all", "raises", "interrupts", "signals", "generates")
+PROCESSORS = (
+    "looks",
+    "lowers",
+    "replaces",
+    "bans",
+    "forces",
+    "forces with inf",
+    "raises",
+    "interrupts",
+    "signals",
+    "generates",
+)
+CRITERIA = ("looks", "ends rows", "ends all", "raises", "interrupts", "signals", "generates", "patient", "shorter")
 STREAMERS = ("looks", "raises", "interrupts", "signals", "generates", "raises at the end")
 
 
@@ -68,6 +79,8 @@ class Processor(_Acting, LogitsProcessor):
             forced = torch.full_like(scores, -math.inf)
             forced[:, 3 + self.calls % 5] = 0
             return forced
+        if acts and self.does == "forces with inf":
+            return scores.index_fill(1, torch.tensor([4 + self.calls % 5]), math.inf)
         return scores
 
 

@@ -102,7 +102,7 @@ class Override(Step):
     def run(self, side: Side) -> None:
         side.undo.pop(self.method, lambda: None)()
         original = getattr(side.model, self.method)
-        setattr(side.model, self.method, _OVERRIDES[self.method](original, side))
+        setattr(side.model, self.method, OVERRIDES[self.method](original, side))
         side.undo[self.method] = functools.partial(delattr, side.model, self.method)
 
 
@@ -136,7 +136,7 @@ def _own_update(original: Callable[..., Any], side: Side) -> Callable[..., Any]:
     return _update_model_kwargs_for_generation
 
 
-_OVERRIDES = {
+OVERRIDES = {
     "forward": _own_forward,
     "prepare_inputs_for_generation": _own_inputs,
     "_update_model_kwargs_for_generation": _own_update,

@@ -36,8 +36,7 @@ class Step(Data):
         """Do it; what it returns, and what it writes into ``side.log``, has to be equal on both sides."""
         raise NotImplementedError
 
-    @property
-    def draws(self) -> bool:
+    def draws(self, side: Side) -> bool:
         """Whether we draw tokens with random numbers of our own."""
         return False
 
@@ -72,6 +71,11 @@ class Prompt(Data):
     @property
     def columns(self) -> int:
         return max(self.lengths)
+
+    @property
+    def even(self) -> bool:
+        """Whether all rows are as long."""
+        return len(set(self.lengths)) == 1
 
     def ids(self, vocabulary: int) -> Tensor:
         """``[B, T]``, 0 where padded."""

@@ -123,11 +123,12 @@ class Generate(Step):
         new = torch.ones(len(mask), result.sequences.shape[1] - mask.shape[1], dtype=mask.dtype)
         return Chat(result.sequences, torch.cat([mask, new], dim=1), result.past_key_values)
 
-    @property
-    def draws(self) -> bool:
-        beams = (self.settings.get("num_beams") or 1) > 1
+    def beams(self, side: Side) -> int:
+        return int(self.settings.get("num_beams") or side.model.generation_config.num_beams or 1)
+
+    def draws(self, side: Side) -> bool:
         drafted = self.assistant is not None or any(name in self.settings for name in DRAFTING)
-        return bool(self.settings.get("do_sample")) and not (beams or drafted)
+        return bool(self.settings.get("do_sample")) and not drafted and self.beams(side) == 1
 
     @property
     def changed_logits(self) -> bool:

@@ -9,7 +9,9 @@ from support.families import FAMILIES
 
 NAMES = ("Qwen3", "Llama", *FAMILIES)
 WINDOWED = ("Cohere2", "Gemma2", "Gemma3", "GptOss", "Ministral", "Mistral", "Exaone4", "Olmo3")
-PLAIN_HEADS = ("GPT2LMHead", "GPTBigCode", "GPTNeoX", "OPT", "Persimmon", "Phi", "Starcoder2", "Qwen2", "Phi3", "Olmo")
+PLAIN_HEADS = frozenset(
+    ["GPT2LMHead", "GPTBigCode", "GPTNeoX", "Helium", "OPT", "Olmo", "Persimmon", "Phi", "Phi3", "Qwen2", "Starcoder2"]
+)
 """Whose head size is that of a hidden state divided by heads."""
 
 

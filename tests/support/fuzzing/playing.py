@@ -52,7 +52,7 @@ def play(case: Case) -> Played:
     ours, theirs = case.sides()
     for played.step, step in enumerate(case.steps):
         outcome = _run(step, ours)
-        tokens = _drawn(step, outcome)
+        tokens = _drawn(step, outcome, ours)
         draws = _draws(step, tokens, ours)
         expected = _run(step, theirs, draws)
         refused = outcome.raised is not None and expected.raised is None
@@ -88,9 +88,9 @@ def _run(step: Step, side: Side, draws: Draws | None = None) -> Outcome:
     return Outcome(result, side.log, state_at_rest(side))
 
 
-def _drawn(step: Step, outcome: Outcome) -> Tensor | None:
+def _drawn(step: Step, outcome: Outcome, side: Side) -> Tensor | None:
     """``[B, T]`` new tokens, if random numbers of our own chose them."""
-    if not step.draws or outcome.raised or not isinstance(outcome.result, dict):
+    if not step.draws(side) or outcome.raised or not isinstance(outcome.result, dict):
         return None
     result = outcome.result["result"]
     sequences: Tensor = result["sequences"] if isinstance(result, dict) else result
@@ -104,7 +104,7 @@ def _draws(step: Step, tokens: Tensor | None, side: Side) -> Draws | None:
 def _difference(step: Step, ours: Side, outcome: Outcome, expected: Outcome) -> str | None:
     at_rest = difference(outcome.at_rest, expected.at_rest, "at rest")
     if outcome.raised and expected.raised:
-        return at_rest or _of_errors(step, outcome, expected)
+        return at_rest or _of_errors(step, ours, outcome, expected)
     if outcome.raised:
         return at_rest or (None if may_refuse(step, ours, outcome.raised) else f"raises {outcome.raised}")
     if expected.raised:
@@ -112,7 +112,7 @@ def _difference(step: Step, ours: Side, outcome: Outcome, expected: Outcome) -> 
     return difference(outcome.result, expected.result, "result") or _of_seen(outcome, expected) or at_rest
 
 
-def _of_errors(step: Step, outcome: Outcome, expected: Outcome) -> str | None:
+def _of_errors(step: Step, side: Side, outcome: Outcome, expected: Outcome) -> str | None:
     ours, theirs = outcome.raised, expected.raised
     assert ours is not None
     assert theirs is not None
@@ -121,7 +121,7 @@ def _of_errors(step: Step, outcome: Outcome, expected: Outcome) -> str | None:
     if ours.kind != theirs.kind:
         return f"raises {ours}, HuggingFace {theirs}"
     planted = theirs.kind in ("PlantedError", "KeyboardInterrupt")
-    return _of_seen(outcome, expected) if planted and not step.draws else None
+    return _of_seen(outcome, expected) if planted and not step.draws(side) else None
 
 
 def _of_seen(outcome: Outcome, expected: Outcome) -> str | None:

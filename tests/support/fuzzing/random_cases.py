@@ -5,10 +5,12 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from support.fuzzing import random_settings as settings_of
+from support.fuzzing import random_settings as table
 from support.fuzzing.callbacks import CRITERIA, PROCESSORS, STREAMERS, Callback
 from support.fuzzing.case import Case
 from support.fuzzing.changes import (
+    OVERRIDES,
+    PLACES,
     WAYS,
     Attention,
     Copied,
@@ -29,215 +31,208 @@ from support.fuzzing.forward import Forward
 from support.fuzzing.generate import Generate, InThreads
 from support.fuzzing.known import may
 from support.fuzzing.models import WINDOWED, random_config, random_family
+from support.fuzzing.surroundings import AROUND
 
-STEPS = 6
-OWN_CONFIG = "modules with a config of their own"
+LAST = Generate(Prompt((4, 6)), {"max_new_tokens": 4})
+"""Whatever has happened: the next plain call works."""
 
 
-def random_case(seed: int, steps: int = STEPS, **options: Any) -> Case:
-    """The case of a seed; ``options`` go before those that ``wrap`` would get."""
+def random_case(seed: int, steps: int, **options: Any) -> Case:
+    """The case of a seed; ``options`` of ``wrap`` beside the random ones."""
     return _Maker(seed).case(steps, options)
 
 
 class _Maker:
+    """Makes steps that mostly fit what was done before.
+
+    Attributes:
+        rows: how many rows the conversation has; 0 if there is none.
+    """
+
     def __init__(self, seed: int) -> None:
-        self.seed, self.random = seed, Random(seed)
-        self.chat_rows, self.family = 0, ""
-        self.options: dict[str, Any] = {}
+        self.seed, self.random, self.rows, self.family = seed, Random(seed), 0, ""
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
 
+    def pick(self, *values: Any) -> Any:
+        return self.random.choice(values)
+
+    def number(self, most: int) -> int:
+        return self.random.randrange(most)
+
     def case(self, steps: int, options: dict[str, Any]) -> Case:
-        self.family = family = random_family(self.random)
-        config = random_config(self.random, family)
-        self.options = {**self.wrap_options(), **options}
-        chosen = (*(self.step() for _ in range(steps)), Generate(Prompt((4, 6)), {"max_new_tokens": 4}))
-        return Case(family, config, self.options, chosen, self.seed % 1000)
+        self.family = random_family(self.random)
+        config = random_config(self.random, self.family)
+        options = {**self.wrap_options(), **options}
+        chosen = tuple(self.step() for _ in range(steps))
+        return Case(self.family, config, options, (*chosen, LAST), self.seed % 1000)
 
     def wrap_options(self) -> dict[str, Any]:
         return {
-            "page_size": self.random.choice((1, 2, 4, 7, 16)),
-            "max_batch_size": self.random.choice((1, 2, 3, 4, 8, 16, 16)),
-            "kv_memory": self.random.choice(("60 tokens", "200 tokens", "4000 tokens", "4000 tokens", "4000 tokens")),
-            "prefill_tokens": self.random.choice((1, 5, 16, 8192, 8192)),
+            "page_size": self.pick(1, 2, 4, 7, 16),
+            "max_batch_size": self.pick(1, 2, 4, 8, 16, 16, 16, 16),
+            "kv_memory": self.pick("60 tokens", "200 tokens", *["4000 tokens"] * 5),
+            "prefill_tokens": self.pick(1, 5, 16, 8192, 8192),
         }
-
-    # ---- steps
 
     def step(self) -> Step:
         kinds = {
             self.generate: 10,
-            self.chat: 4,
+            self.turn: 4,
             self.forward: 5,
             self.threads: 0.4,
             self.hook: 1.2,
             self.change: 2,
-            self.cache_step: 2 if self.chat_rows else 0,
+            self.cache_step: 2 if self.rows else 0,
         }
         (kind,) = self.random.choices(list(kinds), list(kinds.values()))
-        return kind()
+        step: Step = kind()
+        return step
+
+    # ---- calls
 
     def generate(self) -> Step:
-        settings = settings_of.random_settings(self.random)
+        settings = table.random_settings(self.random)
         prompt = self.prompt()
-        drafting = settings_of.drafts(settings)
+        drafting = table.drafts(settings)
         if drafting and self.chance(0.9):
-            prompt = Prompt(prompt.lengths[:1], seed=prompt.seed, period=self.random.choice((0, 3, 4)))
-        call = {
-            "prompt": prompt,
-            "settings": settings,
-            "embedded": self.chance(0.07) and not prompt.wrong,
-            "positions": self.random.choice((1, 1, 2)) if self.chance(0.1) and not prompt.wrong else 0,
-            "cache": self.random.choice(("new", "new", "dynamic", "static")) if self.chance(0.15) else "",
-            "around": self.around(),
-            "assistant": self.random.randrange(3) if drafting == "assistant" else None,
-            "seed": self.random.randrange(1000),
-            **self.callbacks(),
-        }
-        return Generate(**call)
-
-    def callbacks(self) -> dict[str, Any]:
-        if not self.chance(0.25):
-            return {}
-        own: dict[str, Any] = {}
-        if self.chance(0.5):
-            own["processors"] = tuple(self.callback(PROCESSORS) for _ in range(self.random.choice((1, 1, 2))))
-        if self.chance(0.4):
-            kinds = (*CRITERIA, "patient", "shorter") if may("subclassed criteria") else CRITERIA
-            own["criteria"] = tuple(self.callback(kinds) for _ in range(self.random.choice((1, 1, 2))))
-        if self.chance(0.4):
-            own["streamer"] = self.callback(STREAMERS)
-        return own
-
-    def callback(self, kinds: tuple[str, ...]) -> Callback:
-        return Callback(self.random.choice(kinds), self.random.randrange(5))
-
-    def chat(self) -> Step:
-        """The next turn of a conversation, or its first."""
-        settings = settings_of.random_settings(self.random, plain=True)
-        goes_on = bool(self.chat_rows) and self.chance(0.9)
-        rows = self.chat_rows if goes_on else self.random.choice((1, 2, 2, 3))
-        prompt = self.prompt(rows, short=goes_on)
-        self.chat_rows = rows
-        common: dict[str, Any] = {
-            "prompt": prompt,
-            "goes_on": goes_on,
-            "keeps": True,
-            "seed": self.random.randrange(99),
-        }
-        if self.chance(0.25):
-            return Forward(**common, around=self.random.choice(("no_grad", "inference_mode")))
+            prompt = Prompt(prompt.lengths[:1], period=self.pick(0, 3, 4), seed=prompt.seed)
         return Generate(
-            **common, settings=settings, around=self.around(), **(self.callbacks() if self.chance(0.3) else {})
+            prompt,
+            settings,
+            cache=self.pick("new", "new", "dynamic", "static") if self.chance(0.15) else "",
+            embedded=self.chance(0.07) and not prompt.wrong and "prefill_chunk_size" not in settings,
+            positions=self.pick(1, 1, 2) if self.chance(0.1) and not prompt.wrong else 0,
+            assistant=self.number(3) if drafting == "assistant" else None,
+            around=self.around() if self.chance(0.15) else "",
+            seed=self.number(1000),
+            **self.callbacks(0.25),
+        )
+
+    def turn(self) -> Step:
+        """The next turn of a conversation, or its first."""
+        goes_on = bool(self.rows) and self.chance(0.9)
+        self.rows = self.rows if goes_on else self.pick(1, 2, 2, 3)
+        prompt = self.prompt(self.rows, short=goes_on)
+        if self.chance(0.25):
+            around = self.pick("no_grad", "inference_mode")
+            return Forward(prompt, goes_on=goes_on, keeps=True, around=around)
+        return Generate(
+            prompt,
+            table.random_settings(self.random, plain=True),
+            goes_on=goes_on,
+            keeps=True,
+            around=self.around() if self.chance(0.15) else "",
+            seed=self.number(1000),
+            **self.callbacks(0.1),
         )
 
     def forward(self) -> Step:
         prompt = self.prompt()
+        fits = not prompt.wrong
+        settings = {name: self.pick(*values) for name, values in table.FORWARD.items() if self.chance(0.15)}
+        if fits and self.chance(0.15):
+            last = prompt.columns - 1
+            settings["logits_to_keep"] = self.pick(1, 2, [last, 0], [last])
         training = self.chance(0.1)
         backward = self.chance(0.5 if training else 0.05)
-        settings: dict[str, Any] = {}
-        for name, values in settings_of.FORWARD.items():
-            if self.chance(0.15):
-                settings[name] = self.random.choice(values)
-        if self.chance(0.15) and not prompt.wrong:
-            last = prompt.columns - 1
-            settings["logits_to_keep"] = self.random.choice((1, 2, [last, 0], [last]))
+        around = "" if backward else self.pick("no_grad", "no_grad", "no_grad", "", self.around())
         return Forward(
             prompt,
             settings,
-            labels=self.random.choice(("ids", "ids", "all")) if self.chance(0.2) and not prompt.wrong else "",
-            cache=self.random.choice(("new", "dynamic", "static")) if self.chance(0.1) else "",
-            embedded=self.chance(0.1) and not prompt.wrong,
-            positions=self.random.choice((1, 2)) if self.chance(0.15) and not prompt.wrong else 0,
-            square=self.chance(0.04)
-            and prompt.padding == "left"
-            and not prompt.wrong
-            and len(set(prompt.lengths)) == 1,
+            labels=self.pick("ids", "ids", "all") if fits and self.chance(0.2) else "",
+            cache=self.pick("new", "dynamic", "static") if self.chance(0.1) else "",
+            embedded=fits and self.chance(0.1),
+            positions=self.pick(1, 2) if fits and self.chance(0.15) else 0,
+            square=prompt.even and fits and self.chance(0.1),
             training=training,
             backward=backward,
-            around=""
-            if backward
-            else self.random.choice(("no_grad", "no_grad", "no_grad", "inference_mode", "autocast", "", "thread")),
-            seed=self.random.randrange(1000),
+            around=around,
+            seed=self.number(1000),
         )
 
     def threads(self) -> Step:
-        calls = [
-            Generate(self.prompt(), {"max_new_tokens": self.random.choice((3, 9))}, seed=self.random.randrange(99))
-            for _ in range(self.random.choice((2, 3)))
-        ]
+        calls = (Generate(self.prompt(), {"max_new_tokens": self.pick(3, 9)}) for _ in range(self.pick(2, 3)))
         return InThreads(tuple(calls))
+
+    def callbacks(self, probability: float) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        if not self.chance(probability):
+            return own
+        if self.chance(0.5):
+            own["processors"] = tuple(self.callback(PROCESSORS) for _ in range(self.pick(1, 1, 2)))
+        if self.chance(0.4):
+            kinds = [kind for kind in CRITERIA if kind not in ("patient", "shorter") or may("subclassed criteria")]
+            own["criteria"] = tuple(self.callback(kinds) for _ in range(self.pick(1, 1, 2)))
+        if self.chance(0.4):
+            own["streamer"] = self.callback(STREAMERS)
+        return own
+
+    def callback(self, kinds: Any) -> Callback:
+        return Callback(self.pick(*kinds), self.number(5))
+
+    # ---- changes
 
     def hook(self) -> Step:
         if self.chance(0.35):
-            return Undo(self.random.choice(("hook", "hook", "forward", "prepare_inputs_for_generation")))
-        if self.chance(0.25) and may("overridden methods"):
-            return Override(
-                self.random.choice(("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"))
-            )
-        places = ["model"]
-        if may("inner hooks"):
-            places += ["base", "layer", "attention", "head", "embeddings"]
-        does = ("looks", "scales", "adds", "raises")
+            return Undo(self.pick("hook", "hook", *OVERRIDES))
+        if self.chance(0.3) and may("overridden methods"):
+            return Override(self.pick(*OVERRIDES))
+        place = self.pick(*PLACES) if may("inner hooks") else "model"
         before = self.chance(0.25)
-        return Hook(self.random.choice(places), "looks" if before else self.random.choice(does), before)
+        return Hook(place, "looks" if before else self.pick("looks", "scales", "adds", "raises"), before)
 
     def change(self) -> Step:
-        kind = self.random.choice(("weights", "weights", "set", "set", "rewrap", "copied", "attention"))
-        if kind == "weights":
-            self.chat_rows = 0
-            return Weights(self.random.choice([way for way in WAYS if way != "swapped module" or may(OWN_CONFIG)]))
+        kind = self.pick("weights", "weights", "set", "set", "attention", "rewrap", "copied")
         if kind == "set":
-            return Set(*self.random.choice(settings_of.ATTRIBUTES))
+            asks = may("config asks for outputs")
+            return Set(*self.pick(*(entry for entry in table.ATTRIBUTES if entry[1] != "output_hidden_states" or asks)))
         if kind == "attention":
-            return Attention(self.random.choice(("eager", "sdpa")))
-        self.chat_rows = 0
-        return Rewrap(self.wrap_options()) if kind == "rewrap" else Copied(self.random.choice(("deepcopy", "pickle")))
+            return Attention(self.pick("eager", "sdpa"))
+        self.rows = 0
+        if kind == "weights":
+            return Weights(self.pick(*(way for way in WAYS if way != "swapped module" or may("copied modules"))))
+        return Rewrap(self.wrap_options()) if kind == "rewrap" else Copied(self.pick("deepcopy", "pickle"))
 
     def cache_step(self) -> Step:
-        rows = self.chat_rows
-        kind = self.random.choice(("crop", "crop", "select", "select", "copy", "hide", "leave"))
+        kind = self.pick("crop", "crop", "select", "select", "copy", "hide", "leave")
         if kind == "crop":
-            return Crop(self.random.choice((1, 2, 5)))
+            return Crop(self.pick(1, 2, 5))
         if kind == "select":
-            how = self.random.choice(("reorder_cache", "batch_select_indices", "batch_repeat_interleave"))
-            count = 2 if how == "batch_repeat_interleave" else rows
-            count = self.random.randrange(1, rows + 1) if how == "batch_select_indices" else count
-            self.chat_rows = rows * 2 if how == "batch_repeat_interleave" else count
-            return Select(how, tuple(self.random.randrange(rows) for _ in range(count)))
-        if kind == "copy":
-            return CopyCache()
+            return self.select()
         if kind == "hide":
-            return Hide(self.random.randrange(rows), self.random.choice((1, 2)))
-        self.chat_rows = 0
-        return Leave()
+            return Hide(self.number(self.rows), self.pick(1, 2))
+        self.rows = self.rows if kind == "copy" else 0
+        return CopyCache() if kind == "copy" else Leave()
+
+    def select(self) -> Step:
+        how = self.pick("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
+        counts = {"batch_repeat_interleave": 2, "batch_select_indices": 1 + self.number(self.rows)}
+        rows = tuple(self.number(self.rows) for _ in range(counts.get(how, self.rows)))
+        self.rows = 2 * self.rows if how == "batch_repeat_interleave" else len(rows)
+        return Select(how, rows)
 
     # ---- inputs
 
     def prompt(self, rows: int | None = None, short: bool = False) -> Prompt:
-        rows = rows or self.random.choice((1, 1, 2, 2, 3, 4, 5))
-        longest = self.random.choice((1, 2, 3) if short else (2, 5, 9, 17, 33))
+        rows = rows or self.pick(1, 1, 2, 2, 3, 4, 5)
+        longest = self.pick(1, 2, 3) if short else self.pick(2, 5, 9, 17, 33)
         equal = self.chance(0.3)
-        lengths = tuple(longest if equal else self.random.randint(1, longest) for _ in range(rows))
-        padding = "right" if self.chance(0.1) and not short else "left"
-        holes: tuple[tuple[int, int], ...] = ()
-        if self.chance(0.1) and not short and (self.family not in WINDOWED or may("windows and holes")):
-            holes = ((self.random.randrange(rows), self.random.randrange(longest)),)
-        even = len(set(lengths)) == 1 and not holes
-        wrong = self.random.choice(settings_of.WRONG) if self.chance(0.04) and not short else ""
+        lengths = tuple(longest if equal else 1 + self.number(longest) for _ in range(rows))
+        if short:
+            return Prompt(lengths, seed=self.number(1000))
+        with_hole = self.chance(0.1) and (self.family not in WINDOWED or may("windows and holes"))
+        holes = ((self.number(rows), self.number(longest)),) if with_hole else ()
         return Prompt(
             lengths,
-            padding,
+            "right" if self.chance(0.1) else "left",
             holes,
             period=3 if self.chance(0.1) else 0,
-            masked=not (even and self.chance(0.5) and not short),
-            wrong=wrong,
-            seed=self.random.randrange(1000),
+            masked=len(set(lengths)) > 1 or with_hole or self.chance(0.5),
+            wrong=self.pick(*table.WRONG) if self.chance(0.04) else "",
+            seed=self.number(1000),
         )
 
     def around(self) -> str:
-        around = ("no_grad", "inference_mode", "enable_grad", "thread", "autocast", "default float64")
-        if may("another default device"):
-            around += ("default device",)
-        return self.random.choice(around) if self.chance(0.15) else ""
+        return str(self.pick(*(name for name in (*AROUND, "thread") if name != "default device" or may(name))))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from support.fuzzing.changes import Select
 from support.fuzzing.data import Step
 from support.fuzzing.forward import Forward
 from support.fuzzing.generate import Generate, InThreads
@@ -15,9 +16,9 @@ Holds = Callable[[Any, Side], bool]
 
 
 def _rows(step: Any, side: Side) -> int:
-    beams = step.settings.get("num_beams") or getattr(side.model.generation_config, "num_beams", None) or 1
-    copies = max(beams, step.settings.get("num_return_sequences") or 1)
-    return len(step.prompt.lengths) * (copies if isinstance(step, Generate) else 1)
+    if not isinstance(step, Generate):
+        return len(step.prompt.lengths)
+    return len(step.prompt.lengths) * max(step.beams(side), step.settings.get("num_return_sequences") or 1)
 
 
 def _more_rows(step: Any, side: Side) -> bool:
@@ -72,6 +73,8 @@ def may_refuse(step: Step, side: Side, raised: Raised) -> bool:
     """Whether the wrapped model may refuse a step that HuggingFace serves."""
     if isinstance(step, InThreads):
         return any(may_refuse(call, side, raised) for call in step.calls)
+    if isinstance(step, Select):
+        return "more than max_batch_size" in raised.message
     calls = isinstance(step, (Generate, Forward))
     return calls and any(re.search(pattern, raised.message) and holds(step, side) for pattern, holds in REFUSALS)
 
