@@ -64,7 +64,7 @@ def test_what_is_printed_shows_the_fault_again(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_failing_case_becomes_as_small_as_it_can_be() -> None:
-    case = random_case(10)
+    case = random_case(10, steps=6)
     calls = (*case.steps, Generate(Prompt((5, 9), seed=3), {"num_beams": 3, "max_new_tokens": 4}), *case.steps)
     smallest = shrink(replace(case, steps=calls), lambda smaller: "'num_beams': 3" in repr(smaller), most_tried=10_000)
     assert smallest == Case(case.family, steps=(Generate(Prompt((1,)), {"num_beams": 3}),))

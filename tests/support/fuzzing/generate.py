@@ -126,6 +126,12 @@ class Generate(Step):
     def beams(self, side: Side) -> int:
         return int(self.settings.get("num_beams") or side.model.generation_config.num_beams or 1)
 
+    def pad(self, side: Side) -> int | None:
+        """The token that rows have after their end."""
+        pad = self.settings.get("pad_token_id", side.model.generation_config.pad_token_id)
+        eos = self.settings.get("eos_token_id", side.model.generation_config.eos_token_id)
+        return (eos[0] if isinstance(eos, list) else eos) if pad is None else pad
+
     def draws(self, side: Side) -> bool:
         drafted = self.assistant is not None or any(name in self.settings for name in DRAFTING)
         return bool(self.settings.get("do_sample")) and not drafted and self.beams(side) == 1

@@ -14,6 +14,7 @@ from support.fuzzing.case import Case, nudged
 from support.fuzzing.comparing import difference
 from support.fuzzing.data import Step
 from support.fuzzing.draws import Draws
+from support.fuzzing.generate import Generate
 from support.fuzzing.refusals import may_refuse, may_serve
 from support.fuzzing.side import Outcome, Raised, Side, state_at_rest
 
@@ -98,7 +99,7 @@ def _drawn(step: Step, outcome: Outcome, side: Side) -> Tensor | None:
 
 
 def _draws(step: Step, tokens: Tensor | None, side: Side) -> Draws | None:
-    return None if tokens is None else Draws(tokens, side.model.generation_config.pad_token_id, step.seed)
+    return Draws(tokens, step.pad(side), step.seed) if isinstance(step, Generate) and tokens is not None else None
 
 
 def _difference(step: Step, ours: Side, outcome: Outcome, expected: Outcome) -> str | None:
