@@ -38,7 +38,7 @@ from compiled_llm.compilation.layer_state import (
     tensors_of,
 )
 from compiled_llm.compilation.layer_tracer import LayerTracer, NoOutlineError, traced_class
-from compiled_llm.model.modules import InnerHooks
+from compiled_llm.model.modules import InnerModules
 from compiled_llm.model.restore import attributes_restored
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -204,7 +204,7 @@ def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], 
         Exception: of any type, if they cannot be compared.
     """
     model, pages = arguments["model"], arguments["pages"]
-    if InnerHooks().of(model):
+    if InnerModules().hooks(model):
         raise NoOutlineError("hooks may do anything")
     layers = _Layers(model, len(pages), known)
     with fake_tensors() as faked:

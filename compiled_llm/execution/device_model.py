@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.programs import Programs
@@ -35,6 +35,7 @@ from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import FusedWeights
+from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import attention_geometries, max_positions_of, weights_of_a_layer
 
 
@@ -208,7 +209,7 @@ class DeviceModel:
     @property
     def vocabulary(self) -> int:
         """How many token ids the model can take."""
-        return cast(nn.Embedding, self._facts.model.get_input_embeddings()).num_embeddings
+        return vocabulary_of(self._facts.model)
 
     def memory(self) -> dict[str, int]:
         """Return where device memory went, in bytes."""

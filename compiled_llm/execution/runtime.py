@@ -19,7 +19,7 @@ from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.modules import InnerHooks
+from compiled_llm.model.modules import InnerModules
 from compiled_llm.model.sizes import MaxPositions
 
 
@@ -29,7 +29,7 @@ class Runtime:
     Attributes:
         facts: what is known of the model.
         config: the options given to ``wrap``.
-        hooks: those on the model's inner modules.
+        modules: those inside the model.
         loop_lock: lets one decoding loop run at a time.
         counters: what ran where; read them through ``stats``.
         events: what happened on the device side; read it through ``explain``.
@@ -41,7 +41,7 @@ class Runtime:
         self.config = config
         self.counters = Counters()
         self.events = Events()
-        self.hooks = InnerHooks()
+        self.modules = InnerModules()
         self.loop_lock = LoopLock()
         self._positions = MaxPositions()
         self._device_model: DeviceModel | None = None
@@ -118,7 +118,7 @@ class Runtime:
         """
         model = self.facts.model
         with self._allocation:
-            device_model, made_for = self._device_model, (model.device, model.dtype, self.hooks.of(model))
+            device_model, made_for = self._device_model, (model.device, model.dtype, self.modules.hooks(model))
             positions = self._positions.of(model)
             if device_model is None or made_for != self._made_for or positions > device_model.max_positions:
                 if device_model is not None:

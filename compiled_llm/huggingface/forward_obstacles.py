@@ -67,8 +67,11 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
     paged = isinstance(cache, PagedCache)
     if (observer := observer_of_operations()) is not None:
         yield Reason("observed", observer)
-    if cast(CompiledModel, model.compiled).hooks.on(model):
+    modules = cast(CompiledModel, model.compiled).modules
+    if modules.hooked(model):
         yield Reason("inner_hooks")
+    if (mixing := modules.mixing(model)) is not None:
+        yield Reason("mixed_tokens", mixing)
     for name in _MORE_OUTPUTS:
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)

@@ -56,10 +56,11 @@ def original_path(
     caches = (None, "dynamic", getattr(model.generation_config, "cache_implementation", None))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     speculation = getattr(generation_config, "speculation_type", None)
-    observer = observer_of_operations()
+    observer, mixing = observer_of_operations(), runtime.modules.mixing(model)
     reasons = (
         (observer is not None, Reason("observed", observer or "")),
-        (runtime.hooks.on(model), Reason("inner_hooks")),
+        (runtime.modules.hooked(model), Reason("inner_hooks")),
+        (mixing is not None, Reason("mixed_tokens", mixing or "")),
         (generation_mode not in _PAGED_MODES, Reason("generation_mode", generation_mode.value)),
         (
             cache is not None and not isinstance(cache, PagedCache),

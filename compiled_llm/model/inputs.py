@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Return how many token ids a model can take."""
+    embeddings: Any = model.get_input_embeddings()
+    # An adapter of PEFT's that takes the layer's place shows its weight alone.
+    return int(getattr(embeddings, "num_embeddings", None) or len(embeddings.weight))
 
 
 def check_ready(model: PreTrainedModel) -> None:
@@ -30,7 +37,7 @@ def check_prompt(
     check_ids(input_ids)
     # On the host: each question to a CUDA device waits for it.
     lowest, highest = (int(value) for value in input_ids.cpu().aminmax())
-    check_range(lowest, highest, cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
+    check_range(lowest, highest, vocabulary_of(model))
     if attention_mask is not None:
         _check_mask(input_ids, attention_mask, continues)
 

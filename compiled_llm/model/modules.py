@@ -15,6 +15,9 @@ from compiled_llm.compat.huggingface import captures_outputs
 _HOOKS = (itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks"))  # looked up: they may have been replaced
 
 
+_MIXING = {"peft.tuners.lily.": "a Lily adapter"}  # it weighs its experts by an average over tokens
+
+
 class Children:
     """The children of modules, and whether they are still the same."""
 
@@ -31,27 +34,38 @@ class Children:
         return list(chain.from_iterable(map(dict.values, self._children)))
 
 
-class InnerHooks:
-    """The forward hooks on the modules inside a model, not on the model itself.
+class InnerModules:
+    """The modules inside a model, not the model itself: those that do not bear packed tokens and padded batches.
 
-    A hook expects the shapes that HuggingFace's forward shows it, and Dynamo's guards do not notice when hooks change.
+    A forward hook expects the shapes that HuggingFace's forward shows it, and Dynamo's guards do not notice when hooks
+    change.
     """
 
     def __init__(self) -> None:
         """Prepare; the first look walks over the model."""
         self._children: Children | None = None
         self._inner: list[dict[str, Any]] = []
+        self._mixing: str | None = None
 
-    def on(self, model: nn.Module) -> bool:
-        """Return whether there are any, those on all modules of the process included.
+    def mixing(self, model: nn.Module) -> str | None:
+        """Return what kind of module makes tokens depend on all others of a call, padding and later ones included.
+
+        Args:
+            model: the same one each time.
+        """
+        self._attributes_inside(model)
+        return self._mixing
+
+    def hooked(self, model: nn.Module) -> bool:
+        """Return whether there are forward hooks, those on all modules of the process included.
 
         Args:
             model: the same one each time.
         """
         return hooks_on_all_modules() or any(True for _ in self._hooks(model))
 
-    def of(self, model: nn.Module) -> frozenset[tuple[int, int]]:
-        """Return an id for each hook; ``model`` must be the same one each time."""
+    def hooks(self, model: nn.Module) -> frozenset[tuple[int, int]]:
+        """Return an id for each forward hook; ``model`` must be the same one each time."""
         return frozenset(self._hooks(model))
 
     def _hooks(self, model: nn.Module) -> Iterator[tuple[int, int]]:
@@ -64,7 +78,12 @@ class InnerHooks:
             modules = list(model.modules())
             self._children = Children(modules)
             self._inner = [vars(module) for module in modules if module is not model]
+            self._mixing = next(filter(None, map(_kind_that_mixes, modules)), None)
         return self._inner
+
+
+def _kind_that_mixes(module: nn.Module) -> str | None:
+    return next((kind for start, kind in _MIXING.items() if type(module).__module__.startswith(start)), None)
 
 
 def has_hooks(module: nn.Module) -> bool:

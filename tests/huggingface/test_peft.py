@@ -1,0 +1,153 @@
+"""Adapters of PEFT's, of each kind, on a wrapped model: HuggingFace's results, whichever came first, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftType
+from torch import Tensor
+
+from compiled_llm import UnsupportedModelError
+from support.parity import assert_account_is_empty
+from support.peft_kinds import (
+    BETWEEN,
+    KINDS,
+    ORDERS,
+    PAGE,
+    SETTINGS,
+    Kind,
+    Pair,
+    adapted,
+    calls_of,
+    plain,
+    run,
+    wrapped_first,
+)
+
+LORA = Kind(PeftType.LORA)
+PROMPTS = "its virtual tokens come from PEFT's prepare_inputs_for_generation, which our loop skips"
+NOT_YET = {
+    PeftType.PROMPT_TUNING: PROMPTS,
+    PeftType.P_TUNING: PROMPTS,
+    PeftType.PREFIX_TUNING: PROMPTS,
+    PeftType.CPT: PROMPTS,
+    PeftType.CARTRIDGE: PROMPTS,
+}
+REFUSED_ADAPTED = {PeftType.POLY, PeftType.WAVEFT}
+"""Refused by `wrap` if the adapter is there already: they cannot be run without their task, or on fake tensors."""
+
+Results = dict[str, Tensor | str]
+
+
+def outcome(call: Callable[[Any], Tensor], model: Any) -> Tensor | str:
+    """What HuggingFace returns, or the kind of its error."""
+    try:
+        with torch.no_grad():
+            return call(model)
+    except Exception as error:
+        return type(error).__name__
+
+
+@cache
+def unwrapped(kind: Kind) -> Results:
+    try:
+        model = adapted(kind, plain(kind))
+    except ImportError as error:
+        pytest.skip(str(error))
+    return {name: outcome(call, model) for name, call in calls_of(kind).items()}
+
+
+@cache
+def without_adapter() -> Tensor:
+    with torch.no_grad():
+        return calls_of(LORA)["`model(...)`"](plain(LORA))
+
+
+def assert_same(theirs: Tensor | str, call: Callable[[Any], Tensor], pair: Pair) -> None:
+    if isinstance(theirs, str):
+        assert outcome(call, pair.adapted) == theirs
+    else:
+        torch.testing.assert_close(run(call, pair)[1], theirs, rtol=1e-4, atol=1e-4)
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(kind, order, id=f"{kind}, {order}", marks=marks_of(kind.type, order))
+        for kind in KINDS
+        for order in ORDERS
+    ]
+
+
+def marks_of(kind: PeftType, order: str) -> Any:
+    if kind not in NOT_YET or is_refused(kind, order):
+        return ()
+    return pytest.mark.xfail(strict=True, reason=NOT_YET[kind])
+
+
+def is_refused(kind: PeftType, order: str) -> bool:
+    return kind in REFUSED_ADAPTED and order == "adapted first"
+
+
+def test_every_kind_of_pefts_is_here() -> None:
+    assert set(SETTINGS) == set(PeftType)
+
+
+@pytest.mark.parametrize(("kind", "order"), cases())
+def test_an_adapted_model_gives_huggingfaces_results(kind: Kind, order: str) -> None:
+    theirs = unwrapped(kind)
+    changed = theirs["`model(...)`"]
+    assert isinstance(changed, Tensor)
+    assert not torch.allclose(changed[:, -without_adapter().shape[1] :], without_adapter(), atol=1e-3)
+    if is_refused(kind.type, order):
+        with pytest.raises(UnsupportedModelError, match="cannot be traced with packed tokens"):
+            ORDERS[order](kind)
+        return
+    pair = ORDERS[order](kind)
+    for name, call in calls_of(kind).items():
+        assert_same(theirs[name], call, pair)
+    if pair.wrapped.compiled.stats().pages is not None:
+        assert_account_is_empty(pair.wrapped)
+
+
+def test_adapters_may_be_switched_disabled_merged_and_deleted_between_calls() -> None:
+    ours, theirs = wrapped_first(LORA), adapted(LORA, plain(LORA))
+    seen = []
+
+    def compare() -> None:
+        for call in calls_of(LORA).values():
+            assert_same(outcome(call, theirs), call, ours)
+        seen.append(calls_of(LORA)["`model(...)`"](theirs).detach())
+
+    compare()
+    for model in (ours.adapted, theirs):
+        torch.manual_seed(1)
+        model.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, r=4))
+        model.set_adapter("other")
+    compare()
+    with ours.adapted.disable_adapter(), theirs.disable_adapter():
+        compare()
+    for change in ("merge_adapter", "unmerge_adapter"):
+        for model in (ours.adapted, theirs):
+            getattr(model, change)()
+        compare()
+    for model in (ours.adapted, theirs):
+        model.set_adapter("default")
+        model.delete_adapter("other")
+    compare()
+    first, other, disabled, merged, unmerged, last = seen
+    torch.testing.assert_close((merged, unmerged, last), (other, other, first), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(first, other, atol=1e-3)
+    assert not torch.allclose(first, disabled, atol=1e-3)
+
+
+def test_the_table_has_a_line_for_each_kind_that_can_be_tried() -> None:
+    """`python tests/support/peft_kinds.py` writes it."""
+    between = BETWEEN.search(PAGE.read_text())
+    assert between is not None
+    listed = [line.split(" | ")[0][2:].partition(", ")[0] for line in between[0].splitlines()[2:]]
+    expected = [str(kind) for kind in KINDS if kind.type not in {*NOT_YET, PeftType.ADAMSS}]
+    assert list(dict.fromkeys(listed)) == expected
