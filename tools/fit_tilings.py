@@ -217,7 +217,11 @@ def linear_timer(m: int, n: int, k: int) -> Callable[[LinearTiling | None], floa
 
 
 def normed_cases(machine: Machine, quick: bool) -> Iterator[Case]:
+    """The matmuls of one row that come after a norm, SwiGLU included."""
     for name, (n, k) in products(quick).items():
+        if name.endswith(("out", "down")):
+            continue  # they read what attention and SwiGLU wrote
+        gated = name.endswith("gate, up")
         plain = choose_linear_tiling(1, n, k, machine.processors)
         if plain is None:
             continue
@@ -225,11 +229,11 @@ def normed_cases(machine: Machine, quick: bool) -> Iterator[Case]:
         if plain.prefetched * plain.inputs >= k:  # a program norms the whole row
             candidates += [plain._replace(outputs=plain.outputs * factor) for factor in (1, 2, 4)]
         chosen = choose_normed_tiling(n, k, machine.processors)
-        prepare = lambda n=n, k=k, plain=plain: normed_timer(n, k, plain)  # noqa: E731
+        prepare = lambda n=n, k=k, plain=plain, gated=gated: normed_timer(n, k, plain, gated)  # noqa: E731
         yield case_of("normed", f"{name}, M=1", candidates, chosen, prepare)
 
 
-def normed_timer(n: int, k: int, plain: LinearTiling) -> Callable[[LinearTiling | None], float]:
+def normed_timer(n: int, k: int, plain: LinearTiling, gated: bool) -> Callable[[LinearTiling | None], float]:
     """None stands for two launches, the norm and then the matmul."""
     from compiled_llm_ops.kernels.linear import Normed, multiply_few
     from compiled_llm_ops.kernels.norm import add_rms_norm
@@ -240,9 +244,9 @@ def normed_timer(n: int, k: int, plain: LinearTiling) -> Callable[[LinearTiling 
         added, weight = update + 0, weights[number % len(weights)]
         if tiling is None:
             _, row = add_rms_norm(states, added, norm, 1e-6, pdl=True)
-            return multiply_few(row, weight, plain, pdl=True)
+            return multiply_few(row, weight, plain, gated=gated, pdl=True)
         normed = Normed(added, norm, 1e-6, torch.empty_like(states))
-        return multiply_few(states, weight, tiling, normed=normed, pdl=True)
+        return multiply_few(states, weight, tiling, normed=normed, gated=gated, pdl=True)
 
     return lambda tiling: captured(lambda number: launch(tiling, number))
 
