@@ -13,6 +13,9 @@ Methods that a wrapped model overrides (``huggingface/wrapped_model.py``):
 | ``_prepare_attention_mask_for_generation`` | the host knows the tokens | waits | 5.23 is the oldest supported |
 | ``_prepare_position_ids_for_generation`` | the host knows the mask | waits | 5.23 is the oldest supported |
 
+One that we call: ``_prefill``, for prompts that HuggingFace's own forward computes (without it they take the original
+path); ends when ``generate`` can be given the outputs of a prefill.
+
 Attributes, a function or two each:
 
 | attribute | for | without it | ends when |
@@ -35,12 +38,13 @@ from __future__ import annotations
 import copyreg
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig
+from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import output_capturing
 
 from compiled_llm.compat.forks import in_forked_processes
@@ -191,6 +195,22 @@ def mask_width(config: GenerationConfig, tokens: int) -> int:
         tokens: the width if nothing is noted.
     """
     return getattr(config, "_mask_length", tokens)
+
+
+def prefill(
+    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, inputs: Mapping[str, Any]
+) -> CausalLMOutputWithPast:
+    """Run the first forward of a call as ``generate`` does.
+
+    Args:
+        model: the model.
+        input_ids: ``[B, T]``.
+        config: the call's.
+        inputs: of the model, by name, the cache among them.
+    """
+    generating: Any = model
+    output: CausalLMOutputWithPast = generating._prefill(input_ids, config, dict(inputs))
+    return output
 
 
 def is_users_own(cache: Cache) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.programs import Programs
+from compiled_llm.compilation.sampling import choose
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Batch, Extension, Step
 from compiled_llm.execution.decode import Decode
@@ -185,6 +186,39 @@ class DeviceModel:
         with self._grown_by(extensions, promise):
             logits, _ = self.prefill.run(extensions, keep, embeddings)
         return logits
+
+    def fill(
+        self,
+        rows: Sequence[Row],
+        stored: NDArray[np.bool_],
+        states: Sequence[tuple[Tensor, Tensor]],
+        promise: Promise | None = None,
+    ) -> None:
+        """Let rows grow by keys and values that were computed elsewhere; otherwise as ``DeviceState.write``.
+
+        Raises:
+            OutOfPagesError: as ``run``.
+        """
+        with grown(rows, stored.sum(axis=1).tolist(), promise, self.state.copy_pages):
+            self.state.write(rows, stored, states)
+
+    def choose(self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch) -> Step:
+        """Choose the next tokens of rows from logits that were computed elsewhere.
+
+        Args:
+            rows: they hold all that the logits follow from.
+            logits: ``[B, V]``.
+            persistent: as in ``run``.
+        """
+        self.readiness.check_model()
+        sampling = self.state.sampling
+        slots, positions = self.state.staging.to_device(
+            [sampling.of(rows, len(rows)), np.array([row.position for row in rows], dtype=np.int64)]
+        )
+        step = Step(rows, logits, choose(logits, slots, positions, sampling.tables))
+        persistent.unseat()
+        persistent.add(step)
+        return step
 
     @contextmanager
     def _grown_by(self, extensions: Sequence[Extension], promise: Promise | None) -> Iterator[None]:

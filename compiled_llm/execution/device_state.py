@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.config import WrapConfig
@@ -96,6 +97,27 @@ class DeviceState:
         source, target = self.staging.to_device(columns)
         for pages in self.pages:
             pages.index_copy_(0, target, pages.index_select(0, source))
+
+    def write(self, rows: Sequence[Row], stored: NDArray[np.bool_], states: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write keys and values that were computed elsewhere to the ends of rows.
+
+        Args:
+            rows: already grown by what they take.
+            stored: ``[B, C]``, which columns each row takes.
+            states: keys and values of each layer, ``[B, K, C', D]``, whose last column is the last of ``stored``; zeros
+                are written for columns that a layer no longer has.
+        """
+        seats, columns = np.nonzero(stored)
+        counts = stored.sum(axis=1).tolist()
+        at = [np.arange(row.length - count, row.length) for row, count in zip(rows, counts, strict=True)]
+        size = self.config.page_size
+        pages = [np.array(row.pages, dtype=np.int64)[places // size] for row, places in zip(rows, at, strict=True)]
+        entries = [np.concatenate(pages), np.concatenate(at) % size, seats, columns]
+        page, slot, seat, column = self.staging.to_device(entries)
+        for target, layer in zip(self.pages, states, strict=True):
+            both = torch.stack(layer)[..., -stored.shape[1] :, :]
+            both = torch.nn.functional.pad(both, (0, 0, stored.shape[1] - both.shape[3], 0))
+            target[page, :, :, slot, : both.shape[4]] = both[:, seat, :, column]
 
     def read(self, layer: int, row: Row) -> Tensor:
         """Return ``[2, K, length, D]``, a copy of a row's keys and values in one layer."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.sampling import Sampling
-from compiled_llm.execution.batch import Batch, Extension
+from compiled_llm.execution.batch import Batch, Extension, Step
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.execution.staging import Readback
@@ -45,6 +45,7 @@ class Runner:
         self.steps = 0
         self.promise = Promise(device_model.pool)
         self._pending: list[tuple[Row, NDArray[np.int64], Sampling | None]] = []
+        self._computed: Tensor | None = None
         self._persistent = PersistentBatch(device_model.state, device_model.decode)
         self._every_row = Batch(decode=self.rows, promise=self.promise)  # the list is always the same
         self._launched: deque[tuple[Sequence[Row], Readback]] = deque()
@@ -123,6 +124,18 @@ class Runner:
         row.reserve(row.length + len(tokens) + max(0, max_new_tokens - 1))
         row.leave_sampling_slot()
         self._pending.append((row, tokens, sampling))
+
+    def begin(self, logits: Tensor, settings: Sequence[Sampling | None]) -> None:
+        """Continue all rows from logits that were computed elsewhere: the next ``step`` chooses from them.
+
+        Args:
+            logits: ``[B, V]``, in the order of ``rows``.
+            settings: how each row chooses its tokens; the most likely ones if None.
+        """
+        self._computed = logits
+        for row, sampling in zip(self.rows, settings, strict=True):
+            row.leave_sampling_slot()
+            self._pending.append((row, _NO_TOKENS, sampling))
 
     def step(self, forced: Tensor | None = None, unchanged: bool = False) -> dict[Row, int]:
         """Launch one step and return the tokens of the previous one.
@@ -211,6 +224,7 @@ class Runner:
     def restart(self) -> None:
         """Begin a new loop with the rows as they are; what an earlier one left is forgotten."""
         self._pending.clear()
+        self._computed = None
         self._launched.clear()
         self._persistent.restart()
         self.steps = 0
@@ -250,6 +264,24 @@ class Runner:
         extensions = [Extension(*extension) for extension in zip(rows, ids, positions, strict=True)]
         return self._thread.call(self._extend, extensions, keep, embeddings)
 
+    def fill(
+        self, stored: NDArray[np.bool_], states: Sequence[tuple[Tensor, Tensor]], positions: Sequence[int]
+    ) -> None:
+        """Let all rows grow by keys and values that were computed elsewhere.
+
+        Args:
+            stored: ``[B, C]``, which columns each row takes.
+            states: keys and values of each layer, ``[B, K, C', D]``, as ``DeviceState.write`` takes them.
+            positions: the rotary position of each row's next token.
+
+        Raises:
+            OutOfPagesError: the pages are not free; nothing has changed.
+        """
+        self._persistent.invalidate()
+        self._thread.call(self.device_model.fill, self.rows, stored, states, self.promise)
+        for row, position in zip(self.rows, positions, strict=True):
+            row.position = position
+
     def stored(self, layer: int) -> list[Tensor]:
         """Return ``[2, K, length, D]`` for each row: copies of a layer's keys and values."""
         return self._thread.call(lambda: [self.device_model.state.read(layer, row) for row in self.rows])
@@ -282,21 +314,27 @@ class Runner:
     def _launch(self, forced: Tensor | None, unchanged: bool = False) -> None:
         if not self.rows:
             raise RuntimeError("step: there are no rows; admit a prompt first")
-        if self._pending:
-            batch = self._prompts()
-        else:
-            batch = self._every_row if forced is None else self._every_row._replace(tokens=forced)
-        step = self.device_model.run(batch, self._persistent, unchanged)
+        step = self._run(forced, unchanged)
         self._pending.clear()
+        self._computed = None
         self.steps += 1
         self._launched.append((step.rows, self.device_model.readbacks.start(step.tokens)))
 
-    def _prompts(self) -> Batch:
-        """Return what is pending, as a batch; rows that are to be sampled get their settings."""
+    def _run(self, forced: Tensor | None, unchanged: bool) -> Step:
+        self._enter_settings()
+        if self._computed is not None:
+            return self.device_model.choose(list(self.rows), self._computed.clone(), self._persistent)
+        if self._pending:
+            batch = Batch(extend=[Extension.of(row, ids) for row, ids, _ in self._pending], promise=self.promise)
+        else:
+            batch = self._every_row if forced is None else self._every_row._replace(tokens=forced)
+        return self.device_model.run(batch, self._persistent, unchanged)
+
+    def _enter_settings(self) -> None:
+        """Give rows that are to be sampled their settings."""
         sampled = [(row, sampling) for row, _, sampling in self._pending if sampling is not None]
         if new := [(row, sampling) for row, sampling in sampled if row.sampling_slot is None]:
             self.device_model.state.sampling.admit([row for row, _ in new], [sampling for _, sampling in new])
-        return Batch(extend=[Extension.of(row, ids) for row, ids, _ in self._pending], promise=self.promise)
 
     def _extend(
         self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None, embeddings: Tensor | None
@@ -317,6 +355,9 @@ class Runner:
     def _read(self) -> dict[Row, int]:
         rows, readback = self._launched.popleft()
         return dict(zip(rows, readback.result(), strict=True))
+
+
+_NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 @deferred()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from compiled_llm.compat.huggingface import is_users_own, mask_width
+from compiled_llm.compat.huggingface import is_users_own, mask_width, prefill
 from compiled_llm.execution.limits import pages_needed
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.cache_columns import RowUpdate
@@ -23,6 +23,7 @@ from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.host_copies import HostCopies
 from compiled_llm.huggingface.other_inputs import one_a_token
 from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.huggingface.stand_in import StandIn
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.modules import has_hooks
 
@@ -72,6 +73,7 @@ class Call(LoopArguments):
         copies: what has been read of tensors on the device.
         first: the column of the cache that ``input_ids`` begin at.
         updates: what changes in each row.
+        logits: ``[B, V]``, from which first tokens are chosen, if HuggingFace's own forward has computed them.
     """
 
     runtime: CompiledModel
@@ -79,6 +81,7 @@ class Call(LoopArguments):
     copies: HostCopies
     first: int
     updates: list[RowUpdate]
+    logits: Tensor | None = None
 
     @classmethod
     def of(cls, arguments: LoopArguments, runtime: CompiledModel, copies: HostCopies) -> Call | None:
@@ -97,6 +100,19 @@ class Call(LoopArguments):
         first = cache.seen if mask.shape[1] > tokens else 0
         updates = cache.updates(batch, copies.of(mask), first, max(cache.seen, first + tokens))
         return cls(**vars(arguments), runtime=runtime, cache=cache, copies=copies, first=first, updates=updates)
+
+    @property
+    def waits(self) -> Reason | None:
+        """Why HuggingFace's own forward has to compute the prompts, or None."""
+        return self.cache.prefill if isinstance(self.cache, StandIn) else None
+
+    def prefilled(self) -> Call:
+        """Let HuggingFace's own forward compute the prompts, and return the call that is left."""
+        output = prefill(self.runtime.facts.model, self.input_ids, self.config, self.kwargs)
+        assert output.logits is not None
+        none = np.zeros(0, dtype=np.int64)
+        updates = [RowUpdate(row.length, self.cache.seen, none) for row in self.cache.runner.rows]
+        return replace(self, updates=updates, logits=output.logits[:, -1])
 
     @property
     def embedded(self) -> bool:
@@ -137,7 +153,7 @@ class Call(LoopArguments):
     @cached_property
     def leaders(self) -> list[int]:
         """For each row the first one that begins with the same tokens; itself if the cache holds some already."""
-        if self.cache.runner.rows:
+        if self.cache.runner.rows or self.waits is not None:
             return list(range(len(self.tokens)))
         first: dict[bytes, int] = {}
         return [first.setdefault(tokens.tobytes(), seat) for seat, tokens in enumerate(self.tokens)]
@@ -173,7 +189,7 @@ class Call(LoopArguments):
         """Return how many pages a loop of HuggingFace's may need, whose beams go on from each other."""
         most, beams = self.most_new + self.drafted, self.config.num_beams or 1
         if not self.cache.runner.rows:
-            copies = 1 if self.embedded else max(beams, self.config.num_return_sequences or 1)
+            copies = 1 if self.embedded or self.waits else max(beams, self.config.num_return_sequences or 1)
             common = [length if seat % copies else 0 for seat, length in enumerate(self.lengths)]
             return pages_needed(self.device_model, self.lengths, most, common)
         if beams == 1:
@@ -195,13 +211,16 @@ def most_new(criteria: StoppingCriteriaList, input_ids: Tensor) -> int:
 
 def returns_cache(config: GenerationConfig, cache: PagedCache) -> bool:
     """Whether the cache, rows and all, goes to the user."""
-    return bool(config.return_dict_in_generate or is_users_own(cache))
+    replaces_users = isinstance(cache, StandIn) and cache.returned
+    return bool(config.return_dict_in_generate or is_users_own(cache) or replaces_users)
 
 
 def obstacle(model: PreTrainedModel, call: Call) -> Reason | None:
     """Return why our loops cannot serve this call, or None."""
     if call.embedded:
         return Reason("inputs_embeds")
+    if call.waits is not None:
+        return Reason("model_hooks") if has_hooks(model) else None
     if not all(len(row.columns) and row.columns[-1] == call.last - 1 for row in call.updates):
         return Reason("no_new_tokens")
     if has_hooks(model):

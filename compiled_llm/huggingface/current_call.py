@@ -18,15 +18,17 @@ class GenerateCall:
     Attributes:
         taken: the paths that it has taken, together with the calls inside it.
         copies: what it has read of its inputs.
+        custom: whether the loop is that of ``custom_generate``.
     """
 
     taken: list[Path]
     copies: HostCopies = field(default_factory=HostCopies)
+    custom: bool = False
 
     @classmethod
-    def inside(cls, outer: GenerateCall | None) -> GenerateCall:
+    def inside(cls, outer: GenerateCall | None, custom: bool = False) -> GenerateCall:
         """Return a new call, made by ``outer`` if there is one: an assistant's drafts, for example."""
-        return cls([] if outer is None else outer.taken)
+        return cls([] if outer is None else outer.taken, custom=custom)
 
 
 current_call: ContextVar[GenerateCall | None] = ContextVar("current_call", default=None)

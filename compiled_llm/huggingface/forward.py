@@ -9,17 +9,20 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from compiled_llm.execution.slow_paths import Reason
-from compiled_llm.huggingface.current_call import current_call
+from compiled_llm.huggingface.cache_columns import on_host
+from compiled_llm.huggingface.current_call import copies, current_call
 from compiled_llm.huggingface.forward_obstacles import by_name, forward_obstacle, tokens_in
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.other_inputs import one_a_token
 from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.huggingface.stand_in import StandIn
 from compiled_llm.kvcache.pool import OutOfPagesError
 from compiled_llm.model.inputs import check_ids, check_ready
 
@@ -30,6 +33,8 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
         return original(self, *args, **kwargs)
     arguments, runtime = by_name(original, args, kwargs), self.compiled
     counted, cache = current_call.get() is None, arguments.get("past_key_values")
+    if isinstance(cache, StandIn) and cache.prefill is not None:
+        return _run_prefill(original, self, arguments, cache)
     reason = forward_obstacle(original, self, arguments)
     if isinstance(cache, PagedCache):
         if reason is not None:
@@ -56,6 +61,20 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
         runtime.counters.took_forward("original", reason)
     with runtime.facts.attention.original():
         return original(self, *args, **kwargs)
+
+
+def _run_prefill(original: Any, self: Any, arguments: Mapping[str, Any], cache: StandIn) -> Any:
+    """Run HuggingFace's own forward over the original of a cache, and read in what it leaves there."""
+    with self.compiled.facts.attention.original():
+        output = original(self, **{**arguments, "past_key_values": cache.original})
+    mask, positions = arguments.get("attention_mask"), one_a_token(arguments["position_ids"][..., -1:], self.config)
+    assert positions is not None
+    assert cache.original is not None
+    rows, columns = tokens_in(arguments)[0], int(cache.original.get_seq_length())
+    shown = np.ones((rows, columns), dtype=bool) if mask is None else copies().of(mask).numpy() != 0
+    cache.end_prefill(shown, (on_host(positions)[:, 0] + 1).repeat(rows if len(positions) == 1 else 1).tolist())
+    output["past_key_values"] = cache
+    return output
 
 
 def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Any:

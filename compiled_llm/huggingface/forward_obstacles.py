@@ -13,9 +13,12 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat import observer_of_operations
 from compiled_llm.execution.slow_paths import Reason, SlowPath
+from compiled_llm.huggingface.current_call import current_call
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.other_inputs import one_a_token, without_what_says_nothing
 from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.huggingface.prefills import OF_PREFILLS
+from compiled_llm.huggingface.stand_in import StandIn
 from compiled_llm.model.gradients import requires_gradients
 from compiled_llm.model.sizes import max_positions_of
 
@@ -76,6 +79,8 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)
     known = _KNOWN | ignored_inputs(original)
+    if isinstance(cache, StandIn) and current_call.get() is not None:  # which has computed the prompt
+        known |= OF_PREFILLS
     given = without_what_says_nothing(model, arguments)
     others = sorted(name for name, value in given.items() if name not in known and value is not False)
     if others:

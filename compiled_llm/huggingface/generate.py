@@ -70,8 +70,12 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     cache, runner = call.cache, call.cache.runner
     with cache.extended(call.updates, call.last) as rows:
         runner.restart()
-        for row, tokens, sampling in zip(rows, _begun(call, rows), settings, strict=True):
-            runner.resume(row, tokens, sequences.most_new, sampling)
+        begun = list(_begun(call, rows))
+        if call.logits is None:
+            for row, tokens, sampling in zip(rows, begun, settings, strict=True):
+                runner.resume(row, tokens, sequences.most_new, sampling)
+        else:
+            runner.begin(call.logits, settings)
         ends: dict[Row, int] = {}
         watched = sequences.may_change_model
         while not sequences.done:
@@ -175,7 +179,7 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     with call.cache.extended(call.updates, call.last) as rows:
         tokens = list(_begun(call, rows))
         positions = [row.position + np.arange(len(new)) for row, new in zip(rows, tokens, strict=True)]
-        logits = runner.extend(rows, tokens, positions)
+        logits = runner.extend(rows, tokens, positions) if call.logits is None else call.logits
         while True:
             with call.runtime.loop_lock.yielded(), allowed():
                 raw = logits.to(device=device, dtype=torch.float32, copy=True)

@@ -7,22 +7,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils.generic import ModelOutput
 
 from compiled_llm.compat import observer_of_operations
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.execution.limits import check_fits
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import allowed, deferred
+from compiled_llm.huggingface.cache_choice import CacheChoice
 from compiled_llm.huggingface.call import Call, LoopArguments
-from compiled_llm.huggingface.current_call import copies, took
-from compiled_llm.huggingface.forward_obstacles import ignored_inputs
+from compiled_llm.huggingface.current_call import took
 from compiled_llm.huggingface.generate import fast_loop, processed_loop
-from compiled_llm.huggingface.handle import CompiledModel
-from compiled_llm.huggingface.other_inputs import without_what_says_nothing
-from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.processors import read_processors
+from compiled_llm.huggingface.stand_in import StandIn
 
 _PAGED_MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -36,60 +35,55 @@ _LOOPS_OF_HUGGINGFACE = {
     GenerationMode.BEAM_SAMPLE: Reason("beam_sample"),
     GenerationMode.ASSISTED_GENERATION: Reason("assisted_generation"),
 }
-_KNOWN_INPUTS = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"}
-)
 
 
-def original_path(
-    runtime: CompiledModel,
-    model: PreTrainedModel,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    generation_mode: GenerationMode,
-) -> Reason | None:
+def original_path(choice: CacheChoice) -> Reason | None:
     """Return why this call has to run HuggingFace's loop over the original forward, or None."""
-    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
-    known = _KNOWN_INPUTS | ignored_inputs(type(model).forward)
-    given = without_what_says_nothing(model, model_kwargs, copies())
-    others = [name for name, value in given.items() if name not in known and value is not None]
-    caches = (None, "dynamic", getattr(model.generation_config, "cache_implementation", None))
+    runtime, model, generation_config = choice.runtime, choice.model, choice.config
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     speculation = getattr(generation_config, "speculation_type", None)
     observer, mixing = observer_of_operations(), runtime.modules.mixing(model)
     reasons = (
+        (choice.mode not in _PAGED_MODES, Reason("generation_mode", choice.mode.value)),
         (observer is not None, Reason("observed", observer or "")),
         (runtime.modules.hooked(model), Reason("inner_hooks")),
         (mixing is not None, Reason("mixed_tokens", mixing or "")),
-        (generation_mode not in _PAGED_MODES, Reason("generation_mode", generation_mode.value)),
-        (
-            cache is not None and not isinstance(cache, PagedCache),
-            Reason("past_key_values", type(cache).__name__),
-        ),
-        (generation_config.cache_implementation not in caches, Reason("cache_implementation")),
         (generation_config.output_attentions, Reason("output_attentions")),
         (generation_config.output_hidden_states, Reason("output_hidden_states")),
         (getattr(generation_config, "use_mtp", False), Reason("use_mtp")),
         (speculation == "dflash", Reason("speculation_type", "dflash")),
         (layers != len(runtime.facts.layers), Reason("draft_layers")),
-        (others, Reason("model_inputs", ", ".join(others))),
-        (mask is not None and bool((copies().of(mask)[:, -1] == 0).any()), Reason("right_padding")),
         (torch.is_autocast_enabled(model.device.type), Reason("autocast")),
     )
-    return next((reason for holds, reason in reasons if holds), None)
+    return next((reason for holds, reason in reasons if holds), None) or choice.obstacle()
 
 
 def run_our_loop(call: Call) -> Any:
     """Run the fast loop, or the processed loop if a processor has to see each step."""
-    with _alone(call, call.most_new, call.pages_needed()):
+    needed = call.pages_needed()
+    with _alone(call, call.most_new, needed):
+        waits = call.waits
+        if waits is not None:
+            with call.cache.runner.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
+                call = call.prefilled()
         sampling = _sampling_in_graph(call)
         if sampling is not None:
-            took(call.runtime, "fast loop")
-            return fast_loop(call, sampling)
+            took(call.runtime, "fast loop", waits)
+            return _with_original(call, fast_loop(call, sampling))
         names = sorted({type(processor).__name__ for processor in call.processors})
         reason = Reason("scores") if call.wants_scores else Reason("processors", ", ".join(names))
-        took(call.runtime, "processed loop", reason)
-        return processed_loop(call)
+        took(call.runtime, "processed loop", waits or reason)
+        return _with_original(call, processed_loop(call))
+
+
+def _with_original(call: Call, result: Any) -> Any:
+    """Return a result with the cache of HuggingFace's, filled, that pages have stood in for."""
+    if not (isinstance(call.cache, StandIn) and call.cache.returned):
+        return result
+    original = call.cache.write_back()
+    if isinstance(result, ModelOutput):
+        result["past_key_values"] = original
+    return result
 
 
 def _sampling_in_graph(call: Call) -> Sequence[Sampling | None] | None:
@@ -116,9 +110,9 @@ def run_huggingfaces_loop(
         return arguments.run(original)
     needed = call.pages_needed_by_huggingface()
     with _alone(call, call.most_new + call.drafted, needed):
-        took(call.runtime, "compiled forward", reason or _reason_of_mode(call.config))
+        took(call.runtime, "compiled forward", call.waits or reason or _reason_of_mode(call.config))
         with call.cache.runner.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
-            return arguments.run(original)
+            return _with_original(call, arguments.run(original))
 
 
 def _reason_of_mode(config: GenerationConfig) -> Reason:
@@ -139,7 +133,7 @@ def _alone(call: Call, most_new: int, needed: int) -> Iterator[None]:
         ValueError: it does not fit the model, the batch size or the pages.
     """
     device_model, cache = call.device_model, call.cache
-    fresh = not cache.seen
+    fresh = not cache.seen or isinstance(cache, StandIn)
     try:
         with deferred(), call.runtime.loop_lock.taken(fits=lambda: needed <= device_model.pool.available):
             try:

@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from compiled_llm.compat.huggingface import is_huggingfaces
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.slow_paths import Reason
+from compiled_llm.huggingface.cache_choice import CacheChoice
 from compiled_llm.huggingface.call import Call, LoopArguments, obstacle
 from compiled_llm.huggingface.current_call import GenerateCall, copies, current_call, took
 from compiled_llm.huggingface.forward import check_belongs, run_forward
@@ -47,7 +48,7 @@ class WrappedModel:
         """HuggingFace's ``generate``, checked first."""
         model = cast(PreTrainedModel, self)
         check_ready(model)
-        call = GenerateCall.inside(current_call.get())
+        call = GenerateCall.inside(current_call.get(), custom=kwargs.get("custom_generate") is not None)
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
         if has_tokens(input_ids, kwargs.get("inputs_embeds")):
             read, mask = call.copies.of(input_ids), call.copies.of(kwargs.get("attention_mask"))
@@ -113,12 +114,16 @@ class WrappedModel:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         generation_mode: GenerationMode,
-        *args: Any,
-        **kwargs: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> Any:
         model = cast(PreTrainedModel, self)
         cache = model_kwargs.get("past_key_values")
-        reason = original_path(self.compiled, model, generation_config, model_kwargs, generation_mode)
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        choice = CacheChoice(
+            self.compiled, model, generation_config, model_kwargs, cache, generation_mode, rows, max_cache_length
+        )
+        reason = original_path(choice)
         if reason is not None and isinstance(cache, PagedCache):
             raise ValueError(
                 f"generate: {reason}; that takes HuggingFace's own forward, which cannot use a PagedCache; pass a "
@@ -128,14 +133,17 @@ class WrappedModel:
             took(self.compiled, "original", reason)
         elif generation_config.use_cache is False:
             took(self.compiled, "compiled forward", Reason("use_cache"))
-        elif cache is None:
+        elif cache is None and not choice.stands_in:
             model_kwargs["past_key_values"] = self.compiled.new_cache()
             return None
-        else:
+        elif isinstance(cache, PagedCache):
             check_belongs(self.compiled, cache)
-        return super()._prepare_cache_for_generation(  # type: ignore[misc]
-            generation_config, model_kwargs, generation_mode, *args, **kwargs
+        result = super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
+        if reason is None and generation_config.use_cache is not False and choice.stands_in:
+            model_kwargs["past_key_values"] = choice.stand_in()
+        return result
 
     def _sample(
         self,

@@ -486,7 +486,7 @@ def test_a_cache_of_another_model_is_refused(models, inputs):
 REFUSED = {
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "right padding": {"attention_mask": torch.tensor([[1] * 8 + [0]] * 3)},
-    "cache_implementation": {"cache_implementation": "static"},
+    "cache_implementation": {"cache_implementation": "offloaded"},
 }
 
 

@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StaticCache,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import compiled_llm
 from support.pairs import OPTIONS, pair
@@ -49,7 +43,6 @@ OVER_COMPILED_FORWARD = {
 ON_ORIGINAL_FORWARD = {
     "output_hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
     "output_attentions": {"return_dict_in_generate": True, "output_attentions": True},
-    "static cache by name": {"cache_implementation": "static"},
 }
 
 
@@ -110,23 +103,6 @@ def test_huggingfaces_loop_over_the_original_forward(name, inputs, seed, caplog)
     assert_slow(models[1], "original", caplog)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_cache_of_the_users_own(kind, models, inputs, caplog):
-    results = []
-    for model in models:
-        for _ in range(2 if model is models[1] else 1):
-            cache = (
-                DynamicCache(config=model.config)
-                if kind == "dynamic"
-                else StaticCache(config=model.config, max_cache_len=40)
-            )
-            results.append(greedy(model, inputs, 12, past_key_values=cache))
-            assert cache.get_seq_length() == 9 + 12 - 1
-    torch.testing.assert_close(results[1], results[0])
-    torch.testing.assert_close(results[2], results[0])
-    assert_slow(models[1], "original", caplog)
-
-
 def test_assisted_decoding_with_a_wrapped_model_on_either_side(seed):
     plain, wrapped = pair(eos_token_id=None)
     assistant = tiny_qwen3(seed=1, eos_token_id=None)
@@ -141,12 +117,6 @@ def test_assisted_decoding_with_a_wrapped_model_on_either_side(seed):
     gc.collect()
     for model in (wrapped, both):
         assert_account_is_empty(model)
-
-
-def test_right_padding_gives_huggingfaces_tokens(models, inputs, seed, caplog):
-    flipped = {name: value.flip(1) for name, value in inputs.items()}
-    run_twice_and_compare(models, {**flipped, "max_new_tokens": 10, "do_sample": False}, seed)
-    assert_slow(models[1], "original", caplog)
 
 
 def test_position_ids_of_the_users_own(models, inputs, seed, caplog):

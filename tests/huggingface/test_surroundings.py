@@ -14,9 +14,9 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel, pipeline
 
 import compiled_llm
-from support.generate_features import tokenizer as letters
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
+from support.tiny_tokenizer import tokenizer as letters
 
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 8}
 TEMPLATE = (

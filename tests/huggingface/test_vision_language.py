@@ -1,4 +1,4 @@
-"""Vision-language models: text alone is the fast loop's, token for token."""
+"""Vision-language models: text alone is the fast loop's, and after HuggingFace's prefill of images, so is decode."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.vision import FAMILIES, make, types_of_text
+from support.vision import FAMILIES, IMAGE, START, make, types_of_text, with_images
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
+SEEING = ["Gemma3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v", "Llava", "Mistral3", "InternVL"]
 pytestmark = pytest.mark.core
 
 
@@ -63,10 +64,57 @@ def test_a_forward_over_text_is_compiled(family, inputs, seed):
     assert wrapped.compiled.stats().forward_calls == {"compiled": 1}
 
 
-@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("family", SEEING)
+def test_images_are_computed_by_huggingfaces_forward_and_tokens_by_ours(family, seed):
+    plain, wrapped = pair(family, seed)
+    inputs = with_images(family, seed)
+    expected = greedy(plain, inputs, 10)
+    assert not torch.equal(greedy(plain, with_images(family, seed + 1), 10), expected)
+    for _ in range(2):
+        torch.testing.assert_close(greedy(wrapped, inputs, 10), expected)
+    torch.testing.assert_close(greedy(wrapped, inputs, 8, num_beams=2), greedy(plain, inputs, 8, num_beams=2))
+    stats = wrapped.compiled.stats()
+    assert stats.generate_calls == {"fast loop": 2, "compiled forward": 1}
+    assert stats.slow_paths == {"prefill": 3}
+    assert_account_is_empty(wrapped)
+
+
 @pytest.mark.parametrize("family", ["Gemma3", "Qwen2VL"])
-def test_text_alone_compiles_whole(family, inputs, seed):
-    plain, wrapped = pair(family, seed, mode="compile")
+def test_images_in_prompts_padded_on_the_right(family, seed):
+    """Over the columns of a padded row, Gemma's windows would not be those over what pages hold."""
+    plain, wrapped = pair(family, seed)
+    inputs = with_images(family, seed, right=True)
+    torch.testing.assert_close(greedy(wrapped, inputs, 10), greedy(plain, inputs, 10))
+    assert wrapped.compiled.stats().generate_calls == {"original" if family == "Gemma3" else "fast loop": 1}
+
+
+@pytest.mark.parametrize("family", ["Qwen2VL", "Llava"])
+def test_text_goes_on_after_images(family, seed):
+    inputs = with_images(family, seed)
+    answers = []
+    for model in (models := pair(family, seed)):
+        first = greedy(model, inputs, 6, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, torch.full((3, 2), 7)], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(3, 8, dtype=torch.long)], dim=1)
+        given = {"input_ids": ids, "attention_mask": mask}
+        answers.append(greedy(model, given, 9, past_key_values=first.past_key_values))
+    torch.testing.assert_close(*answers)
+    assert models[1].compiled.stats().generate_calls["fast loop"] >= 1
+
+
+def test_a_prompt_that_ends_inside_an_image_takes_the_original_path(seed):
+    """The position of the next token differs from axis to axis."""
+    plain, wrapped = pair("Qwen2VL", seed)
+    ids = torch.tensor([[5, 6, 7, START, *[IMAGE] * 4]])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
+    pixels = {"pixel_values": torch.randn(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    torch.testing.assert_close(greedy(wrapped, {**given, **pixels}, 6), greedy(plain, {**given, **pixels}, 6))
+    assert wrapped.compiled.stats().generate_calls == {"original": 1}
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_text_alone_compiles_whole(inputs, seed):
+    plain, wrapped = pair("Qwen2VL", seed, mode="compile")
     for _ in range(2):
         torch.testing.assert_close(greedy(wrapped, inputs, 9), greedy(plain, inputs, 9))
     stats = wrapped.compiled.stats()

@@ -13,7 +13,6 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -22,7 +21,6 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -32,8 +30,12 @@ from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.execution.slow_paths import SENTENCES
+from support import vision
+from support.custom_loops import own_greedy
 from support.parity import mixed_prompts
 from support.tiny_models import tiny_qwen3
+from support.tiny_tokenizer import tokenizer
+from support.vision import with_images
 
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 16}
 PAGE = Path(__file__).parents[2] / "docs" / "paths.md"
@@ -53,6 +55,7 @@ class Feature(NamedTuple):
         draws: the tokens are drawn by us, and so differ from HuggingFace's.
         refused: a wrapped model raises.
         model: what the models are made with.
+        family: of a vision-language model; Qwen3 if empty.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Feature(NamedTuple):
     draws: bool = False
     refused: bool = False
     model: Mapping[str, Any] = {}
+    family: str = ""
 
 
 def inputs(lengths: tuple[int, ...] = (4, 9, 6)) -> dict[str, Tensor]:
@@ -126,20 +130,6 @@ def two_thirds(batch: int, ids: Tensor) -> list[int]:
     return [token for token in range(3, 128) if (token + int(ids[-1])) % 3]
 
 
-def own_greedy(model: Any, input_ids: Tensor, generation_config: Any = None, **kwargs: Any) -> Tensor:
-    """A decoding method as somebody would write it for ``custom_generate``."""
-    kwargs = {name: kwargs[name] for name in ("attention_mask", "past_key_values") if kwargs.get(name) is not None}
-    new = input_ids
-    for _ in range(9):
-        out = model(input_ids=new, use_cache=True, **kwargs)
-        new = out.logits[:, -1:].argmax(-1)
-        input_ids = torch.cat([input_ids, new], dim=1)
-        if "attention_mask" in kwargs:
-            kwargs["attention_mask"] = torch.cat([kwargs["attention_mask"], torch.ones_like(new)], dim=1)
-        kwargs["past_key_values"] = out.past_key_values
-    return input_ids
-
-
 def from_a_folder(model: PreTrainedModel) -> Any:
     """The form in which the hub has contrastive search and the like."""
     with tempfile.TemporaryDirectory() as folder:
@@ -152,18 +142,6 @@ def from_a_folder(model: PreTrainedModel) -> Any:
         )
         (Path(folder) / "config.json").write_text("{}")
         return model.generate(**inputs(), custom_generate=folder, trust_remote_code=True, num_words=5)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Letters, and some pairs of them that a prompt's last letter can be healed to."""
-    vocabulary = ["<pad>", "<s>", "</s>", "<unk>", *map(chr, range(97, 123)), " "]
-    vocabulary += [f"{first}{second}" for first in "abcde" for second in "abcdefgh"]
-    words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    words.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
 
 
 def healed(model: PreTrainedModel) -> Any:
@@ -205,6 +183,15 @@ def going_on(model: PreTrainedModel) -> Any:
         mask[1, -1] = mask[2, -2] = 1
         given = {"input_ids": ids, "attention_mask": mask, "past_key_values": out.past_key_values}
     return out.sequences
+
+
+def going_on_over_theirs(model: PreTrainedModel) -> Any:
+    """Two turns over a cache of HuggingFace's; prompts are whole, so that no masked tokens are new."""
+    cache, ids = dynamic_cache(), inputs((6, 6))["input_ids"]
+    for _ in range(2):
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+        ids = torch.cat([out, torch.tensor([[7, 8]] * 2)], dim=1)
+    return torch.cat([out, torch.tensor([[cache.get_seq_length()]] * 2)], dim=1)
 
 
 def dynamic_cache() -> Any:
@@ -420,7 +407,13 @@ FEATURES: dict[str, list[Feature]] = {
     "Inputs and caches": [
         Feature("prompts padded on the left", [generate()]),
         Feature("holes in the mask", [generate(attention_mask=with_holes())]),
-        Feature("prompts padded on the right", [generate(**right_padded())]),
+        Feature("prompts padded on the right, which HuggingFace's forward computes", [generate(**right_padded())]),
+        Feature(
+            "images and videos, with prompts that HuggingFace's forward computes",
+            [generate(**with_images("Qwen2VL")), generate(**with_images("Qwen2VL", seed=1), **SEVERAL)],
+            family="Qwen2VL",
+        ),
+        Feature("text alone in a vision-language model", [generate(lengths=(4, 8, 6))], family="Gemma3"),
         Feature(
             "`position_ids` that count each row's unmasked tokens",
             [generate(position_ids=(inputs()["attention_mask"].cumsum(1) - 1).clamp(min=0))],
@@ -435,14 +428,25 @@ FEATURES: dict[str, list[Feature]] = {
             refused=True,
         ),
         Feature(
-            "`DynamicCache`, `StaticCache`, `cache_implementation` other than the model's own",
+            "a `DynamicCache` or `StaticCache`, empty or filled",
             [
                 generate(past_key_values=fresh(dynamic_cache)),
                 generate(past_key_values=fresh(static_cache)),
-                generate(cache_implementation="static"),
+                going_on_over_theirs,
             ],
         ),
-        Feature('`cache_implementation="dynamic"`', each(cache_implementation="dynamic")),
+        Feature(
+            "the same with beam search or drafts, and caches of other classes",
+            [generate(past_key_values=fresh(dynamic_cache), num_beams=2)],
+        ),
+        Feature(
+            '`cache_implementation`: `"dynamic"`, `"static"`',
+            [
+                *each(cache_implementation="dynamic"),
+                *each(cache_implementation="static"),
+                generate(cache_implementation="static", **SEVERAL),
+            ],
+        ),
         Feature("`use_cache=False`", each(use_cache=False)),
     ],
     "Surroundings": [
@@ -533,7 +537,8 @@ FEATURES: dict[str, list[Feature]] = {
 def pair(feature: Feature) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The unwrapped and the wrapped model that a feature is run on."""
     overrides: dict[str, Any] = {"eos_token_id": None, **feature.model}
-    return tiny_qwen3(**overrides), compiled_llm.wrap(tiny_qwen3(**overrides), progress=False, **OPTIONS)
+    twins = [vision.make(feature.family) if feature.family else tiny_qwen3(**overrides) for _ in range(2)]
+    return twins[0], compiled_llm.wrap(twins[1], progress=False, **OPTIONS)
 
 
 def paths_of(feature: Feature, call: Call, model: PreTrainedModel) -> tuple[set[str], Any]:

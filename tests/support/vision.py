@@ -122,8 +122,36 @@ def make(family: str, seed: int = 0) -> PreTrainedModel:
         return getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
 
 
+def with_images(family: str, seed: int = 0, right: bool = False) -> dict[str, Tensor]:
+    """What a processor makes of three prompts with one image, none and two, padded on the left or on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    image = [START, *[IMAGE] * (1 if family == "InternVL" else 4), END]
+    texts = [torch.randint(3, 100, (count,), generator=generator).tolist() for count in (3, 9, 2)]
+    rows = [[5, 6, *image * images, *text] for images, text in zip((1, 0, 2), texts, strict=True)]
+    width = max(map(len, rows))
+    padding = [[0] * (width - len(row)) for row in rows]
+    both = [(row, pads) if right else (pads, row) for row, pads in zip(rows, padding, strict=True)]
+    ids = torch.tensor([first + second for first, second in both])
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    return {**inputs, **_pixels(family, generator), **_types(family, (ids == IMAGE).long())}
+
+
+def _pixels(family: str, generator: torch.Generator) -> dict[str, Tensor]:
+    if family.startswith(("Qwen", "Glm")):
+        patches = torch.randn(3 * 16, 3 * 2 * 4 * 4, generator=generator)
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]] * 3)}
+    if family == "Mistral3":
+        sizes = torch.tensor([[32, 32]] * 3)
+        return {"pixel_values": torch.randn(3, 3, 32, 32, generator=generator), "image_sizes": sizes}
+    return {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator)}
+
+
+def _types(family: str, types: Tensor) -> dict[str, Tensor]:
+    if family.startswith(("Qwen", "Glm")):
+        return {"mm_token_type_ids": types}
+    return {"token_type_ids": types} if family == "Gemma3" else {}
+
+
 def types_of_text(family: str, input_ids: Tensor) -> dict[str, Tensor]:
     """What a processor adds to text alone: types that mark no image."""
-    if family.startswith(("Qwen", "Glm")):
-        return {"mm_token_type_ids": torch.zeros_like(input_ids)}
-    return {"token_type_ids": torch.zeros_like(input_ids)} if family == "Gemma3" else {}
+    return _types(family, torch.zeros_like(input_ids))

@@ -22,9 +22,9 @@ from support.fuzzing.callbacks import Callback, Criterion, PatientEos, Processor
 from support.fuzzing.data import Prompt, Step
 from support.fuzzing.side import Chat, Side, plain
 from support.fuzzing.surroundings import inside
-from support.generate_features import tokenizer
 from support.in_threads import start
 from support.tiny_models import tiny_llama
+from support.tiny_tokenizer import tokenizer
 
 
 @dataclass(frozen=True, repr=False)

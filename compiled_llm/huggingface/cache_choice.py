@@ -1,0 +1,150 @@
+"""Which cache a call of ``generate`` runs over: pages, pages that stand in for HuggingFace's cache, or that one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from compiled_llm.compat.huggingface import mask_width
+from compiled_llm.execution.slow_paths import Reason
+from compiled_llm.huggingface.current_call import copies, current_call
+from compiled_llm.huggingface.forward_obstacles import ignored_inputs
+from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.other_inputs import sees, without_what_says_nothing
+from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.huggingface.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason
+from compiled_llm.huggingface.stand_in import StandIn, readable
+
+_KNOWN_INPUTS = frozenset(
+    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"}
+)
+_APPENDING_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """The choice for one call.
+
+    Attributes:
+        runtime: the wrapped model's ``compiled``.
+        model: the model.
+        config: of the call.
+        inputs: of the model, by name.
+        given: the cache that the user gave, of any kind.
+        mode: how tokens are chosen.
+        rows: B, how many rows the call has.
+        most: how many columns the cache holds at the end.
+    """
+
+    runtime: CompiledModel
+    model: PreTrainedModel
+    config: GenerationConfig
+    inputs: dict[str, Any]
+    given: Any
+    mode: GenerationMode
+    rows: int
+    most: int
+
+    @cached_property
+    def others(self) -> list[str]:
+        """Names of inputs beside tokens, mask, positions and cache that the model reads something from."""
+        known = _KNOWN_INPUTS | ignored_inputs(type(self.model).forward)
+        given = without_what_says_nothing(self.model, self.inputs, copies())
+        return [name for name, value in given.items() if name not in known and value is not None]
+
+    @property
+    def users(self) -> Cache | None:
+        """A cache of HuggingFace's that the user gave."""
+        return None if isinstance(self.given, PagedCache) else self.given
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the call asks for a static cache by name."""
+        return self.config.cache_implementation == "static" and self._own != "static"
+
+    @property
+    def returned(self) -> bool:
+        """Whether the user gets a cache of HuggingFace's class, with what HuggingFace leaves in it."""
+        return self.users is not None or (self.is_static and bool(self.config.return_dict_in_generate))
+
+    @cached_property
+    def prefill(self) -> Reason | None:
+        """Why HuggingFace's own forward computes the prompt, or None."""
+        known = int(self.users.get_seq_length()) if self.users is not None else 0 if self.returned else None
+        return prefill_reason(self.others, self.inputs, known)
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether pages stand in for a cache of HuggingFace's."""
+        return self.returned or self.prefill is not None
+
+    def obstacle(self) -> Reason | None:
+        """Return why HuggingFace's own cache and forward have to serve the call, or None."""
+        if self.config.cache_implementation not in (None, "dynamic", "static", self._own):
+            return Reason("cache_implementation")
+        if self.others and not (sees(self.model) and OF_PREFILLS.issuperset(self.others)):
+            return Reason("model_inputs", ", ".join(self.others))
+        if self.users is not None and not self._is_readable(self.users):
+            return Reason("past_key_values", type(self.users).__name__)
+        if self.returned and not self._appends:
+            return Reason("cache_implementation") if self.is_static else Reason("past_key_values", "static cache")
+        if self.prefill is not None and self._cannot_follow():
+            return self._why_original(self.prefill)
+        return self._too_much() if self.stands_in or self.is_static else None
+
+    def stand_in(self) -> StandIn:
+        """Return pages that stand in for the cache that HuggingFace has prepared.
+
+        Raises:
+            OutOfPagesError: there are too few for what it holds.
+        """
+        original = self.inputs["past_key_values"]
+        cache = StandIn(self.runtime.runner(), original, self.returned, self.prefill)
+        if known := int(original.get_seq_length()):
+            mask = self.inputs.get("attention_mask")
+            shown = np.ones((self.rows, known), bool) if mask is None else copies().of(mask).numpy()[:, :known] != 0
+            cache.read(shown, shown.sum(axis=1).tolist())
+        return cache
+
+    @property
+    def _own(self) -> str | None:
+        return getattr(self.model.generation_config, "cache_implementation", None)
+
+    @property
+    def _appends(self) -> bool:
+        """Whether the loop only adds columns, and is ours to end."""
+        call = current_call.get()
+        return self.mode in _APPENDING_MODES and call is not None and not call.custom
+
+    def _is_readable(self, cache: Cache) -> bool:
+        pages = self.runtime.device_model().state.pages
+        if not (self._appends and readable(cache, self.runtime.facts.layers, pages[0], self.rows, self.most)):
+            return False
+        known, mask = int(cache.get_seq_length()), self.inputs.get("attention_mask")
+        return known == 0 or (mask_width(self.config, -1) if mask is None else mask.shape[1]) > known
+
+    def _cannot_follow(self) -> bool:
+        if isinstance(self.given, PagedCache):
+            return True
+        return prefill_obstacle(self.model, self.runtime.facts.layers, self.config, self.inputs, self.most)
+
+    def _why_original(self, prefill: Reason) -> Reason:
+        if self.others:
+            return Reason("model_inputs", ", ".join(self.others))
+        if self.users is not None:
+            return Reason("past_key_values", type(self.users).__name__)
+        return Reason("right_padding")
+
+    def _too_much(self) -> Reason | None:
+        device_model = self.runtime.device_model()
+        if self.rows > device_model.config.max_batch_size:
+            return Reason("max_batch_size")
+        if self.most >= device_model.max_positions:
+            return Reason("out_of_positions")
+        pool = device_model.pool
+        return None if self.rows * pool.pages_for(self.most) <= pool.available else Reason("out_of_pages")
