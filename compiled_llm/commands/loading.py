@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,6 +22,8 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 from transformers.utils import logging as transformers_logging
+from transformers.utils.import_utils import is_peft_available
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from compiled_llm.commands import demo
 from compiled_llm.compat.huggingface import attention_implementation
@@ -144,7 +147,7 @@ def _refuse_hub_kernels(model: str, source: Source) -> None:
     """A config can name a repository of compiled attention kernels, which transformers would fetch and run."""
     if source.gguf_file is not None:
         return
-    config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(_base_of(source.location), trust_remote_code=False)
     parts = [config, *(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None)]
     for name in map(attention_implementation, parts):
         if name is not None and "/" in name:
@@ -152,6 +155,14 @@ def _refuse_hub_kernels(model: str, source: Source) -> None:
                 f"{model} cannot be loaded: its config asks for attention kernels from the hub ({name}), which "
                 "compiled-llm does not fetch; load it in Python with an attn_implementation of your choice, and wrap it"
             )
+
+
+def _base_of(location: str) -> str:
+    """Return where transformers takes the weights from: with PEFT installed, an adapter's files can name its base."""
+    file = find_adapter_config_file(location) if is_peft_available() else None
+    if file is None or (Path(location) / "config.json").exists():
+        return location
+    return str(json.loads(Path(file).read_text(encoding="utf-8"))["base_model_name_or_path"])
 
 
 def _reason(error: BaseException) -> str:

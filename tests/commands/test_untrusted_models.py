@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from compiled_llm.commands.app import app
@@ -78,6 +79,22 @@ def asks_for_kernels_of_a_part(folder: Path, note: Path) -> None:
     change_config(folder, model_type="gemma3", attn_implementation={"text_config": "somebody/kernels"})
 
 
+def is_an_adapter_of(base: Path, folder: Path) -> None:
+    """Leave the tokenizer, and put an adapter in place of the model."""
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (folder / name).unlink()
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, lora_alpha=256)).save_pretrained(
+        folder
+    )
+
+
+def asks_for_kernels_of_its_base(folder: Path, note: Path) -> None:
+    base = shutil.copytree(folder, folder.with_name("base"))
+    is_an_adapter_of(base, folder)
+    change_config(base, attn_implementation="somebody/kernels")
+
+
 def brings_a_generate(folder: Path, note: Path) -> None:
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate" / "generate.py").write_text(f"open({str(note)!r}, 'w').close()")
@@ -95,6 +112,7 @@ def generate(folder: Path, *arguments: str) -> Any:
         (brings_code, "brings Python code of its own, which compiled-llm does not run"),
         (pickles_code, "weights are a pickle that is damaged, or asks for more than tensors"),
         (asks_for_kernels, "asks for attention kernels from the hub (somebody/kernels)"),
+        (asks_for_kernels_of_its_base, "asks for attention kernels from the hub (somebody/kernels)"),
         (asks_for_kernels_of_a_part, "asks for attention kernels from the hub (somebody/kernels)"),
     ],
 )
@@ -107,6 +125,13 @@ def test_a_model_that_would_run_code_is_refused(
     assert message in " ".join(result.output.split())
     assert "[y/N]" not in result.output
     assert not note.exists()
+
+
+def test_an_adapter_is_loaded_upon_the_model_that_it_names(model_folder: Path, folder: Path) -> None:
+    is_an_adapter_of(model_folder, folder)
+    result = generate(folder)
+    assert result.exit_code == 0, result.output
+    assert result.stdout != generate(model_folder).stdout
 
 
 def test_a_generate_that_lies_beside_the_weights_is_not_run(folder: Path, note: Path) -> None:
