@@ -25,6 +25,7 @@ from transformers import (
 import compiled_llm
 from compiled_llm.compat import huggingface as compat
 from compiled_llm.huggingface.wrapped_model import WrappedModel
+from support import vision
 from support.in_threads import in_thread
 from support.tiny_models import tiny_llama
 
@@ -202,6 +203,30 @@ def test_a_users_cache_is_told_from_one_that_generate_made(model, watched):
     generate(model, past_key_values=cache)
     generate(model)
     assert [compat.is_users_own(call["past_key_values"]) for call in calls] == [True, False]
+
+
+def test_a_prefill_gives_the_logits_that_first_tokens_are_chosen_from(model, watched):
+    calls = watched("_prefill")
+    tokens = generate(model)
+    (call,) = calls
+    cache = DynamicCache(config=model.config)
+    inputs = {**call["model_kwargs"], "past_key_values": cache, "attention_mask": None, "position_ids": None}
+    with torch.no_grad():
+        output = compat.prefill(model, call["input_ids"], call["generation_config"], inputs)
+    assert output.logits[:, -1].argmax(-1).tolist() == tokens[:, IDS.shape[1]].tolist()
+    assert output.past_key_values is cache
+    assert cache.get_seq_length() == IDS.shape[1]
+
+
+def test_what_generate_writes_into_a_model_is_read_by_no_forward_with_positions():
+    model = vision.make("Qwen2VL")
+    model.generate(IDS, max_new_tokens=1)
+    for name in compat.WRITTEN_BY_GENERATE:
+        (holder,) = [module for module in model.modules() if isinstance(vars(module).get(name), torch.Tensor)]
+        with torch.no_grad():
+            before = model(IDS, position_ids=torch.arange(5)[None]).logits
+            setattr(holder, name, torch.full((1, 1), 100))
+            torch.testing.assert_close(model(IDS, position_ids=torch.arange(5)[None]).logits, before)
 
 
 # ---- nowhere else

@@ -321,13 +321,13 @@ class Runner:
         self._launched.append((step.rows, self.device_model.readbacks.start(step.tokens)))
 
     def _run(self, forced: Tensor | None, unchanged: bool) -> Step:
+        if not self._pending:
+            batch = self._every_row if forced is None else self._every_row._replace(tokens=forced)
+            return self.device_model.run(batch, self._persistent, unchanged)
         self._enter_settings()
         if self._computed is not None:
             return self.device_model.choose(list(self.rows), self._computed.clone(), self._persistent)
-        if self._pending:
-            batch = Batch(extend=[Extension.of(row, ids) for row, ids, _ in self._pending], promise=self.promise)
-        else:
-            batch = self._every_row if forced is None else self._every_row._replace(tokens=forced)
+        batch = Batch(extend=[Extension.of(row, ids) for row, ids, _ in self._pending], promise=self.promise)
         return self.device_model.run(batch, self._persistent, unchanged)
 
     def _enter_settings(self) -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from compiled_llm.compat.huggingface import mask_width
@@ -17,8 +17,8 @@ from compiled_llm.huggingface.forward_obstacles import ignored_inputs
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.other_inputs import sees, without_what_says_nothing
 from compiled_llm.huggingface.paged_cache import PagedCache
-from compiled_llm.huggingface.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason
-from compiled_llm.huggingface.stand_in import StandIn, readable
+from compiled_llm.huggingface.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason, windows_differ
+from compiled_llm.huggingface.stand_in import READABLE, StandIn, readable
 
 _KNOWN_INPUTS = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"}
@@ -38,7 +38,8 @@ class CacheChoice:
         given: the cache that the user gave, of any kind.
         mode: how tokens are chosen.
         rows: B, how many rows the call has.
-        most: how many columns the cache holds at the end.
+        longest: how many columns the cache holds at the end, but for those that it held before if the call is given
+            only new tokens.
     """
 
     runtime: CompiledModel
@@ -48,7 +49,7 @@ class CacheChoice:
     given: Any
     mode: GenerationMode
     rows: int
-    most: int
+    longest: int
 
     @cached_property
     def others(self) -> list[str]:
@@ -61,6 +62,21 @@ class CacheChoice:
     def users(self) -> Cache | None:
         """A cache of HuggingFace's that the user gave."""
         return None if isinstance(self.given, PagedCache) else self.given
+
+    @property
+    def most(self) -> int:
+        """How many columns the cache holds at the end, or a few more."""
+        if self.users is None:
+            return self.longest
+        if self.config.max_new_tokens is None:
+            return self.longest + int(self.users.get_seq_length())
+        return max(self.longest, self._width + int(self.config.max_new_tokens) - 1)
+
+    @property
+    def _width(self) -> int:
+        """How many columns the mask has."""
+        mask = self.inputs.get("attention_mask")
+        return mask_width(self.config, -1) if mask is None else int(mask.shape[1])
 
     @property
     def is_static(self) -> bool:
@@ -103,7 +119,8 @@ class CacheChoice:
         Raises:
             OutOfPagesError: there are too few for what it holds.
         """
-        original = self.inputs["past_key_values"]
+        # HuggingFace's own would forget what the windows of layers have left, and rows may be cropped later.
+        original = self.inputs["past_key_values"] if self.returned else DynamicCache()
         cache = StandIn(self.runtime.runner(), original, self.returned, self.prefill)
         if known := int(original.get_seq_length()):
             mask = self.inputs.get("attention_mask")
@@ -122,14 +139,19 @@ class CacheChoice:
         return self.mode in _APPENDING_MODES and call is not None and not call.custom
 
     def _is_readable(self, cache: Cache) -> bool:
-        pages = self.runtime.device_model().state.pages
-        if not (self._appends and readable(cache, self.runtime.facts.layers, pages[0], self.rows, self.most)):
+        pages, layers = self.runtime.device_model().state.pages, self.runtime.facts.layers
+        if not self._appends or self.config.use_cache is False or type(cache) not in READABLE:
             return False
-        known, mask = int(cache.get_seq_length()), self.inputs.get("attention_mask")
-        return known == 0 or (mask_width(self.config, -1) if mask is None else mask.shape[1]) > known
+        if not readable(cache, layers, pages[0], self.rows, self.most) or windows_differ(
+            layers, self.inputs, self.most
+        ):
+            return False
+        known = int(cache.get_seq_length())
+        return known == 0 or self._width > known
 
     def _cannot_follow(self) -> bool:
-        if isinstance(self.given, PagedCache):
+        call = current_call.get()
+        if isinstance(self.given, PagedCache) or call is None or call.custom:
             return True
         return prefill_obstacle(self.model, self.runtime.facts.layers, self.config, self.inputs, self.most)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from transformers import GenerationConfig, PreTrainedModel
 
 from compiled_llm.execution.slow_paths import Reason
@@ -62,23 +60,25 @@ def prefill_obstacle(
         inputs: of the model, by name.
         most: how many columns the cache holds at the end.
     """
-    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    positions = inputs.get("position_ids")
     if config.use_cache is False or config.prefill_chunk_size is not None or "inputs_embeds" in inputs:
         return True
     if positions is None or one_a_token(copies().of(positions)[..., -1:], model.config) is None:
         return True
-    return mask is not None and windows_differ(layers, copies().of(mask).numpy() != 0, most)
+    return windows_differ(layers, inputs, most)
 
 
-def windows_differ(layers: Sequence[Layer], shown: NDArray[np.bool_], most: int) -> bool:
+def windows_differ(layers: Sequence[Layer], inputs: Mapping[str, Any], most: int) -> bool:
     """Whether a window over the columns of a row would see other tokens than one over those that are stored.
 
     Args:
         layers: of the model.
-        shown: ``[B, C]``, which columns are stored.
+        inputs: of the model, a ``[B, C]`` mask among them that hides the columns that are not stored.
         most: how many columns there are at the end.
     """
     windows = [layer.window_left + 1 for layer in layers if layer.window_left >= 0]
-    if not windows or most <= min(windows):
+    mask = inputs.get("attention_mask")
+    if mask is None or not windows or most <= min(windows):
         return False
+    shown = copies().of(mask).numpy() != 0
     return bool((shown.sum(axis=1) != shown.shape[1] - shown.argmax(axis=1)).any())

@@ -28,7 +28,8 @@ from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.model.layer_probe import Layer
 
-_READABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+READABLE = (DynamicCache, StaticCache)
+_READABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
 class StandIn(PagedCache):
@@ -99,17 +100,17 @@ def readable(cache: Cache, layers: Sequence[Layer], pages: Tensor, rows: int, mo
     """Whether what a cache holds can be read into pages, and what follows be appended to it.
 
     Args:
-        cache: it.
+        cache: it, one of ``READABLE``.
         layers: those of the model.
         pages: of one of them.
         rows: B, how many rows the call has.
         most: how many columns the cache holds at the end.
     """
-    if type(cache) not in (DynamicCache, StaticCache) or cache.offloading:
+    if cache.offloading:
         return False
     if not cache.layers:
         return cache.layer_class_to_replicate is DynamicLayer
-    if len(cache.layers) != len(layers) or any(type(layer) not in _READABLE for layer in cache.layers):
+    if len(cache.layers) != len(layers) or any(type(layer) not in _READABLE_LAYERS for layer in cache.layers):
         return False
     theirs = cast("list[CacheLayerMixin]", cache.layers)
     filled = [layer.keys for layer in theirs if layer.keys is not None and layer.keys.numel()]
