@@ -191,6 +191,28 @@ def test_messages_about_cuda_graphs_are_collected():
     assert compat.cudagraph_skips() == before + 1
 
 
+def test_dynamo_watches_what_a_frame_calls_that_it_has_given_up_on():
+    seen = []
+
+    @torch.compile(backend="eager")
+    def gives_up(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        seen.append(compat.dynamo_watches())
+        return x
+
+    assert not compat.dynamo_watches()
+    gives_up(torch.zeros(3))
+    assert seen == [True]
+    assert not compat.dynamo_watches()
+
+
+def test_a_module_says_whether_it_was_compiled_in_place():
+    module = torch.nn.Linear(2, 2)
+    assert not compat.is_compiled_in_place(module)
+    module.compile(backend="eager")
+    assert compat.is_compiled_in_place(module)
+
+
 def test_modes_that_a_graph_would_bake_in_are_noticed():
     assert not compat.inside_torch_modes()
     with torch.device("cpu"):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import functools
 import inspect
 import pickle
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -21,11 +25,13 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
 )
+from transformers import LlamaForCausalLM as Llama
 
 import compiled_llm
 from compiled_llm.compat import huggingface as compat
 from compiled_llm.huggingface.wrapped_model import WrappedModel
 from support import vision
+from support.families import CLASSES, FAMILIES
 from support.in_threads import in_thread
 from support.tiny_models import tiny_llama
 
@@ -112,6 +118,63 @@ def test_a_method_of_the_models_own_is_told_from_huggingfaces(model):
     own = Own(model.config)
     assert not compat.is_huggingfaces(own._prepare_special_tokens)
     assert compat.is_huggingfaces(own._prepare_generation_config)
+
+
+# ---- what our loops stand in for
+
+# Read or decorated, and not called for what it does: values, and what the experts run on.
+NOT_STOOD_IN_FOR = {
+    *("config", "device", "dtype", "hf_device_map", "hf_quantizer", "is_remote_code", "forward"),
+    *("get_experts_implementation", "set_experts_implementation"),
+}
+
+
+def used_of_self(name: str) -> set[str]:
+    """What a method of `GenerationMixin` uses of the model, `self(...)` included."""
+    source = textwrap.dedent(inspect.getsource(vars(GenerationMixin)[name]))
+    nodes = [node for node in ast.walk(ast.parse(source)) if not isinstance(node, ast.arg)]
+    calls = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    used = {node.attr for node in attributes if node.value.id == "self"}  # type: ignore[attr-defined]
+    return used | ({"__call__"} if "self" in calls else set())
+
+
+def test_the_table_has_all_that_huggingfaces_loop_calls_of_a_model():
+    used, todo = set(), {"_sample"}
+    while todo:
+        used |= todo
+        todo = set().union(*(used_of_self(name) for name in todo if name in vars(GenerationMixin))) - used
+    assert used - NOT_STOOD_IN_FOR == set(compat.STOOD_IN_FOR)
+
+
+@pytest.mark.parametrize("name", compat.STOOD_IN_FOR)
+def test_what_huggingface_calls_of_a_model_is_told_from_what_a_user_overrides(name, monkeypatch):
+    assert compat.is_stood_in_for(getattr(Llama, name))
+
+    @functools.wraps(getattr(Llama, name))
+    def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+    monkeypatch.setattr(Llama, name, own)
+    assert not compat.is_stood_in_for(getattr(Llama, name))
+    assert not compat.is_stood_in_for(functools.partial(own))
+
+
+CLASSES_OF_FAMILIES = [
+    *(CLASSES.get(family, f"{family}ForCausalLM") for family in FAMILIES),
+    *(f"{family}ForConditionalGeneration" for family in vision.FAMILIES),
+]
+
+
+@pytest.mark.parametrize("kind", CLASSES_OF_FAMILIES)
+def test_a_family_overrides_nothing_that_our_loops_stand_in_for_or_they_do_its_work(kind):
+    """The table names those that do; tests of the families compare their tokens."""
+    functions = [getattr(getattr(transformers, kind), name) for name in compat.STOOD_IN_FOR]
+    assert all(map(compat.is_stood_in_for, functions))
+
+
+def test_a_method_of_a_family_that_the_table_lacks_is_not_taken_for_the_general_one():
+    assert not compat.is_stood_in_for(transformers.MambaForCausalLM.prepare_inputs_for_generation)
 
 
 # ---- attributes

@@ -7,6 +7,8 @@ Those of transformers stand in ``compat.huggingface``.
 | ``cudagraph_trees._initialize_tls`` / ``local`` | cudagraph trees on a thread of ours | torch < 2.13 is dropped |
 | ``eval_frame.remove_from_cache`` | freeing a dropped model's graphs | Dynamo forgets code that nobody holds |
 | ``eval_frame._debug_get_cache_entry_list`` | counting a function's graphs | torch reports them per function |
+| ``eval_frame.get_eval_frame_callback`` | frames that the user's ``torch.compile`` gave up | ``is_compiling`` says it |
+| ``Module._compiled_call_impl`` | noticing ``model.compile()`` | modules say it publicly |
 | the entries' ``guard_manager.check`` | guards without a call | torch checks them for those who replay a graph |
 | ``cudagraph_trees.get_container`` | counting recordings | torch reports them |
 | the ``torch.__trace`` logger | collecting graph breaks | ``torch._dynamo.explain`` no longer resets Dynamo |
@@ -83,6 +85,9 @@ from compiled_llm.compat.dynamo import (
     compiled_with as compiled_with,
 )
 from compiled_llm.compat.dynamo import (
+    dynamo_watches as dynamo_watches,
+)
+from compiled_llm.compat.dynamo import (
     forget as forget,
 )
 from compiled_llm.compat.dynamo import (
@@ -102,6 +107,9 @@ from compiled_llm.compat.dynamo import (
 )
 from compiled_llm.compat.dynamo import (
     is_compiled_for as is_compiled_for,
+)
+from compiled_llm.compat.dynamo import (
+    is_compiled_in_place as is_compiled_in_place,
 )
 from compiled_llm.compat.dynamo import (
     no_bytecode_hooks as no_bytecode_hooks,

@@ -11,8 +11,21 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def dynamo_watches() -> bool:
+    """Return whether what this thread calls is compiled, although this frame is not: it may have given this one up."""
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return callable(get_eval_frame_callback())
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called: calls of the module then run what it has compiled."""
+    return vars(module).get("_compiled_call_impl") is not None
 
 
 def own_copy(function: F) -> F:

@@ -29,6 +29,8 @@ Attributes, a function or two each:
 ``output_hidden_states`` | they are removed |
 | ``Cache._is_user_defined`` | whether it goes back to the user | we would close it | generate says so |
 
+``STOOD_IN_FOR`` names what HuggingFace's own loop calls of a model, and ours do not. If nobody compared, what a class
+or an object overrides there would be skipped. It ends when ``generate`` takes a decoding method of the model's own.
 A tensor that ``generate`` keeps in a vision-language model, new in each call, and that no forward with positions reads:
 ``rope_deltas``. Recorded graphs do not follow from it; ends when the model no longer holds it.
 """
@@ -39,6 +41,7 @@ import copyreg
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any, SupportsIndex
 
 import torch
@@ -51,6 +54,43 @@ from compiled_llm.compat.forks import in_forked_processes
 
 WRITTEN_BY_GENERATE = frozenset({"rope_deltas"})
 _SPECIAL_TOKENS = ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor", "_decoder_start_token_tensor")
+
+STOOD_IN_FOR = (
+    "_sample",
+    "_prefill",
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_has_unfinished_sequences",
+    "_optimize_model_for_decode",
+    "_valid_auto_compile_criteria",
+    "get_compiled_call",
+    "__call__",
+)
+"""What HuggingFace's ``_sample`` calls of a model, and itself; ``forward`` is compiled, not stood in for."""
+_SERVED_CLASSES = frozenset(
+    {
+        *("GenerationMixin", "PreTrainedModel", "Module"),
+        *("Gemma3ForConditionalGeneration", "Phi3ForCausalLM", "PhimoeForCausalLM"),
+    }
+)
+"""Classes of transformers and torch whose methods of these names our loops do the work of.
+
+Gemma 3 gives the types of tokens to the prompt alone. Phi-3 and PhiMoE begin again without a cache where they switch to
+longrope, which ``wrap`` refuses.
+"""
+
+
+def is_stood_in_for(function: object) -> bool:
+    """Return whether a function, one of ``STOOD_IN_FOR`` as a class has it, is one that our loops do the work of.
+
+    What was replaced is told by where its code stands: ``functools.wraps`` copies names. (``contextlib`` is where
+    ``contextmanager`` puts a function.)
+    """
+    if not isinstance(function, FunctionType):
+        return False
+    package = function.__globals__["__name__"].partition(".")[0]
+    owner = function.__qualname__.partition(".")[0]
+    return package in ("transformers", "torch", "contextlib") and owner in _SERVED_CLASSES
 
 
 def is_huggingfaces(method: Any) -> bool:

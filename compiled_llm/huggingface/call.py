@@ -204,9 +204,13 @@ class Call(LoopArguments):
 
 
 def most_new(criteria: StoppingCriteriaList, input_ids: Tensor) -> int:
-    """Return how many tokens each row can get at most; HuggingFace checks lengths after a token, so never none."""
-    lengths = [entry.max_length for entry in criteria if isinstance(entry, MaxLengthCriteria)]
-    return max(1, min(lengths) - input_ids.shape[1])
+    """Return how many tokens each row can get at most; HuggingFace checks lengths after a token, so never none.
+
+    What is derived from ``MaxLengthCriteria`` has a rule of its own, beside the limit that ``generate`` sets.
+    """
+    limits = [entry for entry in criteria if isinstance(entry, MaxLengthCriteria)]
+    plain = [entry.max_length for entry in limits if type(entry) is MaxLengthCriteria]
+    return max(1, min(plain or [entry.max_length for entry in limits]) - input_ids.shape[1])
 
 
 def returns_cache(config: GenerationConfig, cache: PagedCache) -> bool:
@@ -217,6 +221,8 @@ def returns_cache(config: GenerationConfig, cache: PagedCache) -> bool:
 
 def obstacle(model: PreTrainedModel, call: Call) -> Reason | None:
     """Return why our loops cannot serve this call, or None."""
+    if overridden := call.runtime.overrides.of(model):
+        return Reason("overrides", ", ".join(overridden))
     if call.embedded:
         return Reason("inputs_embeds")
     if call.waits is not None:

@@ -9,6 +9,7 @@ from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.stats import Path
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.host_copies import HostCopies
+from compiled_llm.huggingface.paged_cache import PagedCache
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,12 @@ class GenerateCall:
         taken: the paths that it has taken, together with the calls inside it.
         copies: what it has read of its inputs.
         custom: whether the loop is that of ``custom_generate``.
+        caches: those that it has made; the user has not seen them.
     """
 
     taken: list[Path]
     copies: HostCopies = field(default_factory=HostCopies)
+    caches: list[PagedCache] = field(default_factory=list)
     custom: bool = False
 
     @classmethod
@@ -39,6 +42,14 @@ def copies() -> HostCopies:
     """Return what the current call has read of its inputs; empty if a decoding method is called by itself."""
     call = current_call.get()
     return HostCopies() if call is None else call.copies
+
+
+def new_cache(runtime: CompiledModel) -> PagedCache:
+    """Return an empty cache for the current call."""
+    cache = runtime.new_cache()
+    if (call := current_call.get()) is not None:
+        call.caches.append(cache)
+    return cache
 
 
 def took(runtime: CompiledModel, path: Path, reason: Reason | None = None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any, get_args
 
 import numpy as np
@@ -15,9 +16,11 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
+from compiled_llm.compat import dynamo_watches
 from compiled_llm.execution.slow_paths import Reason
+from compiled_llm.execution.stats import ForwardPath
 from compiled_llm.huggingface.cache_columns import on_host
-from compiled_llm.huggingface.current_call import copies, current_call
+from compiled_llm.huggingface.current_call import copies, current_call, took
 from compiled_llm.huggingface.forward_obstacles import by_name, forward_obstacle, tokens_in
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.other_inputs import one_a_token
@@ -26,39 +29,30 @@ from compiled_llm.huggingface.stand_in import StandIn
 from compiled_llm.kvcache.pool import OutOfPagesError
 from compiled_llm.model.inputs import check_ids, check_ready
 
+_counted: ContextVar[list[str] | None] = ContextVar("counted", default=None)
+"""What the forwards inside one of the user's were counted as."""
+
 
 def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the compiled forward if it can serve the call, else the class's own."""
-    if torch.compiler.is_compiling():  # the user's own torch.compile or torch.export
+    if torch.compiler.is_compiling() or dynamo_watches():  # the user's own torch.compile or torch.export
         return original(self, *args, **kwargs)
     arguments, runtime = by_name(original, args, kwargs), self.compiled
-    counted, cache = current_call.get() is None, arguments.get("past_key_values")
+    cache = arguments.get("past_key_values")
     if isinstance(cache, StandIn) and cache.prefill is not None:
         return _run_prefill(original, self, arguments, cache)
-    reason = forward_obstacle(original, self, arguments)
     if isinstance(cache, PagedCache):
-        if reason is not None:
-            raise ValueError(
-                f"forward with a PagedCache: {reason}; that takes HuggingFace's own forward; "
-                "pass a DynamicCache, or none"
-            )
-        if counted:  # a call of generate goes on as it began
-            check_belongs(runtime, cache)
-    elif reason is None:
-        reason = fitting(runtime, arguments)
+        return _run_over(cache, original, self, arguments)
+    reason = forward_obstacle(original, self, arguments) or fitting(runtime, arguments)
     if reason is None:
         try:
             output = compiled(original, runtime, arguments)
         except OutOfPagesError:
-            if cache is not None:
-                raise
             reason = Reason("out_of_pages")  # other threads took them since
         else:
-            if counted:
-                runtime.counters.took_forward("compiled")
+            count_forward(runtime, "compiled")
             return output
-    if counted:
-        runtime.counters.took_forward("original", reason)
+    count_forward(runtime, "original", reason)
     with runtime.facts.attention.original():
         return original(self, *args, **kwargs)
 
@@ -75,6 +69,63 @@ def _run_prefill(original: Any, self: Any, arguments: Mapping[str, Any], cache: 
     cache.end_prefill(shown, (on_host(positions)[:, 0] + 1).repeat(rows if len(positions) == 1 else 1).tolist())
     output["past_key_values"] = cache
     return output
+
+
+def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[str, Any]) -> Any:
+    """Run the compiled forward over a cache of ours; HuggingFace's own takes only one that ``generate`` has made."""
+    runtime, call = self.compiled, current_call.get()
+    replaceable = call is not None and any(made is cache for made in call.caches)
+    reason = forward_obstacle(original, self, arguments)
+    if reason is None:
+        if call is None:  # a call of generate goes on as it began
+            check_belongs(runtime, cache)
+        try:
+            output = compiled(original, runtime, arguments)
+        except OutOfPagesError:
+            if not replaceable:
+                raise
+            reason = Reason("out_of_pages")  # what the user overrides gives more tokens than generate was given
+        else:
+            count_forward(runtime, "compiled")
+            return output
+    if not replaceable:
+        raise ValueError(
+            f"forward with a PagedCache: {reason}; that takes HuggingFace's own forward; pass a DynamicCache, or none"
+        )
+    took(runtime, "original", reason)
+    with runtime.facts.attention.original():
+        return original(self, **{**arguments, "past_key_values": cache.handed_over(self.config)})
+
+
+def run_own_forward(forward: Callable[[], Any], runtime: CompiledModel, own: str) -> Any:
+    """Run a forward of the user's, and count it unless it comes to ours, which counts itself.
+
+    Args:
+        forward: the call.
+        runtime: the wrapped model's ``compiled``.
+        own: what there is in place of the forward of the model's class.
+    """
+    paths: list[str] = []
+    token = _counted.set(paths)
+    try:
+        result = forward()
+    finally:
+        _counted.reset(token)
+    if not paths:
+        runtime.counters.took_forward("original", Reason("own_forward", own))
+    return result
+
+
+def count_forward(runtime: CompiledModel, path: ForwardPath, reason: Reason | None = None) -> None:
+    """Count a call of ``forward``, or the call of ``generate`` that it is part of if that turns out to be original."""
+    if (call := current_call.get()) is not None:
+        # The cache stays empty if what the user overrides hands the forward another one.
+        if path == "original" and path not in call.taken and any(not cache.seen for cache in call.caches):
+            took(runtime, path, reason)
+        return
+    if (paths := _counted.get()) is not None:
+        paths.append(path)
+    runtime.counters.took_forward(path, reason)
 
 
 def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Any:

@@ -28,8 +28,8 @@ _TAKEN = frozenset(
         *("labels", "use_cache", "logits_to_keep", "return_dict"),
     }
 )
-_MORE_OUTPUTS: tuple[SlowPath, ...] = ("output_hidden_states", "output_attentions", "output_router_logits")
-_KNOWN = _TAKEN.union(_MORE_OUTPUTS)
+MORE_OUTPUTS: tuple[SlowPath, ...] = ("output_hidden_states", "output_attentions", "output_router_logits")
+_KNOWN = _TAKEN.union(MORE_OUTPUTS)
 _IGNORED_LABEL = -100
 
 
@@ -75,7 +75,7 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
         yield Reason("inner_hooks")
     if (mixing := modules.mixing(model)) is not None:
         yield Reason("mixed_tokens", mixing)
-    for name in _MORE_OUTPUTS:
+    for name in MORE_OUTPUTS:
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)
     known = _KNOWN | ignored_inputs(original)

@@ -215,7 +215,7 @@ class _Sequences:
         self._columns = self._ids.numpy()
         self._columns[:, : self._prompt] = call.ids
         self._running = set(range(batch))
-        ends = [entry.eos_token_id for entry in call.criteria if isinstance(entry, EosTokenCriteria)]
+        ends = [entry.eos_token_id for entry in call.criteria if type(entry) is EosTokenCriteria]
         eos = [call.copies.of(tokens).tolist() for tokens in ends]
         self._eos = frozenset(itertools.chain(*eos))
         # Without an EOS criterion HuggingFace lets a row that another criterion ended run on, unpadded.

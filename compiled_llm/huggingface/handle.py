@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.runtime import Runtime
+from compiled_llm.huggingface.overrides import Overrides
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.settings_cache import PreparedConfigs
 from compiled_llm.huggingface.special_tokens import SpecialTokens
@@ -23,6 +24,7 @@ class CompiledModel(Runtime):
     Attributes:
         prepared_configs: the generation configs of calls so far.
         special_tokens: the tensors that they use.
+        overrides: what is the user's own in place of HuggingFace's.
         counts_unmasked: whether the model numbers unmasked tokens if it is given no positions.
     """
 
@@ -31,6 +33,7 @@ class CompiledModel(Runtime):
         super().__init__(facts, config)
         self.prepared_configs = PreparedConfigs()
         self.special_tokens = SpecialTokens()
+        self.overrides = Overrides()
         self.counts_unmasked = counts_unmasked(facts.model)
 
     def explain(self, timings: bool | Sequence[int] = False) -> Report:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache, PretrainedConfig
 
 from compiled_llm.execution.runner import Runner
 from compiled_llm.execution.threads.interrupts import deferred
@@ -80,6 +80,11 @@ class PagedCache(Cache):
         """False, or ``generate`` would compile by itself and turn the 2-D mask into one this cache cannot use."""
         return False
 
+    @property
+    def max_cache_len(self) -> int:
+        """-1, no limit: PEFT's prefix tuning asks every cache but a ``DynamicCache`` for one."""
+        return -1
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens a row has been given, masked ones included."""
         return self.seen
@@ -92,6 +97,19 @@ class PagedCache(Cache):
         for seat, row in enumerate(rows):
             out[:, seat, :, torch.from_numpy(np.flatnonzero(self.stored[seat])).to(out.device)] = row
         return out
+
+    def handed_over(self, config: PretrainedConfig) -> DynamicCache:
+        """Return a cache of HuggingFace's that holds the same, and give all pages back.
+
+        Args:
+            config: the model's.
+        """
+        theirs = DynamicCache(config=config.get_text_config(decoder=True))
+        for index, (keys, values, _) in enumerate(self):
+            if keys is not None and values is not None:
+                theirs.update(keys, values, index)
+        self.close()
+        return theirs
 
     @deferred()
     def close(self) -> None:

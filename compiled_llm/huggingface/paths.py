@@ -19,7 +19,9 @@ from compiled_llm.execution.threads.interrupts import allowed, deferred
 from compiled_llm.huggingface.cache_choice import CacheChoice
 from compiled_llm.huggingface.call import Call, LoopArguments
 from compiled_llm.huggingface.current_call import took
+from compiled_llm.huggingface.forward_obstacles import MORE_OUTPUTS
 from compiled_llm.huggingface.generate import fast_loop, processed_loop
+from compiled_llm.huggingface.overrides import own_forward
 from compiled_llm.huggingface.processors import read_processors
 from compiled_llm.huggingface.stand_in import StandIn
 
@@ -43,19 +45,28 @@ def original_path(choice: CacheChoice) -> Reason | None:
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     speculation = getattr(generation_config, "speculation_type", None)
     observer, mixing = observer_of_operations(), runtime.modules.mixing(model)
+    own = own_forward(model)
     reasons = (
+        (own, Reason("own_forward", own or "")),
         (choice.mode not in _PAGED_MODES, Reason("generation_mode", choice.mode.value)),
         (observer is not None, Reason("observed", observer or "")),
         (runtime.modules.hooked(model), Reason("inner_hooks")),
         (mixing is not None, Reason("mixed_tokens", mixing or "")),
         (generation_config.output_attentions, Reason("output_attentions")),
         (generation_config.output_hidden_states, Reason("output_hidden_states")),
+        *((getattr(model.config, name, False), Reason(name)) for name in MORE_OUTPUTS),
         (getattr(generation_config, "use_mtp", False), Reason("use_mtp")),
         (speculation == "dflash", Reason("speculation_type", "dflash")),
         (layers != len(runtime.facts.layers), Reason("draft_layers")),
         (torch.is_autocast_enabled(model.device.type), Reason("autocast")),
     )
-    return next((reason for holds, reason in reasons if holds), None) or choice.obstacle()
+    return next((reason for holds, reason in reasons if holds), None) or choice.obstacle() or _overridden(choice)
+
+
+def _overridden(choice: CacheChoice) -> Reason | None:
+    """Return why pages cannot stand in for HuggingFace's cache: only what is known to be its own can fill them."""
+    names = choice.runtime.overrides.of(choice.model) if choice.stands_in else ()
+    return Reason("overrides", ", ".join(names)) if names else None
 
 
 def run_our_loop(call: Call) -> Any:

@@ -23,9 +23,10 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.cache_choice import CacheChoice
 from compiled_llm.huggingface.call import Call, LoopArguments, obstacle
-from compiled_llm.huggingface.current_call import GenerateCall, copies, current_call, took
-from compiled_llm.huggingface.forward import check_belongs, run_forward
+from compiled_llm.huggingface.current_call import GenerateCall, copies, current_call, new_cache, took
+from compiled_llm.huggingface.forward import check_belongs, run_forward, run_own_forward
 from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.overrides import forget_restored_forward, own_forward
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop, run_our_loop
 from compiled_llm.huggingface.signatures import MethodSignature
@@ -44,10 +45,21 @@ class WrappedModel:
 
     compiled: CompiledModel
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, by a forward of the user's if it has one, which need not come to ours."""
+        call, model = super().__call__, cast(PreTrainedModel, self)  # type: ignore[misc]
+        if torch.compiler.is_compiling() or current_call.get() is not None:
+            return call(*args, **kwargs)
+        forget_restored_forward(model)
+        if (own := own_forward(model)) is None:
+            return call(*args, **kwargs)
+        return run_own_forward(functools.partial(call, *args, **kwargs), self.compiled, own)
+
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """HuggingFace's ``generate``, checked first."""
         model = cast(PreTrainedModel, self)
         check_ready(model)
+        forget_restored_forward(model)
         call = GenerateCall.inside(current_call.get(), custom=kwargs.get("custom_generate") is not None)
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
         if has_tokens(input_ids, kwargs.get("inputs_embeds")):
@@ -134,7 +146,7 @@ class WrappedModel:
         elif generation_config.use_cache is False:
             took(self.compiled, "compiled forward", Reason("use_cache"))
         elif cache is None and not choice.stands_in:
-            model_kwargs["past_key_values"] = self.compiled.new_cache()
+            model_kwargs["past_key_values"] = new_cache(self.compiled)
             return None
         elif isinstance(cache, PagedCache):
             check_belongs(self.compiled, cache)
@@ -213,7 +225,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
         @functools.wraps(prepare)
         def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return prepare(self, *args, **kwargs)
+            return cast(Any, base).prepare_inputs_for_generation(self, *args, **kwargs)  # it may be replaced
 
         prepare_inputs_for_generation.__signature__ = MethodSignature.of(prepare)  # type: ignore[attr-defined]
 

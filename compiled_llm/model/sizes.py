@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from compiled_llm.compat import fake_tensors
 from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.restore import attributes_restored
 from compiled_llm_ops import Geometry
+
+_widths: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
 
 
 def weights_of_a_layer(model: PreTrainedModel, layers: int) -> int:
@@ -22,8 +29,23 @@ def weights_of_a_layer(model: PreTrainedModel, layers: int) -> int:
 
 def logits_width(model: PreTrainedModel) -> int:
     """Return V, how many logits a token has."""
-    head = model.get_output_embeddings()
-    return int(head.weight.shape[0]) if head is not None else model.config.get_text_config(decoder=True).vocab_size
+    head: Any = model.get_output_embeddings()
+    if head is None:
+        return int(model.config.get_text_config(decoder=True).vocab_size)
+    weight = getattr(head, "weight", None)
+    return _width_of(model, head) if weight is None else int(weight.shape[0])
+
+
+def _width_of(model: PreTrainedModel, head: nn.Module) -> int:
+    """Ask a head that is no linear layer, by running it on a fake hidden state: once, until its layers change."""
+    layers = tuple((id(weight), weight.shape) for weight in head.parameters())
+    known, width = _widths.get(head, (None, 0))
+    if known != layers:
+        hidden = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[1]
+        with attributes_restored(head), torch.inference_mode(False), torch.no_grad(), fake_tensors():
+            width = int(head(torch.empty(1, 1, hidden, dtype=model.dtype, device=model.device)).shape[-1])
+        _widths[head] = layers, width
+    return width
 
 
 def max_positions_of(model: PreTrainedModel) -> int:

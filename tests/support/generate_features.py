@@ -18,20 +18,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     StaticCache,
-    StoppingCriteria,
     StoppingCriteriaList,
     WatermarkingConfig,
 )
-from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.execution.slow_paths import SENTENCES
 from support import vision
+from support.callbacks import Halve, LaterLength, SecondEos, Silent, Until
 from support.custom_loops import own_greedy
+from support.overriding import ask_for_hidden_states, prefer_tokens, shift_ids
 from support.parity import mixed_prompts
 from support.tiny_models import tiny_qwen3
 from support.tiny_tokenizer import tokenizer
@@ -101,25 +100,6 @@ def forward(**options: Any) -> Call:
             return model(**{**inputs(), "use_cache": False, **options})
 
     return call
-
-
-class Halve(LogitsProcessor):
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores[:, ::2] -= 3
-        return scores
-
-
-class Until(StoppingCriteria):
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return input_ids[:, -1] > 60
-
-
-class Silent(BaseStreamer):
-    def put(self, value: Tensor) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
 
 def assistant() -> PreTrainedModel:
@@ -264,6 +244,17 @@ def in_training_mode(call: Call) -> Call:
     return run
 
 
+def changed(change: Callable[[PreTrainedModel], Callable[[], None]], call: Call) -> Call:
+    def run(model: PreTrainedModel) -> Any:
+        undo = change(model)
+        try:
+            return call(model)
+        finally:
+            undo()
+
+    return run
+
+
 def over_a_paged_cache(**options: Any) -> Call:
     def run(model: PreTrainedModel) -> Any:
         paged = hasattr(model, "compiled")
@@ -389,6 +380,8 @@ FEATURES: dict[str, list[Feature]] = {
         Feature(
             "a `StoppingCriteria` of your own",
             [
+                generate(stopping_criteria=[LaterLength(15)]),
+                generate(stopping_criteria=[SecondEos(list(range(64)))]),
                 generate(stopping_criteria=StoppingCriteriaList([Until()])),
                 generate(stopping_criteria=[Until()], **EARLY),
             ],
@@ -400,7 +393,11 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature(
             "`output_attentions`, `output_hidden_states`",
-            [generate(output_attentions=True, **SEVERAL), generate(output_hidden_states=True, **SEVERAL)],
+            [
+                generate(output_attentions=True, **SEVERAL),
+                generate(output_hidden_states=True, **SEVERAL),
+                changed(ask_for_hidden_states, generate()),
+            ],
             model={"attn_implementation": "eager"},
         ),
     ],
@@ -457,6 +454,14 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("hooks on inner modules", [with_hook(lambda model: model.model, generate())]),
         Feature(
             "forward hooks on the model itself: they fire once a step", [with_hook(lambda model: model, generate())]
+        ),
+        Feature(
+            "methods of HuggingFace's loop that a class or the object overrides, as PEFT's learned prompts do",
+            [changed(shift_ids, generate())],
+        ),
+        Feature(
+            "a `forward` of the object's own: your function, accelerate's hooks, `model.compile()`",
+            [changed(prefer_tokens, generate()), changed(prefer_tokens, generate(num_beams=2))],
         ),
         Feature("`torch.autocast`", [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), generate())]),
         Feature(_OBSERVED, [inside(lambda: FlopCounterMode(display=False), generate())]),

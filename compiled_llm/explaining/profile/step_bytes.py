@@ -52,6 +52,6 @@ def _weight_bytes(model: PreTrainedModel) -> int:
     weights = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     inputs: Any = getattr(embedding, "weight", None)
-    if inputs is not None and (head is None or head.weight is not inputs):  # tied ones are read whole by the head
+    if inputs is not None and getattr(head, "weight", None) is not inputs:  # tied ones are read whole by the head
         weights.pop(inputs.data_ptr(), None)
     return sum(weights.values())

@@ -1,0 +1,67 @@
+"""What the user has put in place of HuggingFace's functions; asked in every call, so that what is taken back counts.
+
+A wrapped model's class stands before the user's own, so the user's is what a wrapped model's class is made of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from compiled_llm.compat import is_compiled_in_place
+from compiled_llm.compat.huggingface import STOOD_IN_FOR, is_stood_in_for
+
+_NAMES = frozenset(STOOD_IN_FOR)
+
+
+class Overrides:
+    """Which of the functions that our loops stand in for are the user's own."""
+
+    def __init__(self) -> None:
+        """Start without knowing any class."""
+        self._known: tuple[tuple[Any, ...], tuple[str, ...]] = (), ()
+
+    def of(self, model: PreTrainedModel) -> tuple[str, ...]:
+        """Return the names of those that a wrapped model's own class, or the object itself, overrides."""
+        names = self._of_class(_own_class(model))
+        if _NAMES.isdisjoint(vars(model)):
+            return names
+        return names + tuple(name for name in STOOD_IN_FOR if name in vars(model) and not _is_the_classs(model, name))
+
+    def _of_class(self, own: type) -> tuple[str, ...]:
+        functions = tuple([getattr(own, name, None) for name in STOOD_IN_FOR])
+        known, names = self._known
+        if functions != known:
+            both = zip(STOOD_IN_FOR, functions, strict=True)
+            names = tuple(name for name, function in both if not (function is None or is_stood_in_for(function)))
+            self._known = functions, names
+        return names
+
+
+def own_forward(model: PreTrainedModel) -> str | None:
+    """Return what there is in place of the forward of a wrapped model's class, or None; the class's own is compiled."""
+    if is_compiled_in_place(model):
+        return "model.compile()"
+    return "model.forward" if "forward" in vars(model) and not _is_the_classs(model, "forward") else None
+
+
+def forget_restored_forward(model: PreTrainedModel) -> None:
+    """Remove an attribute ``forward`` that is the method of the model's class anyway.
+
+    accelerate leaves it when its hooks are removed. If they were there before ``wrap``, it is the method of the class
+    that the model had then, and hides ours.
+    """
+    if "forward" in vars(model) and _is_the_classs(model, "forward"):
+        del vars(model)["forward"]
+
+
+def _own_class(model: PreTrainedModel) -> type:
+    return type(model).__bases__[-1]  # as ``wrapped_class`` put them
+
+
+def _is_the_classs(model: PreTrainedModel, name: str) -> bool:
+    """Whether an attribute of the object is nothing but the method of its class."""
+    value = vars(model)[name]
+    methods = getattr(type(model), name, None), getattr(_own_class(model), name, None)
+    return getattr(value, "__self__", None) is model and getattr(value, "__func__", None) in methods

@@ -1,0 +1,323 @@
+"""What a class or an object overrides is in effect: tokens are those of the same model unwrapped, on a slower path."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import Qwen3ForCausalLM as Qwen3
+
+import compiled_llm
+from support.overriding import BIAS, embed_prompt, prefer_tokens, shift_ids, skip_positions
+from support.pairs import OPTIONS
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.tiny_models import tiny_qwen3
+
+pytestmark = pytest.mark.core
+
+INPUTS = mixed_prompts([4, 9, 6], 128, seed=0)
+Change = Callable[[PreTrainedModel], Any]
+
+
+def wrapped(model: PreTrainedModel) -> PreTrainedModel:
+    return compiled_llm.wrap(model, **OPTIONS)
+
+
+def both(change: Change, before: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model and a wrapped one, changed before or after it was wrapped."""
+    plain, model = tiny_qwen3(eos_token_id=None), tiny_qwen3(eos_token_id=None)
+    change(plain)
+    if before:
+        change(model)
+    wrapped(model)
+    if not before:
+        change(model)
+    return plain, model
+
+
+def tokens(model: PreTrainedModel, **options: Any) -> Tensor:
+    torch.manual_seed(0)
+    result = model.generate(**{**INPUTS, "max_new_tokens": 8, "do_sample": False, **options})
+    return result if isinstance(result, Tensor) else result.sequences
+
+
+def assert_same_tokens(plain: PreTrainedModel, model: PreTrainedModel, path: str, reason: str) -> None:
+    """Greedy, drawn and with scores; the same numbers are drawn, since the loop is HuggingFace's."""
+    scores = {"return_dict_in_generate": True, "output_scores": True}
+    for options in ({}, {"do_sample": True}, scores, {"num_beams": 3}):
+        torch.testing.assert_close(tokens(model, **options), tokens(plain, **options), msg=str(options))
+    stats = model.compiled.stats()
+    assert stats.generate_calls[path] == 4
+    assert stats.slow_paths[reason] >= 3  # beams have a reason of their own
+    if stats.pages is not None:
+        assert_account_is_empty(model)
+
+
+def assert_same_logits(plain: PreTrainedModel, model: PreTrainedModel, path: str) -> None:
+    before = model.compiled.stats().forward_calls.get(path, 0)
+    with torch.no_grad():
+        ours, theirs = model(**INPUTS).logits, plain(**INPUTS).logits
+    shown = INPUTS["attention_mask"].bool()
+    torch.testing.assert_close(ours[shown], theirs[shown], rtol=1e-4, atol=1e-4)
+    assert model.compiled.stats().forward_calls == {path: before + 1}
+
+
+# ---- what our loops stand in for
+
+
+@pytest.mark.parametrize("change", [shift_ids, embed_prompt, skip_positions])
+@pytest.mark.parametrize("before", [True, False], ids=["before wrap", "after"])
+def test_what_an_object_overrides_runs_over_the_compiled_forward(change, before):
+    assert_same_tokens(*both(change, before), "compiled forward", "overrides")
+
+
+class ShiftsIds(Qwen3):
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        return {**inputs, "input_ids": (inputs["input_ids"] + 1) % 128}
+
+
+class SkipsPositions(Qwen3):
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super()._update_model_kwargs_for_generation(*args, **kwargs)
+        return {**inputs, "position_ids": inputs["position_ids"] + 1}
+
+
+class PrefersTokens(Qwen3):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__(*args, **kwargs)
+        output.logits = output.logits + BIAS
+        return output
+
+
+class HalvesScores(Qwen3):
+    def _sample(self, *args: Any, logits_processor: Any, **kwargs: Any) -> Any:
+        logits_processor.append(lambda ids, scores: scores - (ids[:, -1:] % 2) * 4 * (torch.arange(128) % 2))
+        return super()._sample(*args, logits_processor=logits_processor, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [ShiftsIds, SkipsPositions, PrefersTokens, HalvesScores])
+def test_what_a_class_overrides_runs_over_the_compiled_forward(kind):
+    models = []
+    for _ in range(2):
+        models.append(tiny_qwen3(eos_token_id=None))
+        models[-1].__class__ = kind
+    assert_same_tokens(models[0], wrapped(models[1]), "compiled forward", "overrides")
+
+
+class Mine(Qwen3):
+    pass
+
+
+def test_a_method_of_the_class_that_is_replaced_after_a_call_counts(monkeypatch):
+    plain, model = tiny_qwen3(eos_token_id=None), tiny_qwen3(eos_token_id=None)
+    plain.__class__ = model.__class__ = Mine
+    first = tokens(wrapped(model))
+    original = Mine.prepare_inputs_for_generation
+
+    @functools.wraps(original)  # which copies the names of HuggingFace's own
+    def prepare(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        inputs = original(self, input_ids, **kwargs)
+        return {**inputs, "input_ids": (inputs["input_ids"] + 1) % 128}
+
+    monkeypatch.setattr(Mine, "prepare_inputs_for_generation", prepare)
+    assert not torch.equal(first, tokens(plain))
+    torch.testing.assert_close(tokens(model), tokens(plain))
+
+
+def test_what_is_taken_back_brings_back_the_fast_loop():
+    plain, model = both(lambda _: None, before=False)
+    for change in (shift_ids, skip_positions):
+        change(model)
+        tokens(model)
+        model.prepare_inputs_for_generation = type(model).prepare_inputs_for_generation.__get__(model)  # as PEFT does
+        vars(model).pop("_update_model_kwargs_for_generation", None)
+        torch.testing.assert_close(tokens(model), tokens(plain))
+    assert model.compiled.stats().generate_calls == {"compiled forward": 2, "fast loop": 2}
+
+
+def test_a_mask_that_pages_do_not_take_goes_on_in_huggingfaces_forward():
+    """From the fifth token on, with what the cache holds by then."""
+
+    def mask_in_4d(model: PreTrainedModel) -> None:
+        original = model.prepare_inputs_for_generation
+
+        def prepare(input_ids: Tensor, **kwargs: Any) -> Any:
+            inputs = original(input_ids, **kwargs)
+            seen, new = inputs["past_key_values"].get_seq_length(), inputs["input_ids"].shape[1]
+            if seen > 12:
+                mask = torch.ones(len(input_ids), 1, new, seen + new, dtype=torch.bool)
+                mask[..., :9] = (
+                    INPUTS["attention_mask"].bool()[:, None, None].repeat_interleave(len(input_ids) // 3, dim=0)
+                )
+                inputs["attention_mask"] = mask
+            return inputs
+
+        model.prepare_inputs_for_generation = prepare
+
+    plain, model = both(mask_in_4d, before=False)
+    assert_same_tokens(plain, model, "compiled forward", "overrides")
+    assert model.compiled.stats().generate_calls["original"] == 4
+    assert model.compiled.stats().slow_paths["attention_mask_shape"] == 4
+
+
+def test_a_cache_that_the_user_gave_is_not_replaced():
+    model = both(lambda _: None, before=False)[1]
+    original = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda input_ids, **kwargs: {
+        **original(input_ids, **kwargs),
+        "attention_mask": torch.ones(3, 1, 9, 9, dtype=torch.bool).tril(),
+    }
+    options: dict[str, Any] = {"max_new_tokens": 3, "past_key_values": model.compiled.new_cache()}
+    with pytest.raises(ValueError, match="forward with a PagedCache"):
+        model.generate(INPUTS["input_ids"], attention_mask=INPUTS["attention_mask"], **options)
+
+
+def test_more_tokens_than_generate_was_given_pages_for(seed):
+    """Virtual tokens are not in the prompt; where no pages are left for them, HuggingFace's own cache holds all."""
+
+    def prepend(model: PreTrainedModel) -> None:
+        original = model.prepare_inputs_for_generation
+
+        def prepare(input_ids: Tensor, **kwargs: Any) -> Any:
+            inputs = original(input_ids, **kwargs)
+            if not inputs["past_key_values"].get_seq_length():
+                ids = torch.cat([torch.arange(3, 43)[None].expand(len(input_ids), -1), inputs["input_ids"]], dim=1)
+                return {**inputs, "input_ids": ids, "attention_mask": None, "position_ids": None}
+            return {**inputs, "attention_mask": None, "position_ids": None}
+
+        model.prepare_inputs_for_generation = prepare
+
+    plain = tiny_qwen3(eos_token_id=None)
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "kv_memory": "60 tokens"})
+    ids = mixed_prompts([6, 6], 128, seed)["input_ids"]
+    for either in (plain, model):
+        prepend(either)
+    torch.testing.assert_close(
+        model.generate(ids, max_new_tokens=4, do_sample=False), plain.generate(ids, max_new_tokens=4, do_sample=False)
+    )
+    assert model.compiled.stats().slow_paths == {"overrides": 1, "out_of_pages": 1}
+    assert_account_is_empty(model)
+
+
+# ---- a forward of one's own
+
+
+def hook_by_accelerate(model: PreTrainedModel) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class PrefersTokens(ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            output.logits = output.logits + BIAS
+            return output
+
+    add_hook_to_module(model, PrefersTokens())
+
+
+def compile_in_place(model: PreTrainedModel) -> None:
+    model.compile(backend="eager")
+
+
+def compile_forward(model: PreTrainedModel) -> None:
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+@pytest.mark.parametrize("change", [prefer_tokens, hook_by_accelerate])
+@pytest.mark.parametrize("before", [True, False], ids=["before wrap", "after"])
+def test_a_forward_of_ones_own_is_the_one_that_runs(change, before):
+    plain, model = both(change, before)
+    assert_same_tokens(plain, model, "original", "own_forward")
+    assert_same_logits(plain, model, "original" if before else "compiled")  # after wrap, it comes to ours
+
+
+@pytest.mark.parametrize("change", [compile_in_place, compile_forward])
+@pytest.mark.parametrize("before", [True, False], ids=["before wrap", "after"])
+def test_a_forward_that_the_user_compiles_is_the_one_that_runs(change, before):
+    with torch.compiler.set_stance("force_eager"):  # Dynamo would take a minute
+        plain, model = both(change, before)
+        assert_same_tokens(plain, model, "original", "own_forward")
+
+
+def test_a_forward_that_the_user_compiles_is_traced_as_huggingfaces():
+    torch._dynamo.reset()
+    plain, model = both(lambda _: None, before=False)
+    compile_in_place(model)
+    assert_same_logits(plain, model, "original")
+    options = {"max_new_tokens": 1, "num_beams": 2}
+    torch.testing.assert_close(tokens(model, **options), tokens(plain, **options))
+    assert model.compiled.stats().slow_paths == {"own_forward": 1, "forward: own_forward": 1}
+
+
+def test_what_dynamo_has_given_up_on_is_not_compiled_by_us():
+    """Dynamo then tries each function that runs by itself, and ours cannot be compiled."""
+    torch._dynamo.reset()
+    plain, model = both(lambda _: None, before=False)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="pass a DynamicCache"):
+            compiled(**INPUTS, past_key_values=model.compiled.new_cache())
+        ours, theirs = compiled(**INPUTS).logits, plain(**INPUTS).logits
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before wrap", "after"])
+def test_without_accelerates_hooks_the_model_is_fast_again(before):
+    from accelerate.hooks import remove_hook_from_module
+
+    plain, model = both(hook_by_accelerate, before)
+    tokens(model)
+    for either in (plain, model):
+        remove_hook_from_module(either)
+    torch.testing.assert_close(tokens(model), tokens(plain))
+    torch.testing.assert_close(tokens(model, num_beams=2), tokens(plain, num_beams=2))
+    assert model.compiled.stats().generate_calls == {"original": 1, "fast loop": 1, "compiled forward": 1}
+    assert_same_logits(plain, model, "compiled")
+    compiled_llm.unwrap(model)
+    torch.testing.assert_close(tokens(model), tokens(plain))
+
+
+class Forwards(Qwen3):
+    def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
+        output.logits = output.logits + BIAS
+        return output
+
+
+def test_the_forward_of_a_class_is_compiled():
+    plain, model = tiny_qwen3(eos_token_id=None), tiny_qwen3(eos_token_id=None)
+    plain.__class__ = model.__class__ = Forwards
+    torch.testing.assert_close(greedy(wrapped(model), INPUTS, 8), greedy(plain, INPUTS, 8))
+    assert model.compiled.stats().generate_calls == {"fast loop": 1}
+
+
+# ---- what the model's config asks of every forward, and a head of one's own
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_what_the_config_asks_of_every_forward(name):
+    def ask(model: PreTrainedModel) -> None:
+        setattr(model.config, name, True)
+
+    plain, model = tiny_qwen3(attn_implementation="eager"), wrapped(tiny_qwen3(attn_implementation="eager"))
+    ask(plain)
+    ask(model)
+    assert_same_tokens(plain, model, "original", name)
+
+
+@pytest.mark.parametrize("width", [128, 100])
+def test_a_head_of_several_layers(width):
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 64), nn.Linear(64, width, bias=False)
+    nn.init.normal_(layers[1].weight, std=0.2)
+    plain, model = tiny_qwen3(eos_token_id=None), wrapped(tiny_qwen3(eos_token_id=None))
+    torch.testing.assert_close(tokens(model), tokens(plain))
+    for either in (plain, model):
+        either.lm_head = nn.Sequential(*layers)
+    torch.testing.assert_close(tokens(model), tokens(plain))
+    torch.testing.assert_close(tokens(model, num_beams=2), tokens(plain, num_beams=2))
+    assert_same_logits(plain, model, "compiled")

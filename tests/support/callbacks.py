@@ -1,0 +1,44 @@
+"""Processors, criteria and streamers of users' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+
+
+class Halve(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, ::2] -= 3
+        return scores
+
+
+class Until(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids[:, -1] > 60
+
+
+class Silent(BaseStreamer):
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class LaterLength(MaxLengthCriteria):
+    """Ends rows three tokens later than the length says."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full(input_ids.shape[:1], input_ids.shape[1] >= self.max_length + 3)
+
+
+class SecondEos(EosTokenCriteria):
+    """Ends rows that have two of the tokens after nine columns."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.isin(input_ids[:, 9:], self.eos_token_id).sum(1) >= 2
