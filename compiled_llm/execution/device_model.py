@@ -117,6 +117,7 @@ class DeviceModel:
 
         Raises:
             OutOfPagesError: a row has outgrown what it was promised, and no page is free; nothing has changed.
+            ValueError: a row would have more tokens than the model has positions; nothing has changed.
         """
         if batch.extend:
             return self._extend(batch, persistent, unchanged)
@@ -129,6 +130,7 @@ class DeviceModel:
         bucket = persistent.bucket_for(len(rows))
         cause: UploadCause | None = "rows_changed" if decode.owned_by(persistent) else "call_moved_in"
         decode.make_ready(bucket, waiting=len(rows), unchanged=unchanged)
+        self._check_positions(rows, [1] * len(rows))
         changes = self.pool.changes
         matches = persistent.matches(rows, unchanged)
         if not matches and tokens is None:
@@ -223,11 +225,19 @@ class DeviceModel:
     @contextmanager
     def _grown_by(self, extensions: Sequence[Extension], promise: Promise | None) -> Iterator[None]:
         """Grow rows by their new tokens for the block, and once it has succeeded, set their positions."""
-        rows = _rows(extensions)
-        with grown(rows, [len(extension.ids) for extension in extensions], promise, self.state.copy_pages):
+        rows, counts = _rows(extensions), [len(extension.ids) for extension in extensions]
+        self._check_positions(rows, counts)
+        with grown(rows, counts, promise, self.state.copy_pages):
             yield
         for row, extension in zip(rows, extensions, strict=True):
             row.position = int(extension.positions[-1]) + 1
+
+    def _check_positions(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        longest = max(row.length + count for row, count in zip(rows, counts, strict=True))
+        if longest > self.max_positions:
+            raise ValueError(
+                f"a row cannot grow to {longest} tokens: the model has {self.max_positions} positions; release the row"
+            )
 
     # ---- around it
 

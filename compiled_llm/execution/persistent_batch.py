@@ -33,6 +33,7 @@ class PersistentBatch:
         """Begin without rows."""
         self._decode = decode
         self._ready, self._pool, self._staging = decode.ready, state.pool, state.staging
+        self._longest = state.max_positions
         self.bucket = 0
         self.logits: Tensor | None = None
         # The rows in the order in which the device holds their next tokens: in _tokens, or if that is None in the
@@ -41,8 +42,8 @@ class PersistentBatch:
         self._tokens: Tensor | None = None
         # Each row with its length and position when the buffers were uploaded, empty if others' rows have moved in;
         # the buffers have advanced by _advanced tokens since. They can advance as long as _advanced is less than
-        # _limit, when a row enters a page; unless by then, after _changes of the pool, pages have been shared or given
-        # back.
+        # _limit, when a row enters a page or has no position left; unless by then, after _changes of the pool, pages
+        # have been shared or given back.
         self._uploaded: list[tuple[Row, int, int]] = []
         self._advanced = self._limit = self._changes = 0
 
@@ -100,7 +101,8 @@ class PersistentBatch:
             self._uploaded, self._advanced = [(row, row.length, row.position) for row in rows], 0
         else:
             self._advanced += 1
-        self._limit, self._changes = self._advanced + min(row.room for row in rows), changes
+        room = min(min(row.room, self._longest - row.length) for row in rows)
+        self._limit, self._changes = self._advanced + room, changes
         return self._step(outputs)
 
     def _step(self, outputs: StepOutputs) -> Step:

@@ -87,8 +87,8 @@ class Runner:
             sampling: how it chooses its tokens; the most likely ones if None.
 
         Raises:
-            ValueError: the prompt is empty or not of tokens of the model, ``max_new_tokens`` is negative, or
-                there would be more rows than ``max_batch_size``.
+            ValueError: the prompt is empty or not of tokens of the model, ``max_new_tokens`` is negative, the model
+                has too few positions for both, or there would be more rows than ``max_batch_size``.
             OutOfPagesError: the pages it may need are not free; nothing was taken.
         """
         ids = np.asarray(prompt)
@@ -102,8 +102,13 @@ class Runner:
             )
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens}: must not be negative")
-        # The last token is chosen but never stored.
-        row = self.add_row(ids.size + max(0, max_new_tokens - 1))
+        stored = ids.size + max(0, max_new_tokens - 1)  # the last token is chosen but never stored
+        if stored > self.max_positions:
+            raise ValueError(
+                f"prompt: {ids.size} tokens and max_new_tokens={max_new_tokens} take {stored} positions, and the model "
+                f"has {self.max_positions}"
+            )
+        row = self.add_row(stored)
         self._pending.append((row, ids.astype(np.int64).reshape(-1), sampling))
         return row
 
@@ -152,7 +157,7 @@ class Runner:
 
         Raises:
             RuntimeError: there is nothing to run.
-            ValueError: ``forced`` does not have one integer a row.
+            ValueError: ``forced`` does not have one integer a row, or a row has as many tokens as the model positions.
             OutOfPagesError: a row has outgrown what it was promised, and no page is free; nothing has changed.
         """
         if forced is not None and not self._pending:

@@ -77,7 +77,9 @@ def measure(
 
     Raises:
         OutOfPagesError: the pages are in use.
+        ValueError: the model has too few positions for what is timed.
     """
+    _check_positions(device_model, prompts)
     display, rows = ProgressDisplay(progress), sorted({device_model.decode.bucket_for(size) for size in batches})
     for bucket in rows:
         device_model.thread.call(device_model.decode.make_ready, bucket)
@@ -93,6 +95,15 @@ def measure(
         with display.task(f"timing decode bucket {bucket} ({number} of {len(rows)})"):
             timings.append(bench.decode(_prompts(prompts, bucket, device_model)))
     return timings
+
+
+def _check_positions(device_model: DeviceModel, prompts: Prompts | None) -> None:
+    longest = 1 if prompts is None else max(map(len, prompts))
+    if longest + _STEPS > device_model.max_positions:
+        raise ValueError(
+            f"timings: {_STEPS} steps after a prompt of {longest} tokens are timed, and the model has "
+            f"{device_model.max_positions} positions; leave timings out, or give a shorter prompt"
+        )
 
 
 def _prompts(prompts: Prompts | None, rows: int, device_model: DeviceModel) -> Prompts:

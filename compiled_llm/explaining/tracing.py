@@ -45,6 +45,7 @@ from compiled_llm.explaining.places import Place
 from compiled_llm.explaining.timings import Prompts, Timing, measure, tokens_to_hold
 from compiled_llm.model.facts import Forward, ModelFacts
 from compiled_llm.model.fused_weights import FusedWeights
+from compiled_llm.model.sizes import max_positions_of
 
 # Steps of one batch: a prefill, a decode step that compiles and one that shows what has changed since.
 _STEPS = 3
@@ -253,7 +254,8 @@ class Sandbox:
             config: the options it is or would be wrapped with.
             prompts: what to feed it.
         """
-        self._prompts = [prompts[index % len(prompts)] for index in range(_MAX_ROWS - 1)]
+        longest = max(1, max_positions_of(facts.model) + 1 - _STEPS)
+        self._prompts = [prompts[index % len(prompts)][:longest] for index in range(_MAX_ROWS - 1)]
         self._given = config
         tokens = sum(len(prompt) + _STEPS for prompt in self._prompts)
         self._config = self._configured("eager", _MAX_ROWS, tokens + _MAX_ROWS * config.page_size)

@@ -103,10 +103,10 @@ def counted_positions(rows: Sequence[RowUpdate], first: int, new: int) -> Tensor
 
 
 def kept_columns(logits_to_keep: int | Tensor, new: int) -> NDArray[np.int64]:
-    """Return the columns of the new tokens whose logits are wanted."""
+    """Return the columns of the new tokens whose logits are wanted, cut as HuggingFace cuts hidden states."""
     if isinstance(logits_to_keep, Tensor):
-        return np.asarray(on_host(logits_to_keep) % new, dtype=np.int64)
-    return np.arange(max(0, new - logits_to_keep) if logits_to_keep else 0, new)
+        return np.asarray(np.arange(new)[on_host(logits_to_keep)], dtype=np.int64)
+    return np.arange(new)[slice(-logits_to_keep, None)]
 
 
 def on_host(tensor: Tensor) -> Any:

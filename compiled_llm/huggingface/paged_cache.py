@@ -259,7 +259,7 @@ class PagedCache(Cache):
                 else torch.arange(first, first + new, device="cpu")[None]
             )
         columns = kept_columns(logits_to_keep, new)
-        decodes = new == 1 and first > 0 and embeddings is None
+        decodes = new == 1 and first > 0 and embeddings is None and columns.tolist() == [0]
         if decodes and all(row.unchanged == first and row.kept and len(row.columns) for row in rows):
             assert input_ids is not None
             return self._decode(input_ids, position_ids, rows)
@@ -304,7 +304,7 @@ class PagedCache(Cache):
             )
             self.runner.select(leaders)
         if len(kept) == len(rows) * len(wanted):
-            out = logits.view(len(rows), len(wanted), -1)
+            out = logits.view(len(rows), len(wanted), logits.shape[-1])
         else:
             places = packed[kept] // new * len(wanted) + np.searchsorted(wanted, packed[kept] % new)
             out = logits.new_zeros(len(rows), len(wanted), logits.shape[-1])

@@ -18,7 +18,11 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 def pair(max_batch_size: int = 2, page_size: int = 4, **overrides: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A tiny model, and another one that is wrapped."""
     reference, model = (tiny_qwen3(**{"num_hidden_layers": 1, "eos_token_id": None, **overrides}) for _ in range(2))
-    options = {"max_batch_size": max_batch_size, "page_size": page_size, "kv_memory": "600 tokens"}
+    options = {
+        "max_batch_size": max_batch_size,
+        "page_size": page_size,
+        "kv_memory": f"{max(600, 8 * page_size)} tokens",
+    }
     return reference, compiled_llm.wrap(model, mode="eager", progress=False, **options)
 
 
@@ -61,4 +65,65 @@ def test_ids_of_no_columns_may_stand_beside_embeddings(options: dict[str, Any], 
             torch.testing.assert_close(texts[-1], texts[-2])
     with pytest.raises(ValueError, match=r"input_ids: shape \(1, 0\) holds no token"):
         models[1].generate(torch.zeros(1, 0, dtype=torch.long), inputs_embeds=embeddings, max_new_tokens=5)
+    assert_account_is_empty(models[1])
+
+
+KEPT: list[Any] = [0, 1, 5, 9, -1, -2, [0, 4], [-1], [4, 0, 0], [], [True, False, True, False, False]]
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_logits_are_kept_as_huggingface_keeps_them(kept: Any, use_cache: bool, seed: int) -> None:
+    models, inputs = pair(max_position_embeddings=16), mixed_prompts([5, 5], 128, seed)
+    dtype = torch.bool if kept and isinstance(kept, list) and isinstance(kept[0], bool) else torch.long
+    given = torch.tensor(kept, dtype=dtype) if isinstance(kept, list) else kept
+    with torch.no_grad():
+        out = [model(**inputs, logits_to_keep=given, use_cache=use_cache) for model in models]
+        assert out[0].logits.shape == out[1].logits.shape
+        torch.testing.assert_close(out[1].logits, out[0].logits, rtol=1e-4, atol=1e-4)
+        if use_cache and not isinstance(kept, list):
+            one = {"input_ids": inputs["input_ids"][:, :1], "logits_to_keep": kept}
+            out = [model(**one, past_key_values=o.past_key_values) for model, o in zip(models, out, strict=True)]
+            torch.testing.assert_close(out[1].logits, out[0].logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_column_that_is_not_there_is_refused_and_nothing_is_stored(seed: int) -> None:
+    model, inputs = pair()[1], mixed_prompts([5, 5], 128, seed)
+    with torch.no_grad(), pytest.raises(IndexError):
+        model(**inputs, logits_to_keep=torch.tensor([7]), use_cache=True)
+    assert_account_is_empty(model)
+
+
+def test_rows_of_a_runner_end_at_the_last_position() -> None:
+    model = pair(max_position_embeddings=8, max_batch_size=1)[1]
+    runner = model.compiled.runner()
+    for prompt, new in ((27, 3), (9, 0), (8, 2)):
+        with pytest.raises(ValueError, match=rf"prompt: {prompt} tokens and max_new_tokens={new} take .* model has 8"):
+            runner.admit([3] * prompt, new)
+    runner.admit([3, 4, 5], 6)
+    for _ in range(6):
+        runner.step(unchanged=runner.steps > 0)
+    assert runner.rows[0].length == 8
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a row cannot grow to 9 tokens: the model has 8 positions"):
+            runner.step(unchanged=True)
+    runner.close()
+    assert_account_is_empty(model)
+    with pytest.raises(ValueError, match=r"timings: .* the model has 8 positions"):
+        model.compiled.explain(timings=True)
+    assert_account_is_empty(model)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("page_size", [1, 1000])
+def test_the_smallest_models_give_huggingfaces_tokens(vocabulary: int, heads: int, page_size: int, seed: int) -> None:
+    sizes = {"vocab_size": vocabulary, "num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": 2}
+    models = pair(4, page_size, **sizes, max_position_embeddings=6, pad_token_id=0, bos_token_id=None)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+    inputs = {"input_ids": torch.randint(vocabulary, mask.shape) * mask, "attention_mask": mask}
+    several: list[dict[str, Any]] = [{"num_beams": 2}] if vocabulary > 1 else []  # HuggingFace looks at twice as many
+    for options in ({}, {"do_sample": True, "top_k": 1}, *several):
+        texts = [model.generate(**inputs, max_new_tokens=1, **{"do_sample": False, **options}) for model in models]
+        torch.testing.assert_close(*texts)
     assert_account_is_empty(models[1])

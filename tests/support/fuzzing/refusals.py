@@ -56,7 +56,7 @@ REFUSALS: tuple[tuple[str, Holds], ...] = (
     (r"and the model has \d+ positions", _long),
     (r"input_ids: (must be|dtype is|shape|token id)", lambda step, side: bool(step.prompt.wrong)),
     (r"attention_mask: row \d+ is all padding", lambda step, side: not step.prompt.mask().any(dim=1).all()),
-    (r"no token can be chosen", lambda step, side: isinstance(step, Generate) and step.changed_logits),
+    (r"no token can be drawn", lambda step, side: isinstance(step, Generate) and step.changed_logits),
     (r"takes HuggingFace's own forward", _over_a_cache),
     (r"attention_mask: row \d+ needs token", _over_a_cache),
     (r"attention_mask hides every new token", _over_a_cache),
