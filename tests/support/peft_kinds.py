@@ -115,11 +115,14 @@ SETTINGS: dict[PeftType, Mapping[str, Any]] = {
 
 INPUTS = {PeftType.MULTITASK_PROMPT_TUNING: _TASKS, PeftType.POLY: _TASKS}
 MODEL = {PeftType.XLORA: {"use_cache": False}}  # or PEFT refuses it
+INVOCATION = mixed_prompts([4, 7], TINY["vocab_size"], seed=0)["input_ids"][1, 2:4].tolist()  # in the second row alone
 VARIANTS = [
     Kind(PeftType.LORA, {"use_dora": True}, name="LORA with `use_dora`"),
     Kind(PeftType.LORA, {"use_rslora": True}, name="LORA with `use_rslora`"),
     Kind(PeftType.LORA, {"target_modules": ["embed_tokens", "lm_head"]}, name="LORA on embeddings and head"),
     Kind(PeftType.LORA, {"modules_to_save": ["lm_head"]}, name="LORA with `modules_to_save`"),
+    Kind(PeftType.LORA, {"alora_invocation_tokens": INVOCATION}, name="LORA with `alora_invocation_tokens`"),
+    Kind(PeftType.LORA, inputs={"adapter_names": ["default", "__base__"]}, name="LORA with `adapter_names`"),
     Kind(PeftType.LORA, {"trainable_token_indices": [5, 6, 7]}, name="LORA with `trainable_token_indices`"),
 ]
 KINDS = [
@@ -229,7 +232,7 @@ def paths_of(kind: Kind, make: Callable[[Kind], Pair]) -> list[str]:
 def _path_or_dash(call: Call, pair: Pair) -> str:
     try:
         return run(call, pair)[0]
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return "-"
 
 
