@@ -99,3 +99,12 @@ def test_the_same_results_give_the_same_picture(published: Path, tmp_path: Path)
 def test_a_report_of_every_kind_has_a_chart(tmp_path: Path) -> None:
     full_report().save(tmp_path / "full.json")
     assert invoke("chart", str(tmp_path / "full.json"), str(tmp_path / "chart.png")).exit_code == 0
+
+
+def test_a_matplotlibrc_of_the_current_folder_decides_nothing(published: Path, tmp_path: Path) -> None:
+    pictures = [tmp_path / "plain.svg", tmp_path / "beside.svg"]
+    chart.draw(chart.read(published), pictures[0])
+    with mpl.rc_context({"text.usetex": True, "axes.facecolor": "red"}):
+        chart.draw(chart.read(published), pictures[1])
+        assert mpl.rcParams["text.usetex"] is True, "the user's settings stay"
+    assert pictures[0].read_text() == pictures[1].read_text()

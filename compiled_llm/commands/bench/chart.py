@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from compiled_llm.commands.bench.plot import COLOURS
+from compiled_llm.commands.bench.plot import COLOURS, style
 
 KINDS = ("svg", "png", "pdf")
 NAMES = {
@@ -94,7 +93,7 @@ def draw(speeds: Speeds, path: Path) -> None:
     kind = path.suffix.removeprefix(".").lower()
     if kind not in KINDS:
         raise ValueError(f"{path}: the name of a picture ends with .{', .'.join(KINDS)}")
-    with mpl.rc_context({"font.size": 10, "svg.hashsalt": "compiled_llm"}):  # with a salt, SVGs can be repeated
+    with style({"font.size": 10, "svg.hashsalt": "compiled_llm"}):  # with a salt, SVGs can be repeated
         contenders = speeds.contenders
         figure = Figure(figsize=(10, 1.2 + 0.32 * len(contenders)), layout="constrained")
         panels = figure.subplots(1, len(speeds.rates), squeeze=False, sharey=True)[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ def draw(report: Report, path: Path) -> None:
     Raises:
         ValueError: that kind has no plot.
     """
-    with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+    with style({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         if report.latency:
             figure = draw_latency(report.latency)
         elif report.startup:
@@ -50,6 +51,15 @@ def draw(report: Report, path: Path) -> None:
             raise ValueError("there is no plot of these results: leave --plot out")
         figure.suptitle(_caption(report), fontsize=9, color="#444444")
         figure.savefig(path, dpi=DPI, format="png")
+
+
+@contextmanager
+def style(settings: dict[Any, Any]) -> Iterator[None]:
+    """Draw with matplotlib's defaults and these settings: it has read those of a matplotlibrc in the current folder."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(settings)
+        yield
 
 
 def _caption(report: Report) -> str:
