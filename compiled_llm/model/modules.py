@@ -76,9 +76,9 @@ class InnerModules:
     def _attributes_inside(self, model: nn.Module) -> list[dict[str, Any]]:
         if self._children is None or not self._children.valid():
             modules = list(model.modules())
-            self._children = Children(modules)
             self._inner = [vars(module) for module in modules if module is not model]
             self._mixing = next(filter(None, map(_kind_that_mixes, modules)), None)
+            self._children = Children(modules)  # last: other threads then take the rest for known
         return self._inner
 
 
