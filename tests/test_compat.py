@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -439,3 +439,16 @@ def test_inductor_knows_every_option_that_is_passed_to_it():
         "post_grad_custom_pre_pass",
     }
     assert passed <= set(torch._inductor.list_options())
+
+
+def test_a_backend_learns_what_was_inlined():
+    seen: list[frozenset[CodeType]] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append(compat.traced_code())
+        return module.forward
+
+    torch.compile(lambda x: double(x) + 1, backend=backend)(torch.zeros(3))
+    assert double.__code__ in seen[0]
+    assert breaks.__code__ not in seen[0]
+    assert compat.traced_code() == frozenset()

@@ -18,6 +18,7 @@ Those of transformers stand in ``compat.huggingface``.
 | ``_C._functorch.peek_interpreter_stack``, ``_C._get_tracing_state``, ``forward_ad._current_level`` | noticing \
 transforms and tracing | the same |
 | ``nn.modules.module._global_forward_hooks``, ``…pre_hooks`` | hooks on all modules | the same |
+| ``utils.get_traced_code`` | noticing that a class's method was replaced | Dynamo guards methods of classes |
 | ``utils.get_compilation_metrics`` | why something recompiled | torch reports it per function |
 | ``convert_frame._bytecode_hooks`` | explaining under depyf's hook | depyf's code always runs |
 | Inductor's ``trace`` options, the logger of ``_inductor.debug`` | its code, kernels by node | an API gives them |
@@ -119,6 +120,9 @@ from compiled_llm.compat.dynamo import (
 )
 from compiled_llm.compat.dynamo import (
     recompile_reasons as recompile_reasons,
+)
+from compiled_llm.compat.dynamo import (
+    traced_code as traced_code,
 )
 from compiled_llm.compat.inductor import (
     MAY_BEGIN_EARLY as MAY_BEGIN_EARLY,

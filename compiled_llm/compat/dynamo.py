@@ -185,6 +185,13 @@ def guards_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Calla
     raise RuntimeError(f"{function.__name__} was not compiled for these arguments, or they have changed since")
 
 
+def traced_code() -> frozenset[CodeType]:
+    """Return the code of all functions that Dynamo has inlined into the graph that a backend is called with."""
+    from torch._dynamo.utils import get_traced_code
+
+    return frozenset(get_traced_code() or ())
+
+
 def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:
     """Return why a function made by ``own_copy`` was compiled again, by graph; Dynamo keeps the last 64 compiles."""
     from torch._dynamo.utils import get_compilation_metrics

@@ -31,8 +31,9 @@ from compiled_llm.compilation.passes.patterns import is_like_llama
 from compiled_llm.compilation.passes.products import FusedProducts
 from compiled_llm.compilation.sampling import SamplingTables
 from compiled_llm.compilation.steps import decode_step, prefill_step
+from compiled_llm.compilation.traced_code import TracedCode
 from compiled_llm.config import WrapConfig
-from compiled_llm.model.facts import Forward
+from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import FusedWeights
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -49,17 +50,20 @@ class Programs:
     """
 
     def __init__(
-        self, config: WrapConfig, forward: Forward, device: torch.device, weights: FusedWeights | None = None
+        self, config: WrapConfig, facts: ModelFacts, device: torch.device, weights: FusedWeights | None = None
     ) -> None:
         """Prepare; compiling happens at the first call of each program.
 
         Args:
             config: the options of ``wrap``.
-            forward: the model class's own ``forward``.
+            facts: what is known of the model.
             device: where the model lives.
             weights: those that one matmul reads; they must be ``intact`` at each call.
         """
-        self._forward = forward
+        self._class = facts.model_class
+        self._class_forward = facts.model_class.forward
+        self._forward = facts.forward
+        self._code = TracedCode(facts.reference)
         self._config = config
         self._device = device
         self._outlines: dict[Callable[..., Any], Outline] = {}
@@ -91,7 +95,7 @@ class Programs:
         decodes = function in (self.decode_one_function, self.decode_many_function)
         passes = passes_for(self._config, self._device, self._fused, decodes)
         self._passes += passes
-        backend = Inductor(options, passes, piecewise=self._config.records_on(self._device.type))
+        backend = Inductor(options, [self._code.note, *passes], piecewise=self._config.records_on(self._device.type))
         if backend.piecewise:
             self._outlines[function] = Outline(function, self._known_state)
         return compiled(function, self._config, backend)
@@ -134,6 +138,10 @@ class Programs:
         if outline is None:
             return Guards(function, arguments)
         return Guards(function, arguments, lambda glance: {"model": outline.of(arguments, glance)})
+
+    def code_valid(self) -> bool:
+        """Whether the model's classes still define what was traced; Dynamo's guards do not look there."""
+        return self._class_forward is self._class.forward and self._code.valid()
 
     def drop_tensors(self) -> None:
         """Let go of the model's tensors until the next call."""

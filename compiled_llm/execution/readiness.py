@@ -77,10 +77,13 @@ class Readiness:
     # ---- is it still valid?
 
     def check_model(self) -> None:
-        """Drop recordings of weights that are no longer there; compile again what can no longer be fused."""
+        """Drop recordings of weights that are no longer there; compile again what was replaced or cannot be fused."""
         self._glance += 1
         self._valid.clear()
         self._state.fit_vocabulary()
+        if not self.programs.code_valid():
+            self.events.started_again()
+            self._start_again()
         if self.recordings.weights_valid():  # those that are multiplied as one, too
             return
         if self.recordings:
@@ -130,7 +133,7 @@ class Readiness:
 
     def _new_programs(self) -> Programs:
         state = self._state
-        return Programs(state.config, state.facts.forward, state.device, self.weights)
+        return Programs(state.config, state.facts, state.device, self.weights)
 
     # ---- make it so
 

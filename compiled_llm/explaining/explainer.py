@@ -141,7 +141,7 @@ class _Subject:
                 ):  # not one fake tensor may stay behind
                     layers = probe_layers(self.model, BATCH_ARGUMENT, fake=fake)
                 layers = check_patterns(self.model, layers)
-                return ModelFacts.of(self.model, type(self.model).forward, layers, recorder.groups(self.model))
+                return ModelFacts.of(self.model, type(self.model), layers, recorder.groups(self.model))
             except UnsupportedModelError as error:
                 self.refusal, cause = str(error), error.__cause__
                 if cause is None:

@@ -43,7 +43,7 @@ from compiled_llm.execution.runtime import runtime_of
 from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.explaining.places import Place
 from compiled_llm.explaining.timings import Prompts, Timing, measure, tokens_to_hold
-from compiled_llm.model.facts import Forward, ModelFacts
+from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import FusedWeights
 from compiled_llm.model.sizes import max_positions_of
 
@@ -119,9 +119,9 @@ def _is_static(placeholder: fx.Node) -> bool:
 class WholePrograms(Programs):
     """The programs as ``wrap`` compiles them, with Dynamo but no compiler; one that fails runs uncompiled."""
 
-    def __init__(self, forward: Forward, config: WrapConfig, device: torch.device) -> None:
+    def __init__(self, facts: ModelFacts, config: WrapConfig, device: torch.device) -> None:
         """Prepare like ``Programs``."""
-        super().__init__(config, forward, device)
+        super().__init__(config, facts, device)
         self.traces = [
             Trace(PREFILL, self.prefill_function, owner=self),
             Trace(DECODE_ONE, self.decode_one_function, owner=self),
@@ -151,9 +151,9 @@ class BrokenPrograms(Programs):
         graphs: one for each part between breaks, in the order in which they were compiled.
     """
 
-    def __init__(self, forward: Forward, config: WrapConfig, device: torch.device) -> None:
+    def __init__(self, facts: ModelFacts, config: WrapConfig, device: torch.device) -> None:
         """Prepare like ``Programs``."""
-        super().__init__(config, forward, device)
+        super().__init__(config, facts, device)
         self.graphs: list[fx.GraphModule] = []
         self._backend = self._keep
         self._prefill: Callable[..., Any] = torch.compile(self.prefill_function, backend=self._backend, dynamic=False)
@@ -220,7 +220,7 @@ class InductorPrograms(Programs):
 
     def __init__(
         self,
-        forward: Forward,
+        facts: ModelFacts,
         config: WrapConfig,
         device: torch.device,
         weights: FusedWeights,
@@ -229,14 +229,14 @@ class InductorPrograms(Programs):
         """Prepare like ``Programs``.
 
         Args:
-            forward: the model class's own ``forward``.
+            facts: what is known of the model.
             config: the options of ``wrap``.
             device: where the model lives.
             weights: what is multiplied as one.
             folders: where each program's files go.
         """
         self._folders = folders
-        super().__init__(config, forward, device, weights)
+        super().__init__(config, facts, device, weights)
 
     def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         """Return the function compiled with ``options`` and traced."""
@@ -265,7 +265,7 @@ class Sandbox:
 
     def whole(self) -> list[Trace]:
         """Run all programs as whole graphs."""
-        programs = WholePrograms(self._facts.forward, self._config, self._device)
+        programs = WholePrograms(self._facts, self._config, self._device)
         with self._display.task("tracing prefill and decode"):
             self.thread.call(self._run, programs, (1, 2, 3))
         return programs.traces
@@ -276,7 +276,7 @@ class Sandbox:
         Args:
             look: called with the programs before their frames are forgotten.
         """
-        programs = BrokenPrograms(self._facts.forward, self._config, self._device)
+        programs = BrokenPrograms(self._facts, self._config, self._device)
         with programs.cleaned(), graph_breaks_logged() as messages, self._display.task("tracing around graph breaks"):
             self.thread.call(self._run, programs, (1,))
             if look is not None:
@@ -287,7 +287,7 @@ class Sandbox:
         """Compile all programs with Inductor, and have it write its files into each program's folder."""
         config = dataclasses.replace(self._config, mode="compile")
         with self._laid_out(config) as weights:
-            programs = InductorPrograms(self._facts.forward, config, self._device, weights, folders)
+            programs = InductorPrograms(self._facts, config, self._device, weights, folders)
             with inductor_quiet(), self._display.task("compiling prefill and decode for the dump"):
                 self.thread.call(self._run, programs, (1, 2))
 

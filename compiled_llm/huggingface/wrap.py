@@ -62,7 +62,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     layers = check_patterns(checked, layers)
     check_layers(checked, layers, config)
     base = type(checked)
-    runtime = CompiledModel(ModelFacts.of(checked, base.forward, layers, recorder.groups(checked)), config)
+    runtime = CompiledModel(ModelFacts.of(checked, base, layers, recorder.groups(checked)), config)
     checked.__class__ = wrapped_class(base)
     checked.compiled = runtime  # type: ignore[assignment]
     return cast(ModelT, checked)

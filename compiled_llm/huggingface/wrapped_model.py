@@ -240,7 +240,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         ) -> None:
             state, (layers, fused_groups, config) = payload
             base.__setstate__(self, state)
-            self.compiled = CompiledModel(ModelFacts.of(self, base.forward, layers, fused_groups), config)
+            self.compiled = CompiledModel(ModelFacts.of(self, base, layers, fused_groups), config)
 
         members = {
             "__module__": base.__module__,

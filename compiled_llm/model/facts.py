@@ -24,25 +24,33 @@ class ModelFacts:
 
     Attributes:
         reference: to the model.
-        forward: its own class's ``forward``, which takes pages; that of a wrapped model's class is ours.
+        model_class: its own class; a wrapped model's is ours.
         layers: its attention layers.
         fused_groups: its linear layers that read one input.
         attention: whose attention a thread computes with: ours or the model's own.
     """
 
     reference: weakref.ref[PreTrainedModel]
-    forward: Forward
+    model_class: type[PreTrainedModel]
     layers: tuple[Layer, ...]
     fused_groups: tuple[FusedGroup, ...]
     attention: AttentionSwitch
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, forward: Forward, layers: Sequence[Layer], fused_groups: Sequence[FusedGroup] = ()
+        cls,
+        model: PreTrainedModel,
+        model_class: type[PreTrainedModel],
+        layers: Sequence[Layer],
+        fused_groups: Sequence[FusedGroup] = (),
     ) -> ModelFacts:
         """Return what is known of ``model``, the rest as for the attributes."""
-        switch = AttentionSwitch(model)
-        return cls(weakref.ref(model), with_windows(forward, layers), tuple(layers), tuple(fused_groups), switch)
+        return cls(weakref.ref(model), model_class, tuple(layers), tuple(fused_groups), AttentionSwitch(model))
+
+    @property
+    def forward(self) -> Forward:
+        """What the class defines now as ``forward``, taking pages."""
+        return with_windows(self.model_class.forward, self.layers)
 
     @property
     def model(self) -> PreTrainedModel:
