@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from compiled_llm.compat.huggingface import mask_width
 from compiled_llm.execution.slow_paths import Reason
-from compiled_llm.huggingface.current_call import copies, current_call
+from compiled_llm.huggingface.current_call import copies, current_call, made
 from compiled_llm.huggingface.forward_obstacles import ignored_inputs
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.other_inputs import sees, without_what_says_nothing
@@ -121,7 +121,7 @@ class CacheChoice:
         """
         # HuggingFace's own would forget what the windows of layers have left, and rows may be cropped later.
         original = self.inputs["past_key_values"] if self.returned else DynamicCache()
-        cache = StandIn(self.runtime.runner(), original, self.returned, self.prefill)
+        cache = made(StandIn(self.runtime.runner(), original, self.returned, self.prefill))
         if known := int(original.get_seq_length()):
             mask = self.inputs.get("attention_mask")
             shown = np.ones((self.rows, known), bool) if mask is None else copies().of(mask).numpy()[:, :known] != 0

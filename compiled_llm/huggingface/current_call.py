@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.stats import Path
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.host_copies import HostCopies
 from compiled_llm.huggingface.paged_cache import PagedCache
+
+C = TypeVar("C", bound=PagedCache)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,11 @@ def copies() -> HostCopies:
 
 def new_cache(runtime: CompiledModel) -> PagedCache:
     """Return an empty cache for the current call."""
-    cache = runtime.new_cache()
+    return made(runtime.new_cache())
+
+
+def made(cache: C) -> C:
+    """Note a cache as one that the current call has made, and return it."""
     if (call := current_call.get()) is not None:
         call.caches.append(cache)
     return cache

@@ -59,14 +59,17 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
 
 def _run_prefill(original: Any, self: Any, arguments: Mapping[str, Any], cache: StandIn) -> Any:
     """Run HuggingFace's own forward over the original of a cache, and read in what it leaves there."""
+    assert cache.original is not None
     with self.compiled.facts.attention.original():
         output = original(self, **{**arguments, "past_key_values": cache.original})
-    mask, positions = arguments.get("attention_mask"), one_a_token(arguments["position_ids"][..., -1:], self.config)
-    assert positions is not None
-    assert cache.original is not None
     rows, columns = tokens_in(arguments)[0], int(cache.original.get_seq_length())
+    mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
+    last = None if position_ids is None else one_a_token(position_ids[..., -1:], self.config)
+    if last is None or not (mask is None or mask.shape == (rows, columns)):  # what the user overrides gives others
+        took(self.compiled, "original", cache.prefill)
+        return output
     shown = np.ones((rows, columns), dtype=bool) if mask is None else copies().of(mask).numpy() != 0
-    cache.end_prefill(shown, (on_host(positions)[:, 0] + 1).repeat(rows if len(positions) == 1 else 1).tolist())
+    cache.end_prefill(shown, (on_host(last.expand(rows, 1))[:, 0] + 1).tolist())
     output["past_key_values"] = cache
     return output
 

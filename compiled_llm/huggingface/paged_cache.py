@@ -98,7 +98,7 @@ class PagedCache(Cache):
             out[:, seat, :, torch.from_numpy(np.flatnonzero(self.stored[seat])).to(out.device)] = row
         return out
 
-    def handed_over(self, config: PretrainedConfig) -> DynamicCache:
+    def handed_over(self, config: PretrainedConfig) -> Cache:
         """Return a cache of HuggingFace's that holds the same, and give all pages back.
 
         Args:

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache, DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, PretrainedConfig, StaticCache
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -75,6 +75,10 @@ class StandIn(PagedCache):
         self.prefill = None
         if not self.returned:
             self.original = None
+
+    def handed_over(self, config: PretrainedConfig) -> Cache:
+        """Return the original if the user gets it, with what it lacks, else as any cache in pages."""
+        return self.write_back() if self.returned else super().handed_over(config)
 
     @deferred()
     def write_back(self) -> Cache:

@@ -17,6 +17,7 @@ from compiled_llm.huggingface.prefills import windows_differ
 from compiled_llm.model.layer_probe import Layer
 from support import vision
 from support.families import FAMILIES, make
+from support.overriding import embed_prompt, shift_ids, skip_positions
 from support.pairs import OPTIONS, pair
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
@@ -217,6 +218,22 @@ def test_a_static_cache_by_name_is_ours_and_is_huggingfaces_where_it_is_returned
     torch.testing.assert_close(ours.sequences, theirs.sequences)
     assert_same_contents(ours.past_key_values, theirs.past_key_values)
     assert models[1].compiled.stats().generate_calls == {"fast loop": 2, "compiled forward": 1}
+    assert_account_is_empty(models[1])
+
+
+@pytest.mark.parametrize("override", [shift_ids, skip_positions, embed_prompt], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("given", ["right", "dynamic"])
+def test_what_users_override_holds_over_stand_ins(given, override, inputs, right):
+    models = pair(eos_token_id=None)
+    caches = [KINDS["dynamic"](model.config) for model in models]
+    results = []
+    for model, cache in zip(models, caches, strict=True):
+        override(model)
+        options = {"past_key_values": cache} if given == "dynamic" else {}
+        results.append(greedy(model, whole(inputs) if options else right, 9, **options))
+    torch.testing.assert_close(results[1], results[0])
+    assert_same_contents(caches[1], caches[0])
+    gc.collect()
     assert_account_is_empty(models[1])
 
 
