@@ -251,6 +251,11 @@ class DeviceModel:
         return self.thread.forget_other_threads() or taking
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """How many tokens layers with sliding windows see."""
+        return self._facts.windows
+
+    @property
     def vocabulary(self) -> int:
         """How many token ids the model can take."""
         return vocabulary_of(self._facts.model)

@@ -62,6 +62,11 @@ class Runner:
         return self.device_model.config.max_batch_size
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """How many tokens layers with sliding windows see, a query itself included."""
+        return self.device_model.windows
+
+    @property
     def vocabulary(self) -> int:
         """How many token ids the model can take."""
         return self.device_model.vocabulary

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -15,9 +16,10 @@ from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.current_call import copies, current_call, made
 from compiled_llm.huggingface.forward_obstacles import ignored_inputs
 from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.hidden_columns import differing_window
 from compiled_llm.huggingface.other_inputs import sees, without_what_says_nothing
 from compiled_llm.huggingface.paged_cache import PagedCache
-from compiled_llm.huggingface.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason, windows_differ
+from compiled_llm.huggingface.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason
 from compiled_llm.huggingface.stand_in import READABLE, StandIn, readable
 
 _KNOWN_INPUTS = frozenset(
@@ -101,6 +103,8 @@ class CacheChoice:
 
     def obstacle(self) -> Reason | None:
         """Return why HuggingFace's own cache and forward have to serve the call, or None."""
+        if self._hides_in_window():
+            return Reason("hidden_in_window")
         if self.config.cache_implementation not in (None, "dynamic", "static", self._own):
             return Reason("cache_implementation")
         if self.others and not (sees(self.model) and OF_PREFILLS.issuperset(self.others)):
@@ -142,18 +146,25 @@ class CacheChoice:
         pages, layers = self.runtime.device_model().state.pages, self.runtime.facts.layers
         if not self._appends or self.config.use_cache is False or type(cache) not in READABLE:
             return False
-        if not readable(cache, layers, pages[0], self.rows, self.most) or windows_differ(
-            layers, self.inputs, self.most
-        ):
+        if not readable(cache, layers, pages[0], self.rows, self.most):
             return False
         known = int(cache.get_seq_length())
         return known == 0 or self._width > known
+
+    def _hides_in_window(self) -> bool:
+        """Whether hidden tokens lie between others in a sliding window; ``Call`` asks that of a ``PagedCache``."""
+        windows, mask = self.runtime.facts.windows, self.inputs.get("attention_mask")
+        if not windows or mask is None or (isinstance(self.given, PagedCache) and self.given.seen):
+            return False
+        shown: NDArray[np.bool_] = copies().of(mask).numpy() != 0
+        growth = max(0, self.most + (self.config.prompt_lookup_num_tokens or 0) - shown.shape[1])
+        return differing_window(shown, 0, growth, windows) is not None
 
     def _cannot_follow(self) -> bool:
         call = current_call.get()
         if isinstance(self.given, PagedCache) or call is None or call.custom:
             return True
-        return prefill_obstacle(self.model, self.runtime.facts.layers, self.config, self.inputs, self.most)
+        return prefill_obstacle(self.model, self.config, self.inputs)
 
     def _why_original(self, prefill: Reason) -> Reason:
         if self.others:

@@ -88,7 +88,7 @@ class Call(LoopArguments):
         """Read what HuggingFace hands to a decoding method; None if the cache is not ours.
 
         Raises:
-            ValueError: the cache does not fit the rows or their mask.
+            ValueError: the cache does not fit the rows or their mask, or what the mask hides does not fit a window.
         """
         inputs = arguments.kwargs
         cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
@@ -98,8 +98,11 @@ class Call(LoopArguments):
         if mask is None:  # HuggingFace drops one that hides nothing, and notes its width
             mask = torch.ones(batch, mask_width(arguments.config, tokens), dtype=torch.long, device="cpu")
         first = cache.seen if mask.shape[1] > tokens else 0
-        updates = cache.updates(batch, copies.of(mask), first, max(cache.seen, first + tokens))
-        return cls(**vars(arguments), runtime=runtime, cache=cache, copies=copies, first=first, updates=updates)
+        last = max(cache.seen, first + tokens)
+        updates = cache.updates(batch, copies.of(mask), first, last)
+        call = cls(**vars(arguments), runtime=runtime, cache=cache, copies=copies, first=first, updates=updates)
+        cache.check_windows(updates, last, growth=call.most_new - 1 + call.drafted)
+        return call
 
     @property
     def waits(self) -> Reason | None:

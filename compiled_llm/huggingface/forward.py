@@ -23,6 +23,7 @@ from compiled_llm.huggingface.cache_columns import on_host
 from compiled_llm.huggingface.current_call import copies, current_call, took
 from compiled_llm.huggingface.forward_obstacles import by_name, forward_obstacle, tokens_in
 from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.hidden_columns import HiddenInWindowError
 from compiled_llm.huggingface.other_inputs import one_a_token
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.stand_in import StandIn
@@ -49,6 +50,10 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
             output = compiled(original, runtime, arguments)
         except OutOfPagesError:
             reason = Reason("out_of_pages")  # other threads took them since
+        except HiddenInWindowError:
+            if cache is not None:
+                raise
+            reason = Reason("hidden_in_window")
         else:
             count_forward(runtime, "compiled")
             return output
@@ -145,6 +150,7 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
 
     Raises:
         ValueError: the arguments do not fit the cache or the model.
+        HiddenInWindowError: a sliding window would see other tokens than HuggingFace's; nothing was stored.
         OutOfPagesError: the pages for the tokens are not free; nothing was stored.
     """
     model = runtime.facts.model
@@ -202,7 +208,7 @@ def _checked_forward(runtime: CompiledModel, cache: PagedCache, arguments: Mappi
         arguments.get("position_ids"),
         arguments.get("logits_to_keep", 0),
         None if embeddings is None else embeddings.to(model.device),
-        counts_unmasked=runtime.counts_unmasked,
+        counts_unmasked=runtime.facts.default_positions == "unmasked",
     )
 
 

@@ -91,6 +91,8 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
         yield Reason("attention_mask_shape")
     if "position_ids" in arguments and one_a_token(arguments["position_ids"], model.config) is None:
         yield Reason("position_ids_shape")
+    if "position_ids" not in arguments and cast(CompiledModel, model.compiled).facts.default_positions == "own":
+        yield Reason("no_position_ids")
     if torch.is_autocast_enabled(model.device.type):
         yield Reason("autocast")
     if "labels" in arguments:

@@ -12,7 +12,6 @@ from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.settings_cache import PreparedConfigs
 from compiled_llm.huggingface.special_tokens import SpecialTokens
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.layer_probe import counts_unmasked
 
 if TYPE_CHECKING:
     from compiled_llm.explaining.report import Report
@@ -25,7 +24,6 @@ class CompiledModel(Runtime):
         prepared_configs: the generation configs of calls so far.
         special_tokens: the tensors that they use.
         overrides: what is the user's own in place of HuggingFace's.
-        counts_unmasked: whether the model numbers unmasked tokens if it is given no positions.
     """
 
     def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
@@ -34,7 +32,6 @@ class CompiledModel(Runtime):
         self.prepared_configs = PreparedConfigs()
         self.special_tokens = SpecialTokens()
         self.overrides = Overrides()
-        self.counts_unmasked = counts_unmasked(facts.model)
 
     def explain(self, timings: bool | Sequence[int] = False) -> Report:
         """Return what has happened so far and why: paths taken, recompiles, cold starts, uploads, recordings.

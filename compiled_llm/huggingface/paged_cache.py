@@ -27,6 +27,7 @@ from compiled_llm.huggingface.cache_columns import (
     with_only_kept,
     with_updates,
 )
+from compiled_llm.huggingface.hidden_columns import check_windows
 from compiled_llm.huggingface.paged_layer import PagedLayer
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.inputs import check_range
@@ -185,6 +186,23 @@ class PagedCache(Cache):
         stored = self.stored if self.seen else np.zeros((batch, 0), dtype=bool)
         return row_updates(stored, None if mask is None else on_host(mask) != 0, first, last)
 
+    def check_windows(self, updates: Sequence[RowUpdate], last: int, growth: int = 0) -> None:
+        """Check that no hidden token lies between others in a sliding window; see ``hidden_columns.check_windows``.
+
+        Args:
+            updates: what a call adds.
+            last: one past the column of its last token.
+            growth: how many tokens each row may get after that.
+
+        Raises:
+            HiddenInWindowError: one does.
+        """
+        windows = self.runner.windows
+        if windows and last + growth > min(windows):
+            stored = self.stored if self.seen else np.zeros((len(updates), 0), dtype=bool)
+            first = min(update.unchanged for update in updates)
+            check_windows(with_updates(stored, updates, last), first, growth, windows)
+
     @contextmanager
     def extended(self, updates: Sequence[RowUpdate], last: int) -> Iterator[list[Row]]:
         """Make rows and forget what they do not keep; the block stores the rest, up to column ``last``.
@@ -244,6 +262,7 @@ class PagedCache(Cache):
         Raises:
             ValueError: the cache has another number of rows, a token id does not exist, or the model has too few
                 positions.
+            HiddenInWindowError: a sliding window would see other tokens than HuggingFace's.
             OutOfPagesError: the pages for the new tokens are not free; nothing was stored.
         """
         inputs = input_ids if embeddings is None else embeddings
@@ -252,6 +271,7 @@ class PagedCache(Cache):
         first = self.seen
         rows = self.updates(batch, attention_mask, first, first + new)
         self._check_positions(rows, new)
+        self.check_windows(rows, first + new)
         if position_ids is None:
             position_ids = (
                 counted_positions(rows, first, new)

@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.current_call import copies
 from compiled_llm.huggingface.other_inputs import one_a_token
-from compiled_llm.model.layer_probe import Layer
 
 OF_PREFILLS = frozenset(
     {
@@ -48,37 +47,15 @@ def prefill_reason(others: Sequence[str], inputs: Mapping[str, Any], known: int 
     return None
 
 
-def prefill_obstacle(
-    model: PreTrainedModel, layers: Sequence[Layer], config: GenerationConfig, inputs: Mapping[str, Any], most: int
-) -> bool:
+def prefill_obstacle(model: PreTrainedModel, config: GenerationConfig, inputs: Mapping[str, Any]) -> bool:
     """Whether decode steps of ours cannot follow a prefill of HuggingFace's.
 
     Args:
         model: the model.
-        layers: its layers.
         config: of the call.
         inputs: of the model, by name.
-        most: how many columns the cache holds at the end.
     """
     positions = inputs.get("position_ids")
     if config.use_cache is False or config.prefill_chunk_size is not None or "inputs_embeds" in inputs:
         return True
-    if positions is None or one_a_token(copies().of(positions)[..., -1:], model.config) is None:
-        return True
-    return windows_differ(layers, inputs, most)
-
-
-def windows_differ(layers: Sequence[Layer], inputs: Mapping[str, Any], most: int) -> bool:
-    """Whether a window over the columns of a row would see other tokens than one over those that are stored.
-
-    Args:
-        layers: of the model.
-        inputs: of the model, a ``[B, C]`` mask among them that hides the columns that are not stored.
-        most: how many columns there are at the end.
-    """
-    windows = [layer.window_left + 1 for layer in layers if layer.window_left >= 0]
-    mask = inputs.get("attention_mask")
-    if mask is None or not windows or most <= min(windows):
-        return False
-    shown = copies().of(mask).numpy() != 0
-    return bool((shown.sum(axis=1) != shown.shape[1] - shown.argmax(axis=1)).any())
+    return positions is None or one_a_token(copies().of(positions)[..., -1:], model.config) is None

@@ -18,6 +18,7 @@ from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import LinearRecorder
 from compiled_llm.model.layer_probe import probe_layers
 from compiled_llm.model.mask_probe import check_patterns
+from compiled_llm.model.position_probe import default_positions
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
@@ -62,7 +63,8 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     layers = check_patterns(checked, layers)
     check_layers(checked, layers, config)
     base = type(checked)
-    runtime = CompiledModel(ModelFacts.of(checked, base, layers, recorder.groups(checked)), config)
+    groups, positions = recorder.groups(checked), default_positions(checked)
+    runtime = CompiledModel(ModelFacts.of(checked, base, layers, groups, positions), config)
     checked.__class__ = wrapped_class(base)
     checked.compiled = runtime  # type: ignore[assignment]
     return cast(ModelT, checked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -30,10 +29,8 @@ from compiled_llm.huggingface.overrides import forget_restored_forward, own_forw
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop, run_our_loop
 from compiled_llm.huggingface.signatures import MethodSignature
-from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.fused_weights import FusedGroup
+from compiled_llm.model.facts import Learnt, ModelFacts
 from compiled_llm.model.inputs import check_prompt, check_ready, has_tokens
-from compiled_llm.model.layer_probe import Layer
 
 
 class WrappedModel:
@@ -232,15 +229,12 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def reduce_ex(self: Any, protocol: int) -> Any:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}
             facts = self.compiled.facts
-            return _blank, (base,), (state, (facts.layers, facts.fused_groups, self.compiled.config))
+            return _blank, (base,), (state, facts.learnt, self.compiled.config)
 
-        def setstate(
-            self: Any,
-            payload: tuple[dict[str, Any], tuple[Sequence[Layer], Sequence[FusedGroup], WrapConfig]],
-        ) -> None:
-            state, (layers, fused_groups, config) = payload
+        def setstate(self: Any, payload: tuple[dict[str, Any], Learnt, WrapConfig]) -> None:
+            state, learnt, config = payload
             base.__setstate__(self, state)
-            self.compiled = CompiledModel(ModelFacts.of(self, base, layers, fused_groups), config)
+            self.compiled = CompiledModel(ModelFacts.of(self, base, *learnt), config)
 
         members = {
             "__module__": base.__module__,

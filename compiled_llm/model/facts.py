@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,9 +14,14 @@ from compiled_llm.model.attention import PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
 from compiled_llm.model.fused_weights import FusedGroup
 from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.position_probe import DefaultPositions
+from compiled_llm.model.sizes import max_positions_of
 
 Forward = Callable[..., Any]
 """A model class's own ``forward``."""
+
+Learnt = tuple[Sequence[Layer], Sequence[FusedGroup], DefaultPositions]
+"""What ``ModelFacts.of`` takes beside a model and its forward."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class ModelFacts:
         layers: its attention layers.
         fused_groups: its linear layers that read one input.
         attention: whose attention a thread computes with: ours or the model's own.
+        default_positions: what it numbers if it is given no ``position_ids``.
     """
 
     reference: weakref.ref[PreTrainedModel]
@@ -35,6 +42,7 @@ class ModelFacts:
     layers: tuple[Layer, ...]
     fused_groups: tuple[FusedGroup, ...]
     attention: AttentionSwitch
+    default_positions: DefaultPositions = "columns"
 
     @classmethod
     def of(
@@ -43,9 +51,22 @@ class ModelFacts:
         model_class: type[PreTrainedModel],
         layers: Sequence[Layer],
         fused_groups: Sequence[FusedGroup] = (),
+        default_positions: DefaultPositions = "columns",
     ) -> ModelFacts:
         """Return what is known of ``model``, the rest as for the attributes."""
-        return cls(weakref.ref(model), model_class, tuple(layers), tuple(fused_groups), AttentionSwitch(model))
+        switch = AttentionSwitch(model)
+        return cls(weakref.ref(model), model_class, tuple(layers), tuple(fused_groups), switch, default_positions)
+
+    @property
+    def learnt(self) -> Learnt:
+        """What a copy of the model, or one that is read from a file, need not learn again."""
+        return self.layers, self.fused_groups, self.default_positions
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """How many tokens layers with sliding windows see, a query itself included; each size once."""
+        positions = max_positions_of(self.model)
+        return tuple(sorted({layer.visible(positions) for layer in self.layers} - {positions}))
 
     @property
     def forward(self) -> Forward:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -149,14 +149,18 @@ def trial_forward(model: PreTrainedModel, fake: bool, **inputs: Any) -> None:
     Args:
         model: the model, not wrapped.
         fake: use tensors without memory.
-        inputs: further arguments.
+        inputs: further arguments, and those in place of ours.
     """
-    mode = fake_tensors() if fake else nullcontext()
-    undone = attributes_restored(model) if fake else restored(model)
-    with undone, torch.inference_mode(False), torch.no_grad(), mode, _batched_experts(model):
+    with _on_fakes(model) if fake else restored(model), torch.inference_mode(False), torch.no_grad():
         ids = torch.zeros((1, _TOKENS), dtype=torch.long, device=model.device)
         positions = torch.arange(_TOKENS, device=model.device)[None]
-        type(model).forward(model, input_ids=ids, position_ids=positions, use_cache=False, **inputs)
+        type(model).forward(model, **{"input_ids": ids, "position_ids": positions, "use_cache": False, **inputs})
+
+
+@contextmanager
+def _on_fakes(model: PreTrainedModel) -> Iterator[None]:
+    with attributes_restored(model), fake_tensors(), _batched_experts(model):
+        yield
 
 
 @contextmanager
@@ -176,11 +180,3 @@ def _batched_experts(model: PreTrainedModel) -> Iterator[None]:
 def accepts_logits_to_keep(model: PreTrainedModel) -> bool:
     """Whether the model's forward can compute the logits of chosen tokens only."""
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
-
-
-def counts_unmasked(model: PreTrainedModel) -> bool:
-    """Whether the model, given no positions, counts unmasked tokens (OPT does) rather than columns."""
-    return any(
-        isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(type(module).forward).parameters
-        for module in model.modules()
-    )

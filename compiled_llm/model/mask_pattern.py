@@ -42,5 +42,9 @@ def window_of(function: MaskFunction, positions: int, device: torch.device | str
     for query in sorted(borders & set(range(positions))):
         wrong = seen(query) != (keys <= query) & (keys > query - window)
         if wrong.any():
-            raise PatternError(f"the query at {query} and the key at {int(wrong.int().argmax())}")
+            raise PatternError(_place(query, int(wrong.int().argmax())))
     return None if window == positions else window
+
+
+def _place(query: int, key: int) -> str:
+    return f"the query at {query} and the key at {key}"

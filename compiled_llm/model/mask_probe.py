@@ -8,6 +8,7 @@ hide. Where masks differ, a forward on fake tensors tells which layer is handed 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -91,11 +92,8 @@ class _First:
     def masks_of(cls, model: PreTrainedModel) -> list[MaskFunction]:
         """Return the functions of the masks that the model makes, in order."""
         observer = cls()
-        try:
-            with observed(model, observer):
-                trial_forward(model, fake=False)
-        except _Reached:
-            pass
+        with observed(model, observer), suppress(_Reached):
+            trial_forward(model, fake=False)
         return observer.functions
 
     def mask(self, arguments: dict[str, Any]) -> None:

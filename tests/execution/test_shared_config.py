@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.model.weights_lock import WeightsLock
 from support.in_threads import PATIENCE, in_thread, start
+from support.inside_steps import Calling, calling
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -32,8 +33,14 @@ def sharing(config: Any, seed: int) -> PreTrainedModel:
     return model
 
 
+def original(model: PreTrainedModel, inputs: dict[str, Any], new_tokens: int) -> Any:
+    """Greedy tokens by HuggingFace's own forward."""
+    return greedy(model, inputs, new_tokens, output_hidden_states=True, return_dict_in_generate=True).sequences
+
+
 def slowly(model: PreTrainedModel) -> PreTrainedModel:
-    model.model.layers[0].mlp.register_forward_hook(lambda *_: time.sleep(SLOW))
+    layer: Any = model.model.layers[0]
+    layer.mlp = Calling(layer.mlp, lambda: time.sleep(SLOW))
     return model
 
 
@@ -51,7 +58,7 @@ def test_threads_with_models_of_one_config_each_compute_with_their_own_attention
     works: list[tuple[PreTrainedModel, Callable[[PreTrainedModel], Any]]] = [
         (first, lambda model: greedy(model, inputs, 20)),
         (second, lambda model: greedy(model, inputs, 20)),
-        (first, lambda model: greedy(model, inputs, 20, cache_implementation="static")),
+        (first, lambda model: original(model, inputs, 20)),
         (plain, lambda model: greedy(model, inputs, 20)),
         (plain, lambda model: model(**inputs).logits.detach()),
     ]
@@ -63,6 +70,7 @@ def test_threads_with_models_of_one_config_each_compute_with_their_own_attention
         for future, result in zip(running, expected, strict=True):
             torch.testing.assert_close(future.result(timeout=PATIENCE), result)
     assert (type(config), config, config._attn_implementation) == before
+    assert first.compiled.stats().generate_calls == {"fast loop": 3, "original": 3}
     assert_account_is_empty(first)
     assert_account_is_empty(second)
 
@@ -79,9 +87,8 @@ def test_what_other_threads_see_of_a_config_is_the_users(config, seed):
         seen.append((config._attn_implementation, copy.deepcopy(plain)))
         plain.set_attn_implementation("eager")
 
-    handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None if seen else in_thread(look))
-    greedy(model, inputs, 3)
-    handle.remove()
+    with calling(model, lambda: None if seen else in_thread(look)):
+        greedy(model, inputs, 3)
     ((name, twin),) = seen
     assert name == twin.config._attn_implementation == "sdpa"
     assert type(twin.config) is type(config)
@@ -93,11 +100,11 @@ def test_what_other_threads_see_of_a_config_is_the_users(config, seed):
 def test_a_model_whose_attention_is_set_between_calls_keeps_its_tokens(config, seed):
     model = compiled_llm.wrap(sharing(config, 0), mode="eager", **OPTIONS)
     inputs = mixed_prompts([5, 3], 128, seed)
-    expected, original = greedy(model, inputs, 8), greedy(model, inputs, 8, cache_implementation="static")
+    expected = greedy(model, inputs, 8)
     for name in ("eager", "sdpa"):
         model.set_attn_implementation(name)
         torch.testing.assert_close(greedy(model, inputs, 8), expected)
-        torch.testing.assert_close(greedy(model, inputs, 8, cache_implementation="static"), original)
+        torch.testing.assert_close(original(model, inputs, 8), expected)
         assert config._attn_implementation == name
 
 
@@ -107,14 +114,15 @@ def test_the_original_path_does_not_wait_for_a_compiled_step(config, seed):
     expected = model(**inputs).logits.detach()
     results: list[Any] = []
 
-    def hook(*_: Any) -> None:
+    def once() -> None:
         if not results:
             results.append(None)
             results[0] = in_thread(lambda: model(**inputs).logits.detach())
 
-    model.model.layers[0].mlp.register_forward_hook(hook)
-    greedy(model, inputs, 3)
+    with calling(model, once):
+        greedy(model, inputs, 3)
     torch.testing.assert_close(results[0], expected)
+    assert model.compiled.stats().generate_calls == {"fast loop": 1}
 
 
 def test_weights_move_while_no_other_thread_reads_them():

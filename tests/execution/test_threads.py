@@ -25,6 +25,7 @@ from compiled_llm.execution.decode import Decode
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from support.in_threads import PATIENCE, in_thread, start
+from support.inside_steps import calling
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -147,15 +148,15 @@ def while_a_step_runs(model: PreTrainedModel, seed: int, function: Callable[[], 
     """Start `function` in another thread in the middle of a compiled call, and return its result."""
     started: list[Future[Any]] = []
 
-    def hook(*_: Any) -> None:
+    def once() -> None:
         if not started:
             started.append(start(function))
             time.sleep(0.1)  # it may have to wait for the step, so the step does not wait for it
 
-    handle = model.model.layers[0].mlp.register_forward_hook(hook)
     inputs = mixed_prompts([5, 3], 128, seed)
-    tokens = greedy(model, inputs, 6)
-    handle.remove()
+    with calling(model, once):
+        tokens = greedy(model, inputs, 6)
+    assert "original" not in model.compiled.stats().generate_calls
     torch.testing.assert_close(tokens, greedy(model, inputs, 6))
     return started[0].result(timeout=PATIENCE)
 

@@ -32,7 +32,7 @@ from support.callbacks import Halve, LaterLength, SecondEos, Silent, Until
 from support.custom_loops import own_greedy
 from support.overriding import ask_for_hidden_states, prefer_tokens, shift_ids
 from support.parity import mixed_prompts
-from support.tiny_models import tiny_qwen3
+from support.tiny_models import WINDOWS, tiny_qwen3
 from support.tiny_tokenizer import tokenizer
 from support.vision import with_images
 
@@ -404,6 +404,11 @@ FEATURES: dict[str, list[Feature]] = {
     "Inputs and caches": [
         Feature("prompts padded on the left", [generate()]),
         Feature("holes in the mask", [generate(attention_mask=with_holes())]),
+        Feature(
+            "holes in the mask, or padding on the right, that sliding windows reach",
+            [generate(attention_mask=with_holes()), generate(**right_padded())],
+            model=WINDOWS,
+        ),
         Feature("prompts padded on the right, which HuggingFace's forward computes", [generate(**right_padded())]),
         Feature(
             "images and videos, with prompts that HuggingFace's forward computes",
@@ -491,13 +496,9 @@ FEATURES: dict[str, list[Feature]] = {
     "model(...)": [
         Feature(
             "left padding, right padding, holes, none",
-            [
-                forward(),
-                forward(**right_padded()),
-                forward(attention_mask=with_holes()),
-                forward(attention_mask=None),
-            ],
+            [forward(), forward(**right_padded()), forward(attention_mask=with_holes()), forward(attention_mask=None)],
         ),
+        Feature("holes that sliding windows reach", [forward(attention_mask=with_holes())], model=WINDOWS),
         Feature(
             "`position_ids`, `logits_to_keep`, `return_dict`",
             [

@@ -26,6 +26,10 @@ TINY: dict[str, Any] = {
 }
 
 
+WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+"""Options for a Qwen3 whose layers see four tokens."""
+
+
 def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3:
     """A random Qwen3 in float32; `eos_token_id=None` lets it go on for ever."""
     return _randomised(Qwen3, Qwen3Config(**{**TINY, **overrides}), seed)

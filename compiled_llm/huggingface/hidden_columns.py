@@ -1,0 +1,56 @@
+"""Where a sliding window sees other tokens because some between them are hidden.
+
+HuggingFace's windows count columns, hidden ones too; pages hold only what is not hidden, and ours count that.
+
+Shapes: B rows, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class HiddenInWindowError(ValueError):
+    """A window would see other tokens than HuggingFace's."""
+
+
+def check_windows(stored: NDArray[np.bool_], first: int, growth: int, windows: Sequence[int]) -> None:
+    """Check that windows see the same tokens, whether they count columns or stored tokens.
+
+    Args:
+        stored: ``[B, C]``, which columns lie in pages.
+        first: the column of the first query.
+        growth: how many tokens each row may get after column C.
+        windows: how many tokens the layers see, a query itself included.
+
+    Raises:
+        HiddenInWindowError: they do not.
+    """
+    if (found := differing_window(stored, first, growth, windows)) is not None:
+        row, window = found
+        raise HiddenInWindowError(
+            f"attention_mask: row {row} has hidden tokens between others, which attention windows of {window} tokens "
+            "count in HuggingFace's forward, and not in pages; leave the hidden tokens out and begin with a new cache"
+        )
+
+
+def differing_window(
+    stored: NDArray[np.bool_], first: int, growth: int, windows: Sequence[int]
+) -> tuple[int, int] | None:
+    """Return a row and a window of it that ``check_windows`` would raise for; None if all see the same."""
+    width = stored.shape[1]
+    if not windows or width + growth <= min(windows):
+        return None
+    for row, shown in enumerate(stored):
+        columns = np.concatenate([np.flatnonzero(shown), np.arange(width, width + growth)])
+        if not len(columns) or columns[-1] - columns[0] + 1 == len(columns):
+            continue
+        queries = np.arange(np.searchsorted(columns, first), len(columns))
+        for window in windows:
+            farthest = columns[np.maximum(0, queries + 1 - window)]
+            if (farthest <= columns[queries] - window).any():
+                return row, window
+    return None
