@@ -18,6 +18,7 @@ Those of transformers stand in ``compat.huggingface``.
 | ``_C._functorch.peek_interpreter_stack``, ``_C._get_tracing_state``, ``forward_ad._current_level`` | noticing \
 transforms and tracing | the same |
 | ``nn.modules.module._global_forward_hooks``, ``…pre_hooks`` | hooks on all modules | the same |
+| ``exc.FailOnRecompileLimitHit`` | going on uncompiled | a function can be told to |
 | ``utils.get_traced_code`` | noticing that a class's method was replaced | Dynamo guards methods of classes |
 | ``utils.get_compilation_metrics`` | why something recompiled | torch reports it per function |
 | ``convert_frame._bytecode_hooks`` | explaining under depyf's hook | depyf's code always runs |
@@ -78,6 +79,9 @@ from compiled_llm.compat.cudagraph_trees import (
 )
 from compiled_llm.compat.dynamo import (
     CompiledGraph as CompiledGraph,
+)
+from compiled_llm.compat.dynamo import (
+    RecompileLimitError as RecompileLimitError,
 )
 from compiled_llm.compat.dynamo import (
     compiled_graphs as compiled_graphs,

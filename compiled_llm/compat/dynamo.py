@@ -12,6 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
+
+RecompileLimitError = FailOnRecompileLimitHit
+"""A function compiled with ``fullgraph=True`` was compiled as often as torch does it, and no graph fits."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 

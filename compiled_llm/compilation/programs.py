@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat import forget_when_gone, graph_count, own_copy
 from compiled_llm.compilation.backend import Inductor, Pass
+from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.compilation.layer_state import KnownState
@@ -105,20 +106,18 @@ class Programs:
     ) -> tuple[Tensor, Tensor]:
         """Run ``prefill_step``; T, B, L and C are symbolic and must be at least 2."""
         _mark_symbolic(inputs)
-        program = self._embedded if inputs.ids.dim() == 3 else self._prefill
         model = self._outlined(model, inputs, tables, pages)
-        logits, tokens = program(model, self._forward, inputs, tables, pages)
+        logits, tokens = self._program_for(inputs)(model, self._forward, inputs, tables, pages)
         return logits, tokens
 
     def decode(
         self, model: PreTrainedModel, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Run ``decode_step``; its results are overwritten by the next call if CUDA graphs are replayed."""
-        program = self._decode_one if inputs.tokens.shape[0] == 1 else self._decode_many
         if self.recorded:
             torch.compiler.cudagraph_mark_step_begin()
         model = self._outlined(model, inputs, tables, pages)
-        logits, tokens = program(model, self._forward, inputs, tables, pages)
+        logits, tokens = self._program_for(inputs)(model, self._forward, inputs, tables, pages)
         return logits, tokens
 
     def guards(
@@ -200,6 +199,29 @@ class Programs:
             type(model).__name__,
         )
 
+    def full(self, inputs: PrefillInputs | DecodeInputs | None = None) -> bool:
+        """Whether torch will compile the program that serves ``inputs``, or any of them, no more."""
+        programs = [*self._bounded().values()] if inputs is None else [self._program_for(inputs)]
+        return any(isinstance(program, Bounded) and program.full for program in programs)
+
+    def uncompiled(self) -> dict[str, int]:
+        """Return how many calls of each program have run uncompiled because torch compiles it no more."""
+        return {name: program.uncompiled for name, program in self._bounded().items() if program.uncompiled}
+
+    def _bounded(self) -> dict[str, Bounded]:
+        programs = {
+            PREFILL: self._prefill,
+            PREFILL_EMBEDDED: self._embedded,
+            DECODE_ONE: self._decode_one,
+            DECODE_MANY: self._decode_many,
+        }
+        return {name: program for name, program in programs.items() if isinstance(program, Bounded)}
+
+    def _program_for(self, inputs: PrefillInputs | DecodeInputs) -> Callable[..., Any]:
+        if isinstance(inputs, PrefillInputs):
+            return self._embedded if inputs.ids.dim() == 3 else self._prefill
+        return self._decode_one if inputs.tokens.shape[0] == 1 else self._decode_many
+
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         return {name: graph_count(function) for name, function in self.functions.items()}
@@ -216,4 +238,4 @@ def compiled(function: Callable[..., Any], config: WrapConfig, backend: Inductor
     """Return the function compiled as ``config.mode`` says."""
     if config.mode == "eager":
         return function
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+    return Bounded(function, backend)

@@ -200,6 +200,8 @@ class Prefill:
         """Return the shape of a prefill that ends in one token a row, if it is one to record."""
         if not self._recordings.ours or embeddings is not None or len(slots) != len(chunk):
             return None
+        if self._readiness.programs.full():  # a new recording would have no guards
+            return None
         shape = self._shapes.smallest(token_count(chunk), len(chunk))
         if shape is None:
             return None

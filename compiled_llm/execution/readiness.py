@@ -103,6 +103,12 @@ class Readiness:
                 self.weights.separate()
             self._start_again()
 
+    def make_room(self) -> None:
+        """Forget everything if torch will compile one of the programs no more, so that it does."""
+        if self.programs.full():
+            self.events.started_again()
+            self._start_again()
+
     def was_valid(self, key: Key) -> bool:
         """Whether a step was ready and valid when the model was last looked at."""
         return key in self.ready and key in self._valid
@@ -138,7 +144,9 @@ class Readiness:
     # ---- make it so
 
     def record(self, key: Key, launch: Callable[[], StepOutputs], inputs: StepInputs) -> None:
-        """Record a step that has run before."""
+        """Record a step that has run before, unless it may have run uncompiled: nothing would guard that."""
+        if self.programs.full(inputs):
+            return
         model = self._state.facts.model
 
         def guards() -> Guards:

@@ -63,6 +63,7 @@ class Runtime:
         self.check_sizes("batch_sizes", sizes)
         device_model = self.device_model()
         thread, prefill, decode = device_model.thread, device_model.prefill, device_model.decode
+        thread.call(device_model.readiness.make_room)
         thread.call(prefill.make_ready)
         for bucket in sorted({decode.bucket_for(size) for size in sizes}):
             thread.call(decode.make_ready, bucket)
@@ -83,6 +84,7 @@ class Runtime:
             uploads=self.events.uploads.total(),
             graphs=sum(graphs.values()),
             recompiles=sum(max(0, count - 1) for count in graphs.values()),
+            uncompiled=sum(self.uncompiled().values()),
             cudagraph_skips=recordings.skips,
             recordings=device_model.thread.call(recordings.decodes),
             prefill_recordings=recordings.prefills,
@@ -155,6 +157,10 @@ class Runtime:
     def programs(self) -> dict[str, Callable[..., Any]]:
         """Return the functions that have been compiled, by name."""
         return {} if self._device_model is None else self._device_model.readiness.programs.functions
+
+    def uncompiled(self) -> dict[str, int]:
+        """Return how many calls of each program have run uncompiled because torch compiles it no more."""
+        return {} if self._device_model is None else self._device_model.readiness.programs.uncompiled()
 
     def cudagraph_reasons(self) -> list[str]:
         """Return what Inductor said of decode steps that it did not record."""

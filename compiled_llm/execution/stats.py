@@ -40,6 +40,8 @@ class Stats:
             ``inputs_embeds`` were given.
         graph_breaks: always 0: programs compile whole or raise.
         recompiles: graphs compiled again although they existed.
+        uncompiled: prefills and decode steps that ran uncompiled, because torch had compiled their program as often as
+            it does.
         cudagraph_skips: times Inductor did not record a CUDA graph although it was asked to.
         recordings: CUDA graphs recorded of decode steps, one for each batch size that is ready.
         prefill_recordings: CUDA graphs recorded of prefills, one for each number of tokens and rows they are padded to;
@@ -62,6 +64,7 @@ class Stats:
     graphs: int = 0
     graph_breaks: int = 0
     recompiles: int = 0
+    uncompiled: int = 0
     cudagraph_skips: int = 0
     recordings: int = 0
     prefill_recordings: int = 0
@@ -93,6 +96,8 @@ class Stats:
             f"{self.graphs}, {self.graph_breaks} graph breaks, {self.recompiles} recompiles; recorded "
             f"{self.recordings} decode steps and {self.prefill_recordings} prefills, {self.cudagraph_skips} skips",
         )
+        if self.uncompiled:
+            yield "uncompiled", f"{self.uncompiled} prefills and decode steps: torch compiles their programs no more"
         if self.patterns:
             yield "patterns", ", ".join(f"{count} {pattern}" for pattern, count in self.patterns.items())
         yield "batch sizes", ", ".join(map(str, self.buckets)) or "none ready"

@@ -22,6 +22,10 @@ _MOVED = (
     "exchanged."
 )
 _UNNAMED = "Set TORCH_LOGS=+cudagraphs, which says it for each recording, and report what it says."
+_FULL = (
+    "Keep what changes in a tensor, or call model.compiled.warmup() to compile for what holds then; "
+    "torch._dynamo.config.recompile_limit is how often torch compiles a program."
+)
 _SHOWN = 5
 
 
@@ -64,6 +68,9 @@ def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:
     found.extend(map(_skipped, runtime.cudagraph_reasons()))
     if again:
         found.add(_recorded_again(again, moved))
+    for name, count in runtime.uncompiled().items():
+        said = f"{name} ran uncompiled {count} times, because torch has compiled it as often as it will."
+        found.add(general("recompile", said, _FULL))
     for name, function in runtime.programs().items():
         found.extend(recompiles_of(function, name, runtime.facts.model))
     return stats, found.sorted()

@@ -1,0 +1,64 @@
+"""A compiled function that goes on uncompiled once torch has compiled it as often as it will.
+
+Dynamo compiles a function again for each new value of what its graphs rely on, such as a number in a module's
+attribute, up to ``torch._dynamo.config.recompile_limit`` times. From then on it raises in every call that none of the
+graphs fits. What changes that often is not worth compiling for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from compiled_llm.compat import RecompileLimitError, graph_count, is_compiled_for
+from compiled_llm.compilation.backend import Inductor
+
+logger = logging.getLogger("compiled_llm.graphs")
+
+
+class Bounded:
+    """A program, compiled as long as torch compiles it.
+
+    Attributes:
+        full: whether torch will compile it no more.
+        uncompiled: how many calls have run uncompiled since.
+    """
+
+    def __init__(self, function: Callable[..., Any], backend: Inductor) -> None:
+        """Compile at the first call.
+
+        Args:
+            function: made by ``own_copy``, called by position with what its parameters name.
+            backend: compiles its graphs.
+        """
+        self._function = function
+        self._compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+        self.full = False
+        self.uncompiled = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run a graph that fits, a new one if torch makes it, else the function itself."""
+        if not self.full or is_compiled_for(self._function, self._by_name(arguments)):
+            try:
+                return self._compiled(*arguments)
+            except RecompileLimitError:
+                self._note_limit()
+        self.uncompiled += 1
+        return self._function(*arguments)
+
+    def _by_name(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip(self._function.__code__.co_varnames, arguments, strict=False))
+
+    def _note_limit(self) -> None:
+        self.full = True
+        logger.warning(
+            "%s was compiled %d times, as often as torch does it (torch._dynamo.config.recompile_limit), because what "
+            "it relies on keeps changing; it runs uncompiled whenever none of these graphs fits. Keep what changes in "
+            "a tensor, or call model.compiled.warmup() to compile for what holds then; model.compiled.explain() says "
+            "what has changed",
+            self._function.__name__,
+            graph_count(self._function),
+        )
