@@ -113,7 +113,7 @@ class CacheChoice:
             return Reason("past_key_values", type(self.users).__name__)
         if self.returned and not self._appends:
             return Reason("cache_implementation") if self.is_static else Reason("past_key_values", "static cache")
-        if self.prefill is not None and self._cannot_follow():
+        if self.prefill is not None and (self.config.use_cache is False or self._cannot_follow()):
             return self._why_original(self.prefill)
         return self._too_much() if self.stands_in or self.is_static else None
 

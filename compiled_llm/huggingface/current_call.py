@@ -24,11 +24,13 @@ class GenerateCall:
         copies: what it has read of its inputs.
         custom: whether the loop is that of ``custom_generate``.
         caches: those that it has made; the user has not seen them.
+        original: why its forwards are HuggingFace's own; empty if they are not.
     """
 
     taken: list[Path]
     copies: HostCopies = field(default_factory=HostCopies)
     caches: list[PagedCache] = field(default_factory=list)
+    original: list[Reason] = field(default_factory=list)
     custom: bool = False
 
     @classmethod
@@ -57,6 +59,19 @@ def made(cache: C) -> C:
     if (call := current_call.get()) is not None:
         call.caches.append(cache)
     return cache
+
+
+def goes_original(runtime: CompiledModel, reason: Reason) -> None:
+    """Count that a call of ``generate`` takes the original path, and have its forwards be HuggingFace's own."""
+    if (call := current_call.get()) is not None:
+        call.original.append(reason)
+    took(runtime, "original", reason)
+
+
+def original_reason() -> Reason | None:
+    """Return why forwards of the current call are HuggingFace's own, or None."""
+    call = current_call.get()
+    return call.original[0] if call is not None and call.original else None
 
 
 def took(runtime: CompiledModel, path: Path, reason: Reason | None = None) -> None:

@@ -20,7 +20,7 @@ from compiled_llm.compat import dynamo_watches
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.stats import ForwardPath
 from compiled_llm.huggingface.cache_columns import on_host
-from compiled_llm.huggingface.current_call import copies, current_call, took
+from compiled_llm.huggingface.current_call import copies, current_call, original_reason, took
 from compiled_llm.huggingface.forward_obstacles import by_name, forward_obstacle, tokens_in
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.hidden_columns import HiddenInWindowError
@@ -44,7 +44,7 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
         return _run_prefill(original, self, arguments, cache)
     if isinstance(cache, PagedCache):
         return _run_over(cache, original, self, arguments)
-    reason = forward_obstacle(original, self, arguments) or fitting(runtime, arguments)
+    reason = original_reason() or forward_obstacle(original, self, arguments) or fitting(runtime, arguments)
     if reason is None:
         try:
             output = compiled(original, runtime, arguments)

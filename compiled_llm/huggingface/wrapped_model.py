@@ -22,7 +22,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.cache_choice import CacheChoice
 from compiled_llm.huggingface.call import Call, LoopArguments, obstacle
-from compiled_llm.huggingface.current_call import GenerateCall, copies, current_call, new_cache, took
+from compiled_llm.huggingface.current_call import GenerateCall, copies, current_call, goes_original, new_cache, took
 from compiled_llm.huggingface.forward import check_belongs, run_forward, run_own_forward
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.overrides import forget_restored_forward, own_forward
@@ -139,7 +139,7 @@ class WrappedModel:
                 "DynamicCache as past_key_values, or none"
             )
         if reason is not None:
-            took(self.compiled, "original", reason)
+            goes_original(self.compiled, reason)
         elif generation_config.use_cache is False:
             took(self.compiled, "compiled forward", Reason("use_cache"))
         elif cache is None and not choice.stands_in:

@@ -119,6 +119,14 @@ def test_assisted_decoding_with_a_wrapped_model_on_either_side(seed):
         assert_account_is_empty(model)
 
 
+def test_right_padding_without_a_cache_gives_huggingfaces_tokens(models, inputs, seed, caplog):
+    """Each step then computes the prompt again, and its logits may be those of a masked token."""
+    flipped = {name: value.flip(1) for name, value in inputs.items()}
+    options = {"max_new_tokens": 6, "do_sample": False, "use_cache": False}
+    run_twice_and_compare(models, {**flipped, **options}, seed)
+    assert_slow(models[1], "original", caplog)
+
+
 def test_position_ids_of_the_users_own(models, inputs, seed, caplog):
     positions = torch.arange(9).expand(3, 9) + torch.tensor([[0], [3], [40]])
     run_twice_and_compare(models, {**inputs, "position_ids": positions, "max_new_tokens": 10, "do_sample": False}, seed)
