@@ -137,7 +137,7 @@ class _Handed:
 
     def _number_of(self, module: nn.Module, mask: Tensor) -> int:
         for number, made in enumerate(self.masks):
-            if mask is made or mask._base is made:
+            if mask is made:
                 return number
         raise UnsupportedModelError(
             f"{type(module).__name__} builds an attention mask of its own; paged attention cannot honour it"
