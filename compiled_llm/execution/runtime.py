@@ -41,7 +41,7 @@ class Runtime:
         self.config = config
         self.counters = Counters()
         self.events = Events()
-        self.modules = InnerModules()
+        self.modules = InnerModules(walked=facts.attention.find_configs)
         self.loop_lock = LoopLock()
         self._positions = MaxPositions()
         self._device_model: DeviceModel | None = None

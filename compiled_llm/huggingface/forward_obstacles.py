@@ -31,6 +31,8 @@ _TAKEN = frozenset(
 MORE_OUTPUTS: tuple[SlowPath, ...] = ("output_hidden_states", "output_attentions", "output_router_logits")
 _KNOWN = _TAKEN.union(MORE_OUTPUTS)
 _IGNORED_LABEL = -100
+_HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer", "streamer"})
+"""What ``generate`` takes for itself, and hands on to beam search too, which hands it on to the model."""
 
 
 def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,11 +42,8 @@ def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 
 def ignored_inputs(original: Callable[..., Any]) -> frozenset[str]:
-    """Return the inputs that this ``forward`` takes without looking at them: what tokenizers make, and tokenizers.
-
-    ``generate`` hands a tokenizer, which it takes for stop strings, on to beam search, and that to the model.
-    """
-    return frozenset({"token_type_ids", "tokenizer", "assistant_tokenizer"}.difference(_parameters(original)))
+    """Return the inputs that this ``forward`` takes without looking at them: what tokenizers make, and _HANDED_ON."""
+    return _HANDED_ON.union(["token_type_ids"]).difference(_parameters(original))
 
 
 @functools.lru_cache(maxsize=16)  # of classes that may come and go
@@ -91,6 +90,8 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
         yield Reason("attention_mask_shape")
     if "position_ids" in arguments and one_a_token(arguments["position_ids"], model.config) is None:
         yield Reason("position_ids_shape")
+    if _packs_sequences(model, arguments):
+        yield Reason("packed_sequences")
     if "position_ids" not in arguments and cast(CompiledModel, model.compiled).facts.default_positions == "own":
         yield Reason("no_position_ids")
     if torch.is_autocast_enabled(model.device.type):
@@ -104,6 +105,15 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
     if torch.is_grad_enabled() and _wants_gradients(model, arguments):
         yield Reason("gradients")
     yield from _input_obstacles(model, arguments)
+
+
+def _packs_sequences(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
+    """Whether HuggingFace takes a row for several sequences, since its positions begin anew or skip some."""
+    positions = arguments.get("position_ids")
+    keeps = arguments.get("use_cache", getattr(model.config, "use_cache", True)) or "past_key_values" in arguments
+    if keeps or "attention_mask" in arguments or not isinstance(positions, Tensor):
+        return False
+    return bool((positions.diff(dim=-1) != 1).any())
 
 
 def _wants_gradients(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.huggingface import attention_read
@@ -17,10 +18,13 @@ from compiled_llm.model.attention import NAME
 from compiled_llm.model.weights_lock import WeightsLock
 
 
-def attention_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """Return the configs, each once, whose attention implementation the model's modules read."""
-    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
-    return list(configs.values())
+def attention_configs(model: nn.Module) -> list[PretrainedConfig]:
+    """Return the configs, each once, whose attention implementation the model's modules read.
+
+    They share one, but a layer that was copied has a copy of it.
+    """
+    configs = (vars(module).get("config") for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, PretrainedConfig)}.values())
 
 
 def paged_attention_in(configs: Sequence[PretrainedConfig]) -> AbstractContextManager[None]:
@@ -33,8 +37,12 @@ class AttentionSwitch:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the configs that name it."""
-        self._configs = attention_configs(model)
+        self.find_configs(model)
         self._weights = WeightsLock()
+
+    def find_configs(self, model: nn.Module) -> None:
+        """Find them again: modules of the model were replaced."""
+        self._configs = attention_configs(model)
 
     def paged(self) -> AbstractContextManager[None]:
         """Use paged attention for the duration."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -41,8 +41,13 @@ class InnerModules:
     change.
     """
 
-    def __init__(self) -> None:
-        """Prepare; the first look walks over the model."""
+    def __init__(self, walked: Callable[[nn.Module], None] = lambda model: None) -> None:
+        """Prepare; the first look walks over the model.
+
+        Args:
+            walked: called with the model then, and whenever modules of it have been replaced.
+        """
+        self._walked = walked
         self._children: Children | None = None
         self._inner: list[dict[str, Any]] = []
         self._mixing: str | None = None
@@ -76,6 +81,7 @@ class InnerModules:
     def _attributes_inside(self, model: nn.Module) -> list[dict[str, Any]]:
         if self._children is None or not self._children.valid():
             modules = list(model.modules())
+            self._walked(model)
             self._inner = [vars(module) for module in modules if module is not model]
             self._mixing = next(filter(None, map(_kind_that_mixes, modules)), None)
             self._children = Children(modules)  # last: other threads then take the rest for known

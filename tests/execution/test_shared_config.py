@@ -146,3 +146,17 @@ def test_weights_move_while_no_other_thread_reads_them():
     moved.set()
     reader.result(timeout=PATIENCE)
     mover.result(timeout=PATIENCE)
+
+
+def test_a_layer_that_was_copied_before_or_after_wrapping_attends_over_pages(config, seed):
+    inputs = mixed_prompts([5, 3], 128, seed)
+    layers = "model.layers"
+    plain, model = sharing(config, 0), sharing(config, 0)
+    for own in (plain, model):
+        own.get_submodule(layers)[0] = copy.deepcopy(own.get_submodule(layers)[0])
+    compiled_llm.wrap(model, mode="eager", **OPTIONS)
+    expected = greedy(plain, inputs, 8)
+    torch.testing.assert_close(greedy(model, inputs, 8), expected)
+    model.get_submodule(layers)[1] = copy.deepcopy(model.get_submodule(layers)[1])  # and of its config
+    torch.testing.assert_close(greedy(model, inputs, 8), expected)
+    assert all(layer.self_attn.config._attn_implementation == "sdpa" for layer in model.get_submodule(layers))

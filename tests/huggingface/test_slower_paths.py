@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from support.pairs import OPTIONS, pair
@@ -196,3 +197,15 @@ def test_hooks_on_inner_modules_fire_whenever_they_are_registered(mode, inputs):
     torch.testing.assert_close(greedy(model, inputs, 6), changed)
     handle.remove()
     torch.testing.assert_close(greedy(model, inputs, 6), before)
+
+
+def test_a_streamer_of_sampled_beams_is_ignored_as_huggingface_ignores_it(models, inputs, seed):
+    options = {**inputs, "max_new_tokens": 6, "num_beams": 2, "do_sample": True, "streamer": BaseStreamer()}
+    run_twice_and_compare(models, options, seed)
+
+
+@pytest.mark.core
+def test_without_a_cache_prompts_padded_on_the_right_go_on_from_their_padding(models, inputs, seed, caplog):
+    padded = {name: value.flip(1) for name, value in inputs.items()}
+    run_twice_and_compare(models, {**padded, "max_new_tokens": 6, "do_sample": False, "use_cache": False}, seed)
+    assert_slow(models[1], "original", caplog)

@@ -508,6 +508,10 @@ FEATURES: dict[str, list[Feature]] = {
                 forward(return_dict=False),
             ],
         ),
+        Feature(
+            "`position_ids` that pack several sequences into a row",
+            [forward(attention_mask=None, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]))],
+        ),
         Feature("`inputs_embeds`", [embedded_forward]),
         Feature("`labels`", [score_of(right_padded())]),
         Feature("`labels` that follow masked tokens", [forward(labels=LABELS_FIRST_UNMASKED)]),

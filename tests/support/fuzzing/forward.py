@@ -52,8 +52,8 @@ class Forward(Step):
         if self.goes_on and (side.chat is None or len(side.chat.text) != len(self.prompt.lengths)):
             return "no conversation of so many rows"
         torch.manual_seed(self.seed)
-        ids, mask = self.prompt.ids(side.vocabulary), self.prompt.mask()
-        options = self.options(side, ids, mask)
+        text, mask = self.text(side)
+        options = self.options(side, text, mask)
         side.model.train(self.training)
         try:
             result = inside(self.around, lambda: side.model(**options))
@@ -61,12 +61,26 @@ class Forward(Step):
         finally:
             side.model.eval()
         if self.keeps:
-            text, masks = (ids, mask) if not self.goes_on else self._joined(side, ids, mask)
-            side.chat = Chat(text, masks, result.past_key_values)
+            side.chat = Chat(text, mask, result.past_key_values)
         return {"result": self.shown(result, mask), "gradients": gradients}
 
-    def options(self, side: Side, ids: Tensor, mask: Tensor) -> dict[str, Any]:
+    def text(self, side: Side) -> tuple[Tensor, Tensor]:
+        """``[B, T]``, all ids so far, and their mask."""
+        ids, mask = self.prompt.ids(side.vocabulary), self.prompt.mask()
+        if not self.goes_on:
+            return ids, mask
+        assert side.chat is not None
+        return torch.cat([side.chat.text, ids], dim=1), torch.cat([side.chat.mask, mask], dim=1)
+
+    def options(self, side: Side, text: Tensor, mask: Tensor) -> dict[str, Any]:
         options = {**self.settings}
+        ids = text
+        if self.goes_on:
+            assert side.chat is not None
+            options["past_key_values"] = side.chat.cache
+            ids = text[:, side.chat.cache.get_seq_length() :]  # the last one that generate returns is not in its cache
+        elif self.cache:
+            options["past_key_values"] = new_cache(side, self.cache, ids.shape[-1])
         if isinstance(options.get("logits_to_keep"), list):
             options["logits_to_keep"] = torch.tensor(options["logits_to_keep"])
         if self.embedded:
@@ -77,21 +91,12 @@ class Forward(Step):
             tril = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
             options["attention_mask"] = tril[None, None].expand(len(ids), 1, -1, -1)
         elif self.prompt.masked:
-            options["attention_mask"] = self._joined(side, ids, mask)[1] if self.goes_on else mask
+            options["attention_mask"] = mask
         if self.positions:
             options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) * self.positions
         if self.labels:
             options["labels"] = ids if self.labels == "all" else ids.masked_fill(mask == 0, -100)
-        if self.goes_on:
-            assert side.chat is not None
-            options["past_key_values"] = side.chat.cache
-        elif self.cache:
-            options["past_key_values"] = new_cache(side, self.cache, ids.shape[-1])
         return options
-
-    def _joined(self, side: Side, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        assert side.chat is not None
-        return torch.cat([side.chat.text, ids], dim=1), torch.cat([side.chat.mask, mask], dim=1)
 
     def gradients(self, side: Side, result: Any) -> Any:
         if not self.backward:
@@ -113,7 +118,7 @@ class Forward(Step):
             return shown
         at = "logits" if isinstance(shown, dict) else 1 if self.labels else 0
         keep = self.settings.get("logits_to_keep", 0)
-        columns = mask[:, keep] if isinstance(keep, list) else mask[:, -keep:]
+        columns = mask[:, keep] if isinstance(keep, list) else mask[:, -(keep or shown[at].shape[1]) :]
         if shown[at].shape[:2] == columns.shape:
             shown[at] = shown[at][columns.bool()]
         return shown

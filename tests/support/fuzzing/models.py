@@ -8,7 +8,6 @@ from typing import Any
 from support.families import FAMILIES
 
 NAMES = ("Qwen3", "Llama", *FAMILIES)
-WINDOWED = ("Cohere2", "Gemma2", "Gemma3", "GptOss", "Ministral", "Mistral", "Exaone4", "Olmo3")
 PLAIN_HEADS = frozenset(
     ["GPT2LMHead", "GPTBigCode", "GPTNeoX", "Helium", "OPT", "Olmo", "Persimmon", "Phi", "Phi3", "Qwen2", "Starcoder2"]
 )
@@ -45,8 +44,6 @@ def _heads(random: Random, family: str) -> dict[str, Any]:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": heads * size}
     if family == "OPT":
         return {**sizes, "word_embed_proj_dim": heads * size}
-    if family in PLAIN_HEADS:
-        return sizes
-    head_dim = random.choice((8, 16, 20, 32))
+    head_dim = size if family in PLAIN_HEADS else random.choice((8, 16, 20, 32))
     more = {"query_pre_attn_scalar": head_dim} if family in ("Gemma2", "Gemma3") else {}
     return {**sizes, "head_dim": head_dim, **more}

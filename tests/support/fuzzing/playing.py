@@ -19,6 +19,8 @@ from support.fuzzing.refusals import may_refuse, may_serve
 from support.fuzzing.side import Outcome, Raised, Side, state_at_rest
 
 NUDGES = 4
+PLANTED = ("PlantedError", "KeyboardInterrupt")
+"""What callbacks raise."""
 
 
 @dataclass
@@ -106,6 +108,8 @@ def _difference(step: Step, ours: Side, outcome: Outcome, expected: Outcome) -> 
     at_rest = difference(outcome.at_rest, expected.at_rest, "at rest")
     if outcome.raised and expected.raised:
         return at_rest or _of_errors(step, ours, outcome, expected)
+    if outcome.raised and outcome.raised.kind in PLANTED and step.draws(ours):
+        return at_rest  # HuggingFace drew other tokens, and has perhaps ended before
     if outcome.raised:
         return at_rest or (None if may_refuse(step, ours, outcome.raised) else f"raises {outcome.raised}")
     if expected.raised:
@@ -119,10 +123,9 @@ def _of_errors(step: Step, side: Side, outcome: Outcome, expected: Outcome) -> s
     assert theirs is not None
     if ours.kind == "ValueError" and ours.kind != theirs.kind:
         return None  # checked earlier, with a message of our own
-    if ours.kind != theirs.kind:
+    if ours.kind != theirs.kind and "meta tensor" not in theirs.message:
         return f"raises {ours}, HuggingFace {theirs}"
-    planted = theirs.kind in ("PlantedError", "KeyboardInterrupt")
-    return _of_seen(outcome, expected) if planted and not step.draws(side) else None
+    return _of_seen(outcome, expected) if theirs.kind in PLANTED and not step.draws(side) else None
 
 
 def _of_seen(outcome: Outcome, expected: Outcome) -> str | None:

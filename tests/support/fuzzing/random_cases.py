@@ -30,7 +30,7 @@ from support.fuzzing.data import Prompt, Step
 from support.fuzzing.forward import Forward
 from support.fuzzing.generate import Generate, InThreads
 from support.fuzzing.known import may
-from support.fuzzing.models import WINDOWED, random_config, random_family
+from support.fuzzing.models import random_config, random_family
 from support.fuzzing.surroundings import AROUND
 
 LAST = Generate(Prompt((4, 6)), {"max_new_tokens": 4})
@@ -47,10 +47,11 @@ class _Maker:
 
     Attributes:
         rows: how many rows the conversation has; 0 if there is none.
+        holes: whether masks may hide tokens between others.
     """
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.random, self.rows, self.family = seed, Random(seed), 0, ""
+        self.seed, self.random, self.rows, self.holes = seed, Random(seed), 0, True
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -62,11 +63,12 @@ class _Maker:
         return self.random.randrange(most)
 
     def case(self, steps: int, options: dict[str, Any]) -> Case:
-        self.family = random_family(self.random)
-        config = random_config(self.random, self.family)
+        family = random_family(self.random)
+        config = random_config(self.random, family)
+        self.holes = "sliding_window" not in config or may("windows and holes")
         options = {**self.wrap_options(), **options}
         chosen = tuple(self.step() for _ in range(steps))
-        return Case(self.family, config, options, (*chosen, LAST), self.seed % 1000)
+        return Case(family, config, options, (*chosen, LAST), self.seed % 1000)
 
     def wrap_options(self) -> dict[str, Any]:
         return {
@@ -96,12 +98,13 @@ class _Maker:
         settings = table.random_settings(self.random)
         prompt = self.prompt()
         drafting = table.drafts(settings)
+        cached = settings.get("use_cache", True) and self.chance(0.15)
         if drafting and self.chance(0.9):
             prompt = Prompt(prompt.lengths[:1], period=self.pick(0, 3, 4), seed=prompt.seed)
         return Generate(
             prompt,
             settings,
-            cache=self.pick("new", "new", "dynamic", "static") if self.chance(0.15) else "",
+            cache=self.pick("new", "new", "dynamic", "static") if cached else "",
             embedded=self.chance(0.07) and not prompt.wrong and "prefill_chunk_size" not in settings,
             positions=self.pick(1, 1, 2) if self.chance(0.1) and not prompt.wrong else 0,
             assistant=self.number(3) if drafting == "assistant" else None,
@@ -142,7 +145,7 @@ class _Maker:
             prompt,
             settings,
             labels=self.pick("ids", "ids", "all") if fits and self.chance(0.2) else "",
-            cache=self.pick("new", "dynamic", "static") if self.chance(0.1) else "",
+            cache=self.pick("new", "dynamic", "static") if self.chance(0.1) and not backward else "",
             embedded=fits and self.chance(0.1),
             positions=self.pick(1, 2) if fits and self.chance(0.15) else 0,
             square=prompt.even and fits and self.chance(0.1),
@@ -192,7 +195,7 @@ class _Maker:
             return Attention(self.pick("eager", "sdpa"))
         self.rows = 0
         if kind == "weights":
-            return Weights(self.pick(*(way for way in WAYS if way != "swapped module" or may("copied modules"))))
+            return Weights(self.pick(*WAYS))
         return Rewrap(self.wrap_options()) if kind == "rewrap" else Copied(self.pick("deepcopy", "pickle"))
 
     def cache_step(self) -> Step:
@@ -201,7 +204,7 @@ class _Maker:
             return Crop(self.pick(1, 2, 5))
         if kind == "select":
             return self.select()
-        if kind == "hide":
+        if kind == "hide" and self.holes:
             return Hide(self.number(self.rows), self.pick(1, 2))
         self.rows = self.rows if kind == "copy" else 0
         return CopyCache() if kind == "copy" else Leave()
@@ -218,11 +221,11 @@ class _Maker:
     def prompt(self, rows: int | None = None, short: bool = False) -> Prompt:
         rows = rows or self.pick(1, 1, 2, 2, 3, 4, 5)
         longest = self.pick(1, 2, 3) if short else self.pick(2, 5, 9, 17, 33)
-        equal = self.chance(0.3)
+        equal = self.chance(0.3) or (short and not self.holes)
         lengths = tuple(longest if equal else 1 + self.number(longest) for _ in range(rows))
         if short:
             return Prompt(lengths, seed=self.number(1000))
-        with_hole = self.chance(0.1) and (self.family not in WINDOWED or may("windows and holes"))
+        with_hole = self.chance(0.1) and self.holes
         holes = ((self.number(rows), self.number(longest)),) if with_hole else ()
         return Prompt(
             lengths,

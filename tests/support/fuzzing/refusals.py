@@ -18,7 +18,8 @@ Holds = Callable[[Any, Side], bool]
 def _rows(step: Any, side: Side) -> int:
     if not isinstance(step, Generate):
         return len(step.prompt.lengths)
-    return len(step.prompt.lengths) * max(step.beams(side), step.settings.get("num_return_sequences") or 1)
+    copies = max(step.beams(side), step.settings.get("num_return_sequences") or 1)
+    return len(step.prompt.lengths) * copies
 
 
 def _more_rows(step: Any, side: Side) -> bool:
@@ -36,7 +37,8 @@ def _few_pages(step: Any, side: Side) -> bool:
     """Whether a call may need more pages than there are, those of a conversation beside it included."""
     options = {**OPTIONS, **(side.options or {})}
     size, tokens = options.get("page_size", 16), int(str(options.get("kv_memory", "100000 tokens")).split()[0])
-    rows = _rows(step, side) + (0 if side.chat is None else len(side.chat.text))
+    guided = 2 if "guidance_scale" in step.settings else 1  # it computes the text without its prompt as well
+    rows = _rows(step, side) * guided + (0 if side.chat is None else len(side.chat.text))
     longest = max(_longest(step, side), 0 if side.chat is None else side.chat.text.shape[1])
     return rows * (-(-longest // size) + 1) * size > tokens
 
@@ -81,6 +83,7 @@ def may_refuse(step: Step, side: Side, raised: Raised) -> bool:
 
 SERVED: tuple[tuple[str, str], ...] = (
     (r"`crop` was called, but the current layer does not track past states", "pages keep what a window has left"),
+    (r"meta tensor", "tensors are made on the model's device, whatever the default device is"),
 )
 """What HuggingFace raises for and a wrapped model may serve, and why."""
 
