@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-KNOWN: dict[str, str] = {
-    "windows and holes": "windows count stored tokens, HuggingFace's count columns, in a conversation over pages",
-}
+KNOWN: dict[str, str] = {}
 
 
 def may(feature: str) -> bool:

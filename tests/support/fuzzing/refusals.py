@@ -61,6 +61,7 @@ REFUSALS: tuple[tuple[str, Holds], ...] = (
     (r"no token can be drawn", lambda step, side: isinstance(step, Generate) and step.changed_logits),
     (r"takes HuggingFace's own forward", _over_a_cache),
     (r"attention_mask: row \d+ needs token", _over_a_cache),
+    (r"attention_mask: row \d+ has hidden tokens between others, which attention windows", _over_a_cache),
     (r"attention_mask hides every new token", _over_a_cache),
     (r"attention_mask: .* does not fit input_ids", lambda step, side: bool(step.prompt.wrong)),
     (r"a PagedCache cannot be pickled", lambda step, side: False),
