@@ -84,6 +84,7 @@ def may_refuse(step: Step, side: Side, raised: Raised) -> bool:
 
 SERVED: tuple[tuple[str, str], ...] = (
     (r"`crop` was called, but the current layer does not track past states", "pages keep what a window has left"),
+    (r"Can't pickle local object 'install_output_capuring_hook", "a refused call has left no hooks of HuggingFace's"),
     (r"meta tensor", "tensors are made on the model's device, whatever the default device is"),
 )
 """What HuggingFace raises for and a wrapped model may serve, and why."""
