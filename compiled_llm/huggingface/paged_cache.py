@@ -269,6 +269,11 @@ class PagedCache(Cache):
         assert inputs is not None
         batch, new = inputs.shape[:2]
         first = self.seen
+        if attention_mask is not None and attention_mask.shape[1] > first + new:
+            raise ValueError(
+                f"attention_mask: {attention_mask.shape[1]} columns are more than the {first} of the cache and {new} "
+                "new ones; leave out those of tokens that neither has"
+            )
         rows = self.updates(batch, attention_mask, first, first + new)
         self._check_positions(rows, new)
         self.check_windows(rows, first + new)

@@ -128,6 +128,8 @@ class WrappedModel:
     ) -> Any:
         model = cast(PreTrainedModel, self)
         cache = model_kwargs.get("past_key_values")
+        if generation_config.use_cache is False and isinstance(cache, PagedCache):
+            raise ValueError("generate: use_cache=False, and past_key_values is a PagedCache; leave one of them out")
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         choice = CacheChoice(
             self.compiled, model, generation_config, model_kwargs, cache, generation_mode, rows, max_cache_length

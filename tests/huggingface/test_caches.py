@@ -521,3 +521,23 @@ def test_a_first_call_that_finds_no_pages_leaves_an_empty_cache_for_any_batch(mo
     with torch.no_grad():
         ids = torch.randint(3, 128, (2, 6))
         torch.testing.assert_close(models[1](ids, past_key_values=cache).logits, models[0](ids).logits, **CLOSE)
+
+
+def test_a_mask_with_columns_that_neither_cache_nor_call_has_is_refused(models, inputs):
+    _, wrapped = models
+    first = greedy(wrapped, inputs, 3, return_dict_in_generate=True)
+    cache, mask = first.past_key_values, torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
+    with torch.no_grad():
+        wide = torch.cat([mask, mask[:, :2]], 1)
+        with pytest.raises(ValueError, match="attention_mask: 14 columns are more than the 11 of the cache and 1 new"):
+            wrapped(first.sequences[:, -1:], wide, past_key_values=cache)
+        wrapped(first.sequences[:, -1:], mask, past_key_values=cache)
+    assert cache.get_seq_length() == first.sequences.shape[1]
+
+
+def test_a_paged_cache_without_use_cache_is_refused(models, inputs):
+    _, wrapped = models
+    with pytest.raises(ValueError, match="use_cache=False, and past_key_values is a PagedCache; leave one"):
+        greedy(wrapped, inputs, 3, use_cache=False, past_key_values=wrapped.compiled.new_cache())
+    greedy(wrapped, inputs, 3)
+    assert_account_is_empty(wrapped)

@@ -199,9 +199,24 @@ def test_hooks_on_inner_modules_fire_whenever_they_are_registered(mode, inputs):
     torch.testing.assert_close(greedy(model, inputs, 6), before)
 
 
-def test_a_streamer_of_sampled_beams_is_ignored_as_huggingface_ignores_it(models, inputs, seed):
-    options = {**inputs, "max_new_tokens": 6, "num_beams": 2, "do_sample": True, "streamer": BaseStreamer()}
+class Prompts(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.put_in: list[Tensor] = []
+
+    def put(self, value: Tensor) -> None:
+        self.put_in.append(value)
+
+    def end(self) -> None: ...
+
+
+def test_a_streamer_of_sampled_beams_gets_the_prompts_alone_as_huggingfaces_does(models, inputs, seed):
+    streamer = Prompts()
+    options = {**inputs, "max_new_tokens": 6, "num_beams": 2, "do_sample": True, "streamer": streamer}
     run_twice_and_compare(models, options, seed)
+    assert len(streamer.put_in) == 3
+    assert all(torch.equal(prompts, streamer.put_in[0]) for prompts in streamer.put_in)
 
 
 @pytest.mark.core

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from compiled_llm_ops.kernels.attention import _alone, _pick, _share
+from compiled_llm_ops.kernels.attention import _pick, _share, _unsplit
 
 
 @triton.jit
@@ -16,8 +16,8 @@ def share_kernel(
     found: Any,
     rows: Any,
     programs: Any,
-    alone: Any,
-    least: Any,
+    unsplit: Any,
+    min_share: Any,
     padded: tl.constexpr,
     most: tl.constexpr,
     share_equal: tl.constexpr,
@@ -25,8 +25,8 @@ def share_kernel(
     """Write row, first program, number of programs, begin and end of each program's share."""
     program, row_ids = tl.program_id(0), tl.arange(0, padded)
     given = tl.load(blocks + row_ids, mask=row_ids < rows, other=0)
-    alone = _alone(given, rows, alone, share_equal)
-    own, first, count, begin, end = _share(given, program, programs, rows, alone, least, most)
+    unsplit = _unsplit(given, rows, unsplit, share_equal)
+    own, first, count, begin, end = _share(given, program, programs, rows, unsplit, min_share, most)
     tl.store(found + 5 * program, _pick(own, row_ids))
     tl.store(found + 5 * program + 1, first)
     tl.store(found + 5 * program + 2, count)
