@@ -51,7 +51,7 @@ class Engine:
             tokenizer: for prompts of text and messages, and for the text of answers.
             max_rows: how many requests run at once, at most; ``max_batch_size`` of ``wrap`` bounds ``generate`` alone.
             max_step_ms: how long a step may take, in milliseconds: prompts are computed in chunks that leave it so, as
-                far as steps so far tell. None for chunks of ``prefill_tokens``, which serve throughput best.
+                far as steps so far tell. None for chunks of ``prefill_tokens``, however long they take.
             prefix_cache: keep pages of texts, for later ones that begin like them.
             max_queue: how many requests may wait; None for any number.
 

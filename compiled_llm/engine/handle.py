@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from compiled_llm.engine.output import Completion, RequestOutput
@@ -131,9 +132,7 @@ class RequestHandle:
     async def __aiter__(self) -> AsyncIterator[int]:
         """As ``__iter__``, for ``async for``."""
         request, count = self._only(), 0
-        event, loop = asyncio.Event(), asyncio.get_running_loop()
-        self._listeners.add(listener := lambda: loop.call_soon_threadsafe(event.set))
-        try:
+        with self._listening() as event:
             while True:
                 event.clear()
                 ended, new = request.done, request.tokens[count:]
@@ -144,8 +143,6 @@ class RequestHandle:
                     break
                 if not (new or ended):
                     await event.wait()
-        finally:
-            self._listeners.discard(listener)
         self._raise_error()
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
@@ -153,16 +150,22 @@ class RequestHandle:
         return self._ended().__await__()
 
     async def _ended(self) -> RequestOutput:
-        event, loop = asyncio.Event(), asyncio.get_running_loop()
-        self._listeners.add(listener := lambda: loop.call_soon_threadsafe(event.set))
-        try:
+        with self._listening() as event:
             while not self.done:
                 event.clear()
                 if not self.done:
                     await event.wait()
+        return self.result()
+
+    @contextmanager
+    def _listening(self) -> Iterator[asyncio.Event]:
+        """Yield an event of the running event loop that is set whenever something has changed."""
+        event, loop = asyncio.Event(), asyncio.get_running_loop()
+        self._listeners.add(listener := lambda: loop.call_soon_threadsafe(event.set))
+        try:
+            yield event
         finally:
             self._listeners.discard(listener)
-        return self.result()
 
     def _only(self) -> Request:
         if len(self.requests) > 1:

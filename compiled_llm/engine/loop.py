@@ -16,11 +16,10 @@ from compiled_llm.engine.request import Request
 from compiled_llm.engine.scheduler import Chunk, Plan, Scheduler
 from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_timer import DeviceTimer
 from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.execution.staging import Readback
-from compiled_llm.execution.stop_clock import StopClock
 from compiled_llm.kvcache.prefix_tree import PrefixTree
-from compiled_llm.kvcache.row import Row
 
 
 class _Launched(NamedTuple):
@@ -28,7 +27,7 @@ class _Launched(NamedTuple):
 
     plan: Plan
     readback: Readback
-    clock: StopClock | None
+    timer: DeviceTimer | None
 
 
 class Loop:
@@ -125,22 +124,22 @@ class Loop:
         self._enter_settings(plan.extend)
         for request in (chunk.request for chunk in plan.extend):
             request.admitted = request.admitted or now
-        clock = StopClock(self.device_model.device) if self._pace.bounded else None
-        prepared = self.device_model.events.preparing.seconds
-        batch = Batch([_row(request) for request in plan.decode], [_extension(chunk) for chunk in plan.extend])
+        timer = DeviceTimer(self.device_model.device) if self._pace.bounded else None
+        prepared = 0.0 if timer is None else self.device_model.events.preparing.seconds
+        batch = Batch([request.running_row for request in plan.decode], [_extension(chunk) for chunk in plan.extend])
         step = self.device_model.run(batch, self._persistent, unchanged)
-        if clock is not None:
-            clock.stop()
+        if timer is not None:
+            timer.stop()
             if self.device_model.events.preparing.seconds > prepared:  # that takes longer than the device does
-                clock = None
-        self._launched.append(_Launched(plan, self.device_model.readbacks.start(step.tokens), clock))
+                timer = None
+        self._launched.append(_Launched(plan, self.device_model.readbacks.start(step.tokens), timer))
 
     def _enter_settings(self, chunks: Sequence[Chunk]) -> None:
         """Give rows that are to be sampled their settings."""
         new = [
-            (_row(chunk.request), _as_of_now(chunk.request, chunk.request.sampling))
+            (chunk.request.running_row, _as_of_now(chunk.request, chunk.request.sampling))
             for chunk in chunks
-            if chunk.request.sampling is not None and _row(chunk.request).sampling_slot is None
+            if chunk.request.sampling is not None and chunk.request.running_row.sampling_slot is None
         ]
         if new:
             self.device_model.state.sampling.admit([row for row, _ in new], [sampling for _, sampling in new])
@@ -154,8 +153,8 @@ class Loop:
 
     def _read(self, step: _Launched) -> list[Request]:
         tokens = step.readback.result()
-        if step.clock is not None:
-            self._pace.ran(len(step.plan.decode), sum(len(chunk.ids) for chunk in step.plan.extend), step.clock.seconds)
+        if step.timer is not None:
+            self._pace.ran(len(step.plan.decode), sum(len(chunk.ids) for chunk in step.plan.extend), step.timer.seconds)
         return self.scheduler.read(step.plan.choosing, tokens, time.monotonic())
 
 
@@ -167,9 +166,4 @@ def _as_of_now(request: Request, sampling: Sampling) -> Sampling:
 
 
 def _extension(chunk: Chunk) -> Extension:
-    return Extension.of(_row(chunk.request), chunk.ids, chunk.ends)
-
-
-def _row(request: Request) -> Row:
-    assert request.row is not None, "the request does not run"
-    return request.row
+    return Extension.of(chunk.request.running_row, chunk.ids, chunk.ends)

@@ -89,6 +89,12 @@ class Request:
         return self.finish_reason is not None
 
     @property
+    def running_row(self) -> Row:
+        """Its row; it runs."""
+        assert self.row is not None, "the request does not run"
+        return self.row
+
+    @property
     def prefilled(self) -> bool:
         """Whether all that was known of it when it was admitted is computed, or queued to be."""
         return self.row is not None and self.row.length >= len(self.known)

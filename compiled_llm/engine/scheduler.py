@@ -9,8 +9,8 @@ from __future__ import annotations
 import bisect
 import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from compiled_llm.compilation.sampling import NOT_A_TOKEN
 from compiled_llm.engine.request import FinishReason, Request, RequestError
 from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
+from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 
 logger = logging.getLogger("compiled_llm.engine")
@@ -26,27 +27,6 @@ _FIRST_GUESS = 256
 """How long answers are taken to be until some have ended, in tokens."""
 _WEIGHT = 1 / 16
 """Of an ended answer's length in the guess for the next ones."""
-
-
-class PrefixCache(Protocol):
-    """Keeps pages of texts that have been computed."""
-
-    @property
-    def generation(self) -> int:
-        """How often it was cleared."""
-        ...
-
-    def match(self, ids: NDArray[np.int64], salt: Hashable = None) -> list[int]:
-        """Return the pages of the longest known prefix; the caller owns them, too, from now on."""
-        ...
-
-    def insert(self, ids: NDArray[np.int64], pages: Sequence[int], salt: Hashable = None) -> None:
-        """Keep the pages that ``ids`` fill."""
-        ...
-
-    def clear(self) -> None:
-        """Forget all texts."""
-        ...
 
 
 class Chunk(NamedTuple):
@@ -98,7 +78,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: PagePool, max_rows: int, budget: Callable[[int], int], prefixes: PrefixCache | None = None
+        self, pool: PagePool, max_rows: int, budget: Callable[[int], int], prefixes: PrefixTree | None = None
     ) -> None:
         """Begin with nobody.
 
@@ -200,7 +180,8 @@ class Scheduler:
         """Return the requests that go on by a token, once there are pages for all of them."""
         while True:
             decode = [request for request in self.running if request.prefilled and not request.exhausted]
-            if all(self._reserved(row, row.length + 1) for row in map(_row, decode) if not row.room):
+            rows = [request.running_row for request in decode]
+            if all(self._reserved(row, row.length + 1) for row in rows if not row.room):
                 return decode
             self.preempt()
 
@@ -210,7 +191,7 @@ class Scheduler:
         return room - len(chunk.ids)
 
     def _chunk(self, request: Request, room: int) -> Chunk:
-        start = _row(request).length
+        start = request.running_row.length
         ids = request.known[start : start + room]
         return Chunk(request, ids, start + len(ids) == len(request.known))
 
@@ -271,7 +252,7 @@ class Scheduler:
         """
         if not self.running:
             raise OutOfPagesError("no page is free, and no request has any")
-        victim = max(self.running, key=lambda request: (request.priority, -_row(request).length, request.arrival))
+        victim = max(self.running, key=lambda request: (request.priority, -request.running_row.length, request.arrival))
         self._retire(victim)
         victim.preemptions += 1
         self.preemptions += 1
@@ -293,7 +274,7 @@ class Scheduler:
             Requests that this was the last step of; their pages are given back.
         """
         for chunk in plan.extend:
-            request, row = chunk.request, _row(chunk.request)
+            request, row = chunk.request, chunk.request.running_row
             self._keep(request, request.known[: row.length])
             if chunk.ends:
                 self._release_followers(request)
@@ -346,7 +327,7 @@ class Scheduler:
 
         A step that is still queued may write after what is known of the text, never into pages that it fills.
         """
-        row = _row(request)
+        row = request.running_row
         self._keep(request, request.text[: row.length])
         self.running.remove(request)
         request.row = None
@@ -354,12 +335,7 @@ class Scheduler:
 
     def _keep(self, request: Request, ids: NDArray[np.int64]) -> None:
         if self._prefixes is not None and request.generation == self._prefixes.generation:
-            self._prefixes.insert(ids, _row(request).pages, request.salt)
-
-
-def _row(request: Request) -> Row:
-    assert request.row is not None, "the request does not run"
-    return request.row
+            self._prefixes.insert(ids, request.running_row.pages, request.salt)
 
 
 def _deadline(request: Request) -> float:

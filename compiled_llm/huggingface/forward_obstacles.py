@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import observer_of_operations
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.huggingface.current_call import current_call
 from compiled_llm.huggingface.handle import CompiledModel
-from compiled_llm.huggingface.model_obstacles import MORE_OUTPUTS
+from compiled_llm.huggingface.model_obstacles import MORE_OUTPUTS, inner_reasons
 from compiled_llm.huggingface.other_inputs import one_a_token, without_what_says_nothing
 from compiled_llm.huggingface.paged_cache import PagedCache
 from compiled_llm.huggingface.prefills import OF_PREFILLS
@@ -67,14 +66,7 @@ def forward_obstacle(
 def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
     cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
     paged = isinstance(cache, PagedCache)
-    if (observer := observer_of_operations()) is not None:
-        yield Reason("observed", observer)
-    modules = cast(CompiledModel, model.compiled).modules
-    hooked, mixing = modules.obstacles(model)
-    if hooked:
-        yield Reason("inner_hooks")
-    if mixing is not None:
-        yield Reason("mixed_tokens", mixing)
+    yield from inner_reasons(model, cast(CompiledModel, model.compiled).modules)
     for name in MORE_OUTPUTS:
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)

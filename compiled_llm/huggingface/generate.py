@@ -207,6 +207,16 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     return sequences.finish()
 
 
+def callbacks_of(call: Call) -> list[Any]:
+    """Return what looks at each step's tokens: criteria, and a streamer."""
+    return [*_custom_criteria(call), *([] if call.streamer is None else [call.streamer])]
+
+
+def _custom_criteria(call: Call) -> list[Callable[..., Any]]:
+    """Return the criteria beyond those that ``Sequences`` checks by itself."""
+    return [entry for entry in call.criteria if type(entry) not in (MaxLengthCriteria, EosTokenCriteria)]
+
+
 class Sequences:
     """The sequences on the host, and HuggingFace's rules for when each one ends.
 
@@ -235,10 +245,8 @@ class Sequences:
         self._pads = any(hasattr(entry, "eos_token_id") for entry in call.criteria)
         pad = pad_token(call.config)
         self.pad_token = 0 if pad is None else int(call.copies.of(pad))
-        self._custom: list[Callable[..., Any]] = [
-            entry for entry in call.criteria if type(entry) not in (MaxLengthCriteria, EosTokenCriteria)
-        ]
-        self.callbacks = [*self._custom, *([] if call.streamer is None else [call.streamer])]
+        self._custom = _custom_criteria(call)
+        self.callbacks = callbacks_of(call)
         self._scores: tuple[Tensor, ...] | None = () if self._wants("output_scores") else None
         self._logits: tuple[Tensor, ...] | None = () if self._wants("output_logits") else None
 

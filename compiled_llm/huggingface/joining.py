@@ -14,7 +14,7 @@ from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.request import Request
 from compiled_llm.execution.limits import check_fits
 from compiled_llm.huggingface.call import Call
-from compiled_llm.huggingface.generate import Sequences
+from compiled_llm.huggingface.generate import Sequences, callbacks_of
 
 
 def engine_to_join(call: Call) -> Driver | None:
@@ -28,7 +28,7 @@ def engine_to_join(call: Call) -> Driver | None:
         return None
     if driver.here or not _fits(call):  # inside ``engine.paused()``; or it will be refused
         return None
-    alone = call.returns_cache or call.waits is not None or call.cache.runner.rows or Sequences(call).callbacks
+    alone = call.returns_cache or call.waits is not None or call.cache.runner.rows or callbacks_of(call)
     return None if alone else driver
 
 

@@ -19,6 +19,14 @@ def forward_reasons(model: PreTrainedModel, modules: InnerModules) -> Iterator[R
     """Yield why the original forward has to run."""
     if (own := own_forward(model)) is not None:
         yield Reason("own_forward", own)
+    yield from inner_reasons(model, modules)
+    for name in MORE_OUTPUTS:
+        if getattr(model.config, name, False):
+            yield Reason(name)
+
+
+def inner_reasons(model: PreTrainedModel, modules: InnerModules) -> Iterator[Reason]:
+    """Yield why HuggingFace's own modules have to run: somebody looks into them, or they mix tokens."""
     if (observer := observer_of_operations()) is not None:
         yield Reason("observed", observer)
     hooked, mixing = modules.obstacles(model)
@@ -26,9 +34,6 @@ def forward_reasons(model: PreTrainedModel, modules: InnerModules) -> Iterator[R
         yield Reason("inner_hooks")
     if mixing is not None:
         yield Reason("mixed_tokens", mixing)
-    for name in MORE_OUTPUTS:
-        if getattr(model.config, name, False):
-            yield Reason(name)
 
 
 def model_obstacle(model: PreTrainedModel, modules: InnerModules, overrides: Overrides) -> Reason | None:

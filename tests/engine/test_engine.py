@@ -18,6 +18,7 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine, QueueFullError
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
+from support.failing_calls import fail_once
 from support.parity import assert_account_is_empty, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -225,15 +226,7 @@ def test_a_row_that_is_nan_ends_alone(plain, model, engine, monkeypatch, seed):
 
 def test_a_step_that_fails_ends_what_it_was_for_and_the_next_works(plain, model, engine, monkeypatch, seed):
     prompts = some_prompts(3, seed)
-    run, steps = type(model.compiled.device_model()).run, []
-
-    def fails(self: Any, *args: Any) -> Any:
-        steps.append(1)
-        if len(steps) == 4:
-            raise MemoryError("planted")
-        return run(self, *args)
-
-    monkeypatch.setattr(type(model.compiled.device_model()), "run", fails)
+    fail_once(monkeypatch, model.compiled.device_model(), "run", MemoryError("planted"), after=4)
     params = SamplingParams(**GREEDY, max_tokens=20)
     with pytest.raises(MemoryError, match="planted"):
         engine.generate(prompts, params)
@@ -244,15 +237,7 @@ def test_a_step_that_fails_ends_what_it_was_for_and_the_next_works(plain, model,
 
 def test_ctrl_c_ends_the_call_and_loses_nothing(plain, model, engine, monkeypatch, seed):
     prompts = some_prompts(3, seed)
-    run, steps = type(model.compiled.device_model()).run, []
-
-    def interrupted(self: Any, *args: Any) -> Any:
-        steps.append(1)
-        if len(steps) == 4:
-            raise KeyboardInterrupt
-        return run(self, *args)
-
-    monkeypatch.setattr(type(model.compiled.device_model()), "run", interrupted)
+    fail_once(monkeypatch, model.compiled.device_model(), "run", KeyboardInterrupt(), after=4)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=20))
     outputs = engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=20))

@@ -17,6 +17,7 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
+from support.failing_calls import fail_once
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3
 
@@ -63,29 +64,6 @@ def train(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return other
 
 
-class Faults:
-    """Fail at one place, once."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch = monkeypatch
-        self.left = 0
-
-    def plant(self, owner: Any, name: str, error: BaseException, after: int, once_done: bool = False) -> None:
-        """Raise in ``owner.name``: at its n-th call, before it has done anything or after all."""
-        original, self.left = getattr(owner, name), after
-
-        def fails(*args: Any, **kwargs: Any) -> Any:
-            self.left -= 1
-            if self.left == 0 and not once_done:
-                raise error
-            result = original(*args, **kwargs)
-            if self.left == 0:
-                raise error
-            return result
-
-        self._monkeypatch.setattr(owner, name, fails)
-
-
 PLACES = ["make_ready", "upload", "decode", "prefill", "settings", "start_reading", "read", "plan", "launched"]
 
 
@@ -118,8 +96,7 @@ def test_each_call_into_the_device_may_fail_once(plain, monkeypatch, one_thread,
         for once_done in (False, True):
             engine.reset_prefix_cache()
             with monkeypatch.context() as patch:
-                faults = Faults(patch)
-                faults.plant(*place_of(model, engine, place), kind("planted"), after=2, once_done=once_done)
+                fail_once(patch, *place_of(model, engine, place), kind("planted"), after=2, once_done=once_done)
                 with pytest.raises(kind, match="planted"):
                     engine.generate(prompts, params)
             assert engine.stats().running == engine.stats().waiting == 0
@@ -135,7 +112,7 @@ def test_what_waits_does_not_fail_with_what_runs(plain, model, monkeypatch, one_
         engine.generate([5])
         with engine.paused():
             first, second = engine.submit(PROMPT, greedy(4)), engine.submit(PROMPT[:9], greedy(4))
-            Faults(monkeypatch).plant(model.compiled.device_model().prefill, "run", MemoryError("planted"), after=1)
+            fail_once(monkeypatch, model.compiled.device_model().prefill, "run", MemoryError("planted"), after=1)
         with pytest.raises(MemoryError, match="planted"):
             first.result(timeout=60)
         assert second.result(timeout=60).token_ids == alone(plain, PROMPT[:9], 4)
@@ -151,7 +128,7 @@ def test_ctrl_c_while_the_device_has_failed_hangs_nobody(plain, model, engine, m
         assert loop is not None
         engine._driver._restart(loop, KeyboardInterrupt())  # between two steps
     with monkeypatch.context() as patch:
-        Faults(patch).plant(loop.scheduler, "read", RuntimeError("planted"), after=2)
+        fail_once(patch, loop.scheduler, "read", RuntimeError("planted"), after=2)
         with pytest.raises(RuntimeError, match="planted"):
             handle.result(timeout=60)
     assert engine.generate(PROMPT, greedy(4))[0].token_ids == alone(plain, PROMPT, 4)
@@ -161,7 +138,7 @@ def test_a_model_that_cannot_be_placed_ends_what_runs(plain, model, engine, monk
     handle = engine.submit(PROMPT, greedy(900))
     next(iter(handle))
     with engine.paused(weights_stay=True):
-        Faults(monkeypatch).plant(model.compiled, "device_model", ValueError("planted"), after=1)
+        fail_once(monkeypatch, model.compiled, "device_model", ValueError("planted"), after=1)
     with pytest.raises(ValueError, match="planted"):
         handle.result(timeout=60)
     assert engine.generate(PROMPT, greedy(4))[0].token_ids == alone(plain, PROMPT, 4)
@@ -224,7 +201,7 @@ def test_ctrl_c_leaves_nobody_in_the_queue(model, monkeypatch, one_thread):
         engine.generate([5])
         for _ in range(3):
             with monkeypatch.context() as patch:
-                Faults(patch).plant(model.compiled.device_model().decode, "run", KeyboardInterrupt(), after=1)
+                fail_once(patch, model.compiled.device_model().decode, "run", KeyboardInterrupt(), after=1)
                 with pytest.raises(KeyboardInterrupt):
                     engine.generate([PROMPT, PROMPT], greedy(20))
             assert engine.stats().waiting == 0

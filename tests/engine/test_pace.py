@@ -9,7 +9,7 @@ import pytest
 import compiled_llm
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.pace import Pace
-from compiled_llm.execution.stop_clock import StopClock
+from compiled_llm.execution.device_timer import DeviceTimer
 from support.tiny_models import tiny_qwen3
 
 
@@ -63,7 +63,7 @@ def test_a_device_that_becomes_slower_is_followed(seed):
 
 
 def test_the_engine_runs_prompts_in_chunks_that_it_has_timed(monkeypatch, seed):
-    """A clock that takes 1 ms for each token: 40 ms leave room for chunks of 32."""
+    """A timer that shows 1 ms for each token: 40 ms leave room for chunks of 32."""
     plans: list[list[int]] = []
     launch = Loop._launch
 
@@ -72,7 +72,7 @@ def test_the_engine_runs_prompts_in_chunks_that_it_has_timed(monkeypatch, seed):
         launch(self, plan, unchanged)
 
     monkeypatch.setattr(Loop, "_launch", launched)
-    monkeypatch.setattr(StopClock, "seconds", property(lambda _: 0.001 * max(1, sum(plans[-1]))))
+    monkeypatch.setattr(DeviceTimer, "seconds", property(lambda _: 0.001 * max(1, sum(plans[-1]))))
     model = compiled_llm.wrap(tiny_qwen3(), mode="eager", kv_memory="4000 tokens", progress=False)
     draw = random.Random(seed)
     prompts = [[draw.randrange(3, 128) for _ in range(200)] for _ in range(3)]

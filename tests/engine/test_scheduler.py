@@ -18,7 +18,7 @@ from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.pace import Pace
 from compiled_llm.engine.request import Request
 from compiled_llm.engine.scheduler import Plan, Scheduler
-from compiled_llm.kvcache.pool import OutOfPagesError
+from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 from support.naive_device import BAD, NaiveDevice, PlantedError, PoisonedPool, answer, seen_in
@@ -251,6 +251,34 @@ class Crowd(RuleBasedStateMachine):
         assert (account.used, account.free + account.cached) == (0, account.total)
         assert self.pool.available == account.total
         assert len(self.device.free_slots) == 2 * self.scheduler._max_rows
+
+
+def launch(scheduler: Scheduler) -> Plan:
+    """Have all rows of the next plan grow, as a device would."""
+    plan = scheduler.plan()
+    for request in plan.decode:
+        request.running_row.grow(1)
+    for chunk in plan.extend:
+        chunk.request.running_row.grow(len(chunk.ids))
+    scheduler.launched(plan)
+    return plan
+
+
+def test_who_has_left_before_the_last_token_was_read_waits_again_if_that_is_lost():
+    scheduler = Scheduler(PagePool(9, 4), 2, lambda decoding: 100)
+    request = Request(prompt=np.array([1, 2, 3]), sampling=None, most=2, ends=frozenset())
+    scheduler.add(request)
+    lost = [*launch(scheduler).choosing, *launch(scheduler).choosing]
+    assert lost == [request, request]
+    assert request.row is None, "its pages are given back when its last token is chosen"
+    assert scheduler.idle
+    scheduler.again(lost)
+    assert scheduler.waiting == [request]
+    for token in (7, 8):
+        scheduler.read(launch(scheduler).choosing, [token], now=0.0)
+    assert (request.tokens, request.finish_reason) == ([7, 8], "length")
+    scheduler.again(lost)
+    assert scheduler.idle, "it has ended"
 
 
 class TestCrowd(Crowd.TestCase):  # type: ignore[misc]

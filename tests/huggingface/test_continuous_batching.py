@@ -22,6 +22,7 @@ from compiled_llm.engine.request import Request
 from compiled_llm.huggingface import batch_settings
 from compiled_llm.huggingface.batch_answers import Answers
 from compiled_llm.huggingface.continuous_batching import EngineManager
+from support.failing_calls import fail_once
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3
 
@@ -193,15 +194,7 @@ def test_what_is_wrong_with_a_request_is_in_its_output(plain, wrapped):
 
 
 def test_a_step_that_fails_is_in_the_output_and_the_manager_goes_on(plain, wrapped, manager, monkeypatch):
-    steps, run = [], type(wrapped.compiled.device_model()).run
-
-    def fails_once(self: Any, *args: Any) -> Any:
-        steps.append(1)
-        if len(steps) == 3:
-            raise MemoryError("planted")
-        return run(self, *args)
-
-    monkeypatch.setattr(type(wrapped.compiled.device_model()), "run", fails_once)
+    fail_once(monkeypatch, wrapped.compiled.device_model(), "run", MemoryError("planted"), after=3)
     manager.add_request(PROMPTS[0])
     (output,) = results(manager, 1)
     assert output.error == "MemoryError: planted"

@@ -99,8 +99,8 @@ class Session(Protocol):
         ...
 
 
-class Contender(Protocol):
-    """Something that generates text.
+class Participant(Protocol):
+    """What contenders of every experiment have.
 
     Attributes:
         name: as on the command line.
@@ -113,6 +113,10 @@ class Contender(Protocol):
     def obstacle(self, setup: Setup) -> str | None:
         """Return why it cannot take part here, or None."""
         ...
+
+
+class Contender(Participant, Protocol):
+    """Something that generates text."""
 
     def opened(self, setup: Setup) -> AbstractContextManager[Session]:
         """Load the model for the block."""

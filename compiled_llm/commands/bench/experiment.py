@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from compiled_llm.commands.bench.contender import Setup
+from compiled_llm.commands.bench.contender import Participant, Setup
 from compiled_llm.commands.bench.report import Report
 
 Save = Callable[[], object]
-
-
-class Named(Protocol):
-    """What all kinds of contenders have; see their protocols."""
-
-    name: str
-
-    def obstacle(self, setup: Setup) -> str | None:
-        """Return why it cannot take part here, or None."""
-        ...
-
-
-C = TypeVar("C", bound=Named)
+C = TypeVar("C", bound=Participant)
 
 
 def run_each(

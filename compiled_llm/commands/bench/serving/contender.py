@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from compiled_llm.commands.bench.contender import Setup
+from compiled_llm.commands.bench.contender import Participant, Setup
 from compiled_llm.commands.bench.serving.workloads import Asked
 
 
@@ -51,20 +51,8 @@ class ServingSession(Protocol):
         ...
 
 
-class ServingContender(Protocol):
-    """Something that answers requests.
-
-    Attributes:
-        name: as on the command line.
-        summary: what it is, in one line.
-    """
-
-    name: str
-    summary: str
-
-    def obstacle(self, setup: Setup) -> str | None:
-        """Return why it cannot take part here, or None."""
-        ...
+class ServingContender(Participant, Protocol):
+    """Something that answers requests."""
 
     def opened(self, setup: Setup) -> AbstractContextManager[ServingSession]:
         """Load the model for the block."""

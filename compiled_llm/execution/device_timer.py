@@ -7,7 +7,7 @@ import time
 import torch
 
 
-class StopClock:
+class DeviceTimer:
     """Times one stretch of launches; on a CPU what is launched is done when it returns."""
 
     def __init__(self, device: torch.device) -> None:
