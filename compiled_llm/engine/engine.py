@@ -195,7 +195,7 @@ class Engine:
         loop, waiting = self._driver.loop, self._driver.waiting
         if loop is None:
             return EngineStats(waiting=waiting)
-        scheduler = loop.scheduler
+        scheduler, device_model = loop.scheduler, loop.device_model
         return EngineStats(
             running=len(scheduler.running),
             waiting=waiting,
@@ -205,6 +205,11 @@ class Engine:
             prompt_tokens=scheduler.prompt_tokens,
             cached_tokens=scheduler.cached_tokens,
             new_tokens=scheduler.new_tokens,
+            cold_starts=len(device_model.events.cold_starts),
+            queue_seconds=scheduler.latencies.queue.latency(),
+            first_token_seconds=scheduler.latencies.first_token.latency(),
+            inter_token_seconds=scheduler.latencies.inter_token.latency(),
+            pages=device_model.pool.account(),
         )
 
     def reset_prefix_cache(self) -> None:

@@ -49,6 +49,7 @@ class Request:
         submitted: when it came, on ``time.monotonic``'s clock.
         admitted: when it first ran.
         first_token: when its first token was read.
+        last_token: when its latest one was.
         finished: when it ended.
         preemptions: how often it lost its pages.
     """
@@ -73,6 +74,7 @@ class Request:
     error: BaseException | None = None
     admitted: float | None = None
     first_token: float | None = None
+    last_token: float | None = None
     finished: float | None = None
     preemptions: int = 0
     # All that is known of its text when it was last admitted; computed as far as the row is long.

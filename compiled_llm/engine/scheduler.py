@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling import NOT_A_TOKEN
+from compiled_llm.engine.latencies import Latencies
 from compiled_llm.engine.request import FinishReason, Request, RequestError
 from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
@@ -74,6 +75,7 @@ class Scheduler:
         prompt_tokens: tokens of the prompts that have begun to run.
         cached_tokens: how many of those were in the prefix cache.
         new_tokens: tokens read.
+        latencies: how long requests have waited.
         admits: whether waiting requests may begin to run.
     """
 
@@ -99,6 +101,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions = self.finished = 0
         self.prompt_tokens = self.cached_tokens = self.new_tokens = 0
+        self.latencies = Latencies()
         self.admits = True
 
     @property
@@ -296,10 +299,12 @@ class Scheduler:
         Returns:
             The requests that have got a token or have ended.
         """
-        changed = [(request, token) for request, token in zip(requests, tokens, strict=True) if not request.done]
-        for request, token in changed:
+        new = [(request, token) for request, token in zip(requests, tokens, strict=True) if not request.done]
+        changed = [request for request, _ in new]
+        self.latencies.read(changed, now)
+        for request, token in new:
             self._take(request, token, now)
-        return [request for request, _ in changed]
+        return changed
 
     def _take(self, request: Request, token: int, now: float) -> None:
         if token == NOT_A_TOKEN:

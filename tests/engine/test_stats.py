@@ -1,0 +1,74 @@
+"""What ``Engine.stats()`` says of waits, of the prefix cache and of pages."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+import compiled_llm
+from compiled_llm.engine.latencies import WINDOW, Latencies, Latency, Waits
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.request import Request
+from compiled_llm.kvcache.pool import PageAccount
+from support.tiny_models import tiny_qwen3
+
+
+def request(submitted: float, admitted: float | None = None) -> Request:
+    return Request(
+        prompt=np.array([1]), sampling=None, most=9, ends=frozenset(), submitted=submitted, admitted=admitted
+    )
+
+
+def test_percentiles_count_each_wait(seed):
+    draw, waits = random.Random(seed), Waits()
+    steps = [{draw.random(): draw.randint(1, 9) for _ in range(draw.randint(1, 3))} for _ in range(50)]
+    for counts in steps:
+        waits.add(counts)
+    seconds = sorted(wait for counts in steps for wait, count in counts.items() for _ in range(count))
+    latency = waits.latency()
+    assert latency is not None
+    for share, value in zip((0.5, 0.99), latency, strict=True):
+        assert sum(wait <= value for wait in seconds) >= share * len(seconds) > sum(wait < value for wait in seconds)
+
+
+def test_the_latest_waits_count_alone():
+    waits = Waits()
+    assert waits.latency() is None
+    waits.add({9.0: 10 * WINDOW})
+    for _ in range(WINDOW):
+        waits.add({1.0: 1})
+    assert waits.latency() == Latency(1.0, 1.0)
+
+
+def test_a_request_waits_in_the_queue_for_its_first_token_and_between_tokens():
+    latencies, first, second = Latencies(), request(submitted=1.0, admitted=1.5), request(submitted=2.0, admitted=4.0)
+    latencies.read([first], now=3.0)
+    latencies.read([first, second], now=5.0)
+    latencies.read([second], now=6.0)
+    latencies.read([first, second], now=9.0)  # the first was preempted meanwhile
+    assert latencies.queue.latency() == Latency(0.5, 2.0)
+    assert latencies.first_token.latency() == Latency(2.0, 3.0)
+    assert list(latencies.inter_token._latest) == [{2.0: 1}, {1.0: 1}, {4.0: 1, 3.0: 1}]
+    assert latencies.inter_token.latency() == Latency(2.0, 4.0)
+
+
+def test_stats_of_an_engine():
+    model = compiled_llm.wrap(tiny_qwen3(), mode="eager", kv_memory="400 tokens", page_size=16, progress=False)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with compiled_llm.Engine(model, max_rows=4) as engine:
+        before = engine.stats()
+        assert before.queue_seconds is before.first_token_seconds is before.inter_token_seconds is before.pages is None
+        assert before.prefix_cache_hit_rate is None
+        (output,) = engine.generate(list(range(3, 37)), params)
+        once = engine.stats()
+        engine.generate(list(range(3, 37)), params)
+        stats = engine.stats()
+    assert once.queue_seconds == (output.queue_seconds, output.queue_seconds)
+    assert once.first_token_seconds == (output.first_token_seconds, output.first_token_seconds)
+    assert once.inter_token_seconds is not None
+    assert 0 < once.inter_token_seconds.p50 <= once.inter_token_seconds.p99 < output.seconds
+    assert once.prefix_cache_hit_rate == 0
+    assert stats.prefix_cache_hit_rate == stats.cached_tokens / stats.prompt_tokens == 32 / 68
+    assert stats.cold_starts == len(model.compiled.device_model().events.cold_starts) > 0
+    assert stats.pages == PageAccount(total=25, used=0, free=23, cached=2)
