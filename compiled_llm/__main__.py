@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 
 
 def main() -> None:
     """Run `compiled-llm`, or say what to install for it."""
+    # Registered first, it runs last. Python would look for cycles once more in all that torch has compiled, for two
+    # seconds, only to free memory that ends with the process.
+    atexit.register(gc.freeze)
     try:
         from compiled_llm.commands.app import app
     except ModuleNotFoundError as error:

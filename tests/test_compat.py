@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any, cast
@@ -20,6 +21,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import cpu_vec_isa
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.cpu_vec_isa import VecISA
@@ -394,15 +396,39 @@ def test_stages_of_compiling_are_seen_from_another_thread():
     ended.set()
     watcher.join()
     found = list(dict.fromkeys(re.sub(r"\d+", "N", stage) for stage in seen if stage))
-    assert found[:3] == ["rewriting the graph", "lowering operators", "writing kernels"]
-    assert any(re.fullmatch(r"building kernel(s| N of N)", stage) for stage in found[3:]), found
+    known = ["decomposing operators", "rewriting the graph", "lowering operators", "writing kernels"]
+    assert [stage for stage in found if stage in known[1:]] == known[1:]
+    assert known[0] in found
+    assert any(re.fullmatch(r"building kernels|kernel N of N", stage) for stage in found), found
     assert compat.compiling_stage(compiling) == compat.compiling_stage(0) == ""
+
+
+@pytest.mark.parametrize(
+    ("functions", "stage"),
+    [
+        ([("compile_fx.py", "compile_fx")], "rewriting the graph"),
+        ([("compile_fx.py", "compile_fx"), ("async_compile.py", "cpp_pybinding")], "building kernels"),
+        ([("codecache.py", "load_with_key"), ("async_compile.py", "cpp_pybinding")], "loading kernels"),
+    ],
+)
+def test_kernels_out_of_a_cache_are_not_built(functions: list[tuple[str, str]], stage: str) -> None:
+    """Of functions that call each other, by torch's files and names."""
+
+    def calling(inner: Callable[[], str], file: str, name: str) -> Callable[[], str]:
+        made: dict[str, Any] = {"inner": inner}
+        exec(compile(f"def {name}(): return inner()", f"{stages._TORCH}_inductor/{file}", "exec"), made)
+        return made[name]
+
+    call = partial(compat.compiling_stage, threading.get_ident())
+    for function in reversed(functions):
+        call = calling(call, *function)
+    assert call() == stage
 
 
 def test_stages_are_named_by_functions_that_exist():
     """One that is renamed is no error: its stage is only not told any more."""
-    for file, function in stages._STAGES:
-        assert f"def {function}(" in (Path(stages._INDUCTOR) / file).read_text(), file
+    for file, function in (*stages._STAGES, stages._FROM_CACHE):
+        assert f"def {function}(" in (Path(stages._TORCH) / file).read_text(), file
 
 
 # ---- nothing private is used anywhere else
@@ -463,6 +489,26 @@ def test_inductors_probe_of_vector_instructions_leaves_out_the_current_folder(tm
     command = [sys.executable, "-c", script.replace("__lib_path__", torch._C.__file__)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_inductor_tries_vector_instructions_with_is_built_once_in_a_new_cache(tmp_path, monkeypatch):
+    built: list[tuple[str, str]] = []
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(VecISA, "check_build", lambda isa, code: built.append((str(isa), code)))
+
+    def build() -> list[tuple[str, str]]:
+        built.clear()
+        compat.build_probes_early.__wrapped__()
+        for thread in threading.enumerate():
+            if thread.name == "compiled_llm vector instructions":
+                thread.join()
+        return [*built]
+
+    names = set(cpu_vec_isa.x86_isa_checker())
+    wanted = [isa for isa in cpu_vec_isa.supported_vec_isa_list if names.issuperset(str(isa).split())]
+    assert [isa for isa, code in build() if code == VecISA._avx_code] == [str(isa) for isa in wanted]
+    (tmp_path / "locks").mkdir()
+    assert build() == []
 
 
 def test_what_is_private_is_recognized():

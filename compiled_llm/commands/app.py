@@ -137,7 +137,7 @@ def generate(
         bool, typer.Option("--quiet", "-q", help="Show no progress and no figures.", rich_help_panel=_OUTPUT)
     ] = False,
 ) -> None:
-    """Write the model's text to stdout as it is generated, then one line of figures to stderr."""
+    """Write the model's text to stdout as it is generated, then figures to stderr."""
     with readable_errors():
         check_quoted(prompt, context.args)
         sampling = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)

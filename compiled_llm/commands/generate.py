@@ -46,18 +46,18 @@ def run(request: Request) -> None:
         from compiled_llm.model.checks import check_device
 
     device = device_of(request.device)
-    check_device(device.type, dtype_of(request.dtype, device), request.wrap_config())
+    check_device(device.type, dtype_of(request.dtype, device), request.wrap_config(device.type))
     loaded, tokenizer = load(source, request.dtype, device, progress=not request.quiet)
     inputs = {
         name: tensor.to(loaded.device)
         for name, tensor in encode(tokenizer, request.prompt, request.chat, request.system).items()
     }
-    model: Any = compiled_llm.wrap(loaded, **request.wrap_options())
+    model: Any = compiled_llm.wrap(loaded, **request.wrap_options(device.type))
     prompt_tokens = inputs["input_ids"].shape[1]
     # Asked first: compiling takes minutes.
     check_fits(model.compiled.device_model(), [prompt_tokens], request.max_new_tokens)
     with Preparation() as preparation:
-        model.compiled.warmup()
+        model.compiled.warmup(1)
 
     writer = TextWriter(tokenizer, skip_prompt=request.chat, skip_special_tokens=True)
     streamer = TimedStreamer(None if request.as_json else writer)
@@ -68,8 +68,8 @@ def run(request: Request) -> None:
         answer = _answer(request, model, tokenizer, output[0].tolist(), prompt_tokens)
         typer.echo(json.dumps({**answer, **streamer.numbers(), "stats": _as_dict(model.compiled.stats())}))
     else:
-        figures = f"{streamer.figures()}; {preparation.figures(model.compiled.stats())}"
-        console.print(figures, style="dim", soft_wrap=True)
+        for figures in (streamer.figures(), preparation.figures(model.compiled.stats())):
+            console.print(figures, style="dim", soft_wrap=True)
 
 
 def _answer(

@@ -1,4 +1,4 @@
-"""What `compiled-llm generate` has compiled, how long that took, and whether it is kept: the end of its last line."""
+"""What `compiled-llm generate` has compiled, how long that took, and whether it is kept: its last line."""
 
 from __future__ import annotations
 

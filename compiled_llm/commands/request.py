@@ -102,15 +102,20 @@ class Request:
             raise ValueError("--system is a part of the chat template: give --chat as well")
         if "" in self.stop:
             raise ValueError("--stop '': an empty text stops nothing; leave it out")
-        self.wrap_config()
+        self.wrap_config("cpu")
 
-    def wrap_options(self) -> dict[str, Any]:
-        """Return the options of ``wrap``."""
-        return {"mode": self.mode, "backend": self.backend, "max_batch_size": 1, "progress": not self.quiet}
+    def wrap_options(self, device: str) -> dict[str, Any]:
+        """Return the options of ``wrap`` on a kind of device.
 
-    def wrap_config(self) -> WrapConfig:
-        """Return the options of ``wrap``, checked."""
-        return WrapConfig.from_options(self.wrap_options())
+        On a CPU room for rows costs nothing before it is used, and with the default the code is what ``wrap(model)``
+        compiles: each finds the other's in the cache. On CUDA pages for one row leave others most of the memory.
+        """
+        rows = {"max_batch_size": 1} if device == "cuda" else {}
+        return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **rows}
+
+    def wrap_config(self, device: str) -> WrapConfig:
+        """Return the options of ``wrap`` on a kind of device, checked."""
+        return WrapConfig.from_options(self.wrap_options(device))
 
     def generate_options(self) -> dict[str, Any]:
         """Return the keyword arguments of ``generate``, tensors and streamer aside."""

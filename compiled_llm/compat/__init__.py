@@ -142,6 +142,9 @@ from compiled_llm.compat.inductor import (
     MAY_BEGIN_EARLY as MAY_BEGIN_EARLY,
 )
 from compiled_llm.compat.inductor import (
+    build_probes_early as build_probes_early,
+)
+from compiled_llm.compat.inductor import (
     compile_with_inductor as compile_with_inductor,
 )
 from compiled_llm.compat.inductor import (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -114,6 +115,31 @@ def keep_probes_from_current_folder() -> None:
 
     script = getattr(VecISA, "_avx_py_load", "")
     setattr(VecISA, "_avx_py_load", f"import sys\nsys.path[:] = filter(None, sys.path)\n{script}")  # noqa: B010
+
+
+@functools.cache
+def build_probes_early() -> None:
+    """Begin to build, on a thread, what Inductor tries vector instructions with, if its cache is new.
+
+    Inductor builds these programs one after the other, while nothing else runs, in the midst of compiling. The thread
+    only puts them where Inductor looks for them: what it finds out there counts for nobody, as Ctrl-C ends a compiler.
+    It can end once Inductor ships these programs, or builds them beside other work.
+    """
+    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401 (imports in two threads may cross)
+
+    if (inductor_cache() / "locks").exists():
+        return
+    keep_probes_from_current_folder()
+
+    def build() -> None:
+        with suppress(Exception):  # nobody waits for it, and Inductor says what is wrong when it needs them
+            names = set(cpu_vec_isa.x86_isa_checker())
+            for isa in cpu_vec_isa.supported_vec_isa_list:
+                if names.issuperset(str(isa).split()):
+                    for name in ("_avx_code", *(name for name in vars(type(isa)) if name.endswith("_code"))):
+                        isa.check_build(getattr(isa, name))
+
+    threading.Thread(target=build, name="compiled_llm vector instructions", daemon=True).start()
 
 
 def cpp_compilers() -> list[str]:

@@ -8,45 +8,51 @@ from types import FrameType
 
 import torch
 
-_INDUCTOR = f"{Path(torch.__file__).parent / '_inductor'}/"
+_TORCH = f"{Path(torch.__file__).parent}/"
 _STAGES = {
-    ("async_compile.py", "_wait_futures"): "building kernels",
-    ("async_compile.py", "cpp_pybinding"): "building kernels",
-    ("runtime/triton_heuristics.py", "coordinate_descent_tuning"): "tuning a kernel",
-    ("graph.py", "codegen"): "writing kernels",
-    ("graph.py", "codegen_with_cpp_wrapper"): "writing kernels",
-    ("graph.py", "run"): "lowering operators",
-    ("compile_fx.py", "compile_fx"): "rewriting the graph",
+    ("_inductor/codecache.py", "_precompile_header"): "compiling headers",
+    ("_inductor/async_compile.py", "_wait_futures"): "building kernels",
+    ("_inductor/async_compile.py", "cpp_pybinding"): "building kernels",
+    ("_inductor/runtime/triton_heuristics.py", "coordinate_descent_tuning"): "tuning a kernel",
+    ("_inductor/graph.py", "codegen"): "writing kernels",
+    ("_inductor/graph.py", "codegen_with_cpp_wrapper"): "writing kernels",
+    ("_inductor/graph.py", "run"): "lowering operators",
+    ("_functorch/_aot_autograd/graph_compile.py", "aot_stage1_graph_capture"): "decomposing operators",
+    ("_inductor/compile_fx.py", "compile_fx"): "rewriting the graph",
 }
-"""Functions of Inductor, by file and name, and what it does in them; the innermost one counts."""
+"""Functions of torch, by file and name, and what it does in them; the innermost one counts."""
+
+_FROM_CACHE = ("_inductor/codecache.py", "load_with_key")
+"""What runs around these where nothing is compiled."""
 
 
 def compiling_stage(thread: int) -> str:
-    """Return what Inductor does in a thread right now, for example "building kernel 3 of 12".
+    """Return what torch does in a thread right now, for example "kernel 3 of 12".
 
     Args:
         thread: its ``threading.get_ident()``; it goes on meanwhile.
 
     Returns:
-        The stage; empty if Inductor does nothing there.
+        The stage; empty if nothing is compiled there.
     """
-    frame = sys._current_frames().get(thread)
+    stage, frame = "", sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(_INDUCTOR):
-            stage = _STAGES.get((code.co_filename.removeprefix(_INDUCTOR), code.co_name))
-            if stage is not None:
-                return _counted(frame) or stage
+        if code.co_filename.startswith(_TORCH):
+            function = (code.co_filename.removeprefix(_TORCH), code.co_name)
+            if function == _FROM_CACHE:
+                return "loading kernels"
+            stage = stage or _counted(frame) or _STAGES.get(function, "")
         frame = frame.f_back
-    return ""
+    return stage
 
 
 def _counted(frame: FrameType) -> str:
-    """Return which kernel is waited for, if that is what the frame does."""
+    """Return which kernel is waited for, if that is what the frame does; meanwhile others are built beside it."""
     if frame.f_code.co_name != "_wait_futures":
         return ""
     variables = frame.f_locals
     names = list(variables.get("kernels", ()))
     if variables.get("key") not in names:
         return ""
-    return f"building kernel {names.index(variables['key']) + 1} of {len(names)}"
+    return f"kernel {names.index(variables['key']) + 1} of {len(names)}"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import forget_when_gone, graph_count, own_copy
+from compiled_llm.compat import build_probes_early, forget_when_gone, graph_count, own_copy
 from compiled_llm.compilation.backend import Inductor, Pass
 from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.graphs.validity import Guards
@@ -77,6 +77,8 @@ class Programs:
         self._passes: list[Pass] = []
         self._warned = False
         self.recorded = config.uses_trees_on(device.type)
+        if device.type == "cpu" and config.mode != "eager":
+            build_probes_early()  # beside the tracing of the first program, which takes longer
         self.compiling = CompilingNotice()
         self.prefill_function = own_copy(prefill_step)
         self.decode_one_function = own_copy(decode_step)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from compiled_llm.demo_model.bars import without_bars
 from compiled_llm.demo_model.folder import folder
+from compiled_llm.execution.progress import ProgressDisplay
 
 
 def demo(progress: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -29,7 +30,8 @@ def demo(progress: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     """
     kept = folder(progress)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    with without_bars():
+    # Nothing is said in a pipe: this takes a second or two.
+    with ProgressDisplay(progress, brief=True).task("loading the demo model"), without_bars():
         tokenizer = AutoTokenizer.from_pretrained(kept, padding_side="left")  # which no file of a tokenizer keeps
         model: Any = AutoModelForCausalLM.from_pretrained(kept, dtype=dtype)
     return model.to(device), tokenizer

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from compiled_llm.demo_model import wheel
 from compiled_llm.demo_model.bars import without_bars
-from compiled_llm.demo_model.gguf import require_gguf
+from compiled_llm.demo_model.gguf import parsed_once, require_gguf
 from compiled_llm.execution.progress import ProgressDisplay
 
 NAME = "safetensors"
@@ -60,8 +60,9 @@ def is_whole(kept: Path) -> bool:
 def _read(gguf: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     where, name = str(gguf.parent), gguf.name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
-        model = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
+        with parsed_once():
+            tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
+            model = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
     except Exception as error:  # any: where a file is cut off, transformers' reader fails in its own ways
         raise RuntimeError(
             f"the demo model, {gguf}, cannot be read ({type(error).__name__}: {error}); delete it to fetch it again"

@@ -85,7 +85,7 @@ class Decode:
         readiness, what = self._readiness, f"decode bucket {bucket}"
         waiting = 0 if self._recordings.lost(bucket) else waiting
         program = DECODE_ONE if bucket == 1 else DECODE_MANY
-        shown = f"decode step for {'1 row' if bucket == 1 else f'up to {bucket} rows'}{number}"
+        shown = f"decode, {'1 row' if bucket == 1 else f'{bucket} rows'}{number}"
         with readiness.preparing(what, waiting, program, shown), self._recordings.accounted(what):
             for _ in range(_CALLS_TO_RECORD if readiness.programs.recorded else 1):
                 self.upload([], bucket, None, "bucket_prepared")

@@ -20,6 +20,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 logger = logging.getLogger("compiled_llm.progress")
@@ -55,7 +56,8 @@ class ProgressDisplay:
             stage: returns how far that is, in words, or nothing; asked on another thread, now and then.
         """
         started, last = time.perf_counter(), [description]
-        with self._shown(description, SpinnerColumn(), _Doing(stage), TimeElapsedColumn(), stage=stage) as update:
+        columns = (SpinnerColumn(), _Doing(stage, beside=11), TimeElapsedColumn())
+        with self._shown(description, *columns, stage=stage) as update:
 
             def change(doing: str) -> None:
                 if doing != last[-1]:
@@ -68,8 +70,8 @@ class ProgressDisplay:
     @contextmanager
     def download(self, what: str, size: int) -> Iterator[Callable[[int | None], object]]:
         """Show a download of ``size`` bytes; the block gets a function that says how many have arrived, if known."""
-        columns = (_Doing(), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with self._shown(f"downloading {what} ({size / 1e6:.0f} MB)", *columns, total=size) as update:
+        columns = (_Doing(beside=39), BarColumn(bar_width=12), DownloadColumn(), _Speed())
+        with self._shown(f"downloading {what}", *columns, total=size) as update:
             yield lambda arrived: update(completed=arrived)
 
     @contextmanager
@@ -85,26 +87,39 @@ class ProgressDisplay:
             console = Console(stderr=True, force_jupyter=False)  # in a notebook lines, as elsewhere without a terminal
             if self._animated and console.is_terminal:
                 with Progress(*columns, console=console, transient=True) as progress:
-                    yield partial(progress.update, progress.add_task(description, total=total))
+                    yield partial(progress.update, progress.add_task(description, total=total, console=console))
             else:
-                with _Lines(console, description, self._brief, stage) as lines:
+                size = "" if total is None else f" ({total / 1e6:.0f} MB)"
+                with _Lines(console, description + size, self._brief, stage) as lines:
                     yield lines.update
         finally:
             self._is_showing = False
 
 
 class _Doing(ProgressColumn):
-    """What a task does, and how far it is with that."""
+    """What a task does, and how far it is with that, in what the other columns leave of one line."""
 
     max_refresh = 0.5
 
-    def __init__(self, stage: Stage = lambda: "") -> None:
-        super().__init__()
+    def __init__(self, stage: Stage = lambda: "", beside: int = 0) -> None:
+        super().__init__(Column(no_wrap=True, overflow="ellipsis"))
         self._stage = stage
+        self._beside = beside
 
     def render(self, task: Task) -> Text:
-        """Return both."""
-        return Text(f"compiled_llm: {_joined(task.description, self._stage())}")
+        """Return both; if they are too long, the end of what is done is left out."""
+        doing, stage = f"compiled_llm: {task.description}", self._stage()
+        too_long = len(_joined(doing, stage)) - (task.fields["console"].width - self._beside)
+        return Text(_joined(f"{doing[: -too_long - 1]}…" if too_long > 0 else doing, stage))
+
+
+class _Speed(TransferSpeedColumn):
+    """The speed of a download once there is one."""
+
+    def render(self, task: Task) -> Text:
+        """Return it, always as wide."""
+        shown = super().render(task)
+        return Text(f"{'' if shown.plain == '?' else shown.plain:<10}", shown.style)
 
 
 def _joined(description: str, stage: str) -> str:

@@ -176,7 +176,7 @@ class Readiness:
         with self.events.prepared(), self._progress.task(f"{self._doing(program)} {shown}", stage) as update:
 
             def say_compiling() -> None:
-                update(f"compiling {shown} (kept for later runs)")
+                update(f"compiling {shown}, once")
 
             with self.programs.compiling.telling(say_compiling):
                 yield

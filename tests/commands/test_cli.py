@@ -25,7 +25,7 @@ from support.tiny_models import tiny_qwen3
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
 FIGURES = re.compile(
-    r"^(\d+) tokens, [\d.]+ tokens/s, first token after [\d.]+ s; "
+    r"^(\d+) tokens, [\d.]+ tokens/s, first token after [\d.]+ s\n"
     r"(nothing compiled|\d+ graphs? (compiled|traced) in \d+ s, and .*)$",
     re.MULTILINE,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from compiled_llm.commands.app import app
@@ -474,6 +476,17 @@ def test_terminal_gets_the_same_lines_in_colour(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(doctor_report, "examine", lambda cuda: once)
     plain = run("--quick").stdout
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "500")
     coloured = run("--quick").stdout
     assert re.sub("\x1b\\[[0-9;]*m", "", coloured) == plain
     assert "\x1b[32mok " in coloured
+
+
+def test_what_is_too_long_for_a_terminal_goes_on_in_its_column() -> None:
+    finding = Finding("caches", "Inductor", "warning", "here, " * 12 + "/tmp/" + "long" * 20, "make it writable")
+    output = io.StringIO()
+    doctor_report._print(Console(file=output, force_terminal=True, width=80, no_color=True), "caches", [finding])
+    first, *rest = output.getvalue().splitlines()[1:]
+    assert first.startswith("  warning     Inductor: here, here")
+    assert len(rest) == 3
+    assert all(re.match(" {14}[^ ]", line) and len(line) <= 80 for line in rest)

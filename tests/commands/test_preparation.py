@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import atexit
+import gc
+import sys
+
 import pytest
 
+from compiled_llm.__main__ import main
 from compiled_llm.commands import preparation
 from compiled_llm.commands.preparation import Preparation
+from compiled_llm.commands.request import Request, SamplingFlags
+from compiled_llm.config import WrapConfig
 from compiled_llm.execution.stats import Stats
 
 
@@ -28,3 +35,21 @@ def test_the_last_line_says_what_was_compiled_and_whether_it_is_kept(
     with Preparation() as block:
         pass
     assert block.figures(stats) == said
+
+
+def test_on_a_cpu_the_command_and_wrap_share_their_code() -> None:
+    """Sizes of tables are constants of the programs, and so are part of the keys in Inductor's cache."""
+    options = {"mode": "cuda-graphs", "backend": "auto", "dtype": "auto", "device": "auto", "model": "demo"}
+    call = {"prompt": "Hi", "chat": False, "system": None, "max_new_tokens": 1, "stop": (), "as_json": False}
+    request = Request(**call, **options, sampling=SamplingFlags(), quiet=False)
+    assert request.wrap_config("cpu") == WrapConfig()
+    assert request.wrap_config("cuda") == WrapConfig(max_batch_size=1)
+
+
+def test_the_command_ends_without_looking_for_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(sys, "argv", ["compiled-llm", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert registered[0] is gc.freeze

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from compiled_llm.demo_model import folder as demo_folder
 from compiled_llm.demo_model import wheel
 from compiled_llm.demo_model.bars import without_bars
 from compiled_llm.demo_model.folder import folder, is_whole
+from compiled_llm.demo_model.gguf import parsed_once
 from support.characters import character_tokenizer
 from support.tiny_models import tiny_llama
 
@@ -132,3 +135,23 @@ def test_the_real_demo_model_is_that_of_the_gguf_file(demo_model_dir: Path) -> N
     inputs = tokenizer("The capital of France is", return_tensors="pt")
     tokens = model.generate(**inputs, max_new_tokens=2, do_sample=False)
     assert tokenizer.decode(tokens[0]) == "The capital of France is Paris."
+
+
+def test_a_file_is_parsed_once_and_then_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = SimpleNamespace(GGUFReader=lambda path: [path], get_tensor_name_map=lambda architecture, layers: [layers])
+    before = dict(vars(gguf))
+    monkeypatch.setitem(sys.modules, "gguf", gguf)
+    with parsed_once():
+        assert gguf.GGUFReader("a") is gguf.GGUFReader("a") is not gguf.GGUFReader("b")
+        assert gguf.get_tensor_name_map(1, 2) is gguf.get_tensor_name_map(1, 2)
+    assert vars(gguf) == before
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_shows_that_the_demo_is_loaded(terminal: bool, reads: Reads, monkeypatch, capsys) -> None:
+    folder()
+    capsys.readouterr()
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    compiled_llm.demo()
+    assert ("compiled_llm: loading the demo model" in capsys.readouterr().err) == terminal

@@ -49,6 +49,27 @@ def test_a_terminal_shows_how_far_a_task_is(monkeypatch, capsys) -> None:
     )
 
 
+def test_a_terminal_of_80_columns_shows_one_line(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    display, stages = ProgressDisplay(enabled=True), iter(["kernel 3 of 16", "decomposing operators", ""] * 9)
+    for task in ("decode, 64 rows, once", "decode, 64 rows (10 of 12), once, and what else is long"):
+        with display.task(f"compiling {task}", lambda: next(stages)):
+            time.sleep(1.1)
+    with display.download("the demo model", 92_871_040) as arrived:
+        for size in (1 << 20, 92_000_000):
+            arrived(size)
+            time.sleep(0.15)
+    written = capsys.readouterr().err
+    assert not re.search(r"(\x1b\[2K.?\x1b\[1A){2}", written)  # up, out of a second line
+    lines = re.split("[\r\n]+", re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", written))
+    assert max(map(len, lines)) <= 80
+    shown = [re.sub(r"^\W+|\W*\d:\d\d:\d\d$", "", line) for line in lines]
+    assert "compiled_llm: compiling decode, 64 rows, once: decomposing operators" in shown
+    assert "compiled_llm: compiling decode, 64 rows (10 o…: decomposing operators" in shown
+    assert any(re.search(r"downloading the demo model .* 92\.0/92\.9 MB +[\d.]+ MB/s", line) for line in lines)
+
+
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_warmup_numbers_what_it_will_do(mode: str, capsys, without_inductor) -> None:
     model = compiled_llm.wrap(tiny_qwen3(), mode=mode, max_batch_size=8, kv_memory="400 tokens")
@@ -57,9 +78,9 @@ def test_warmup_numbers_what_it_will_do(mode: str, capsys, without_inductor) -> 
         model.compiled.warmup(sizes)
     expected = [
         "compiled_llm: tracing prefill",
-        "compiled_llm: tracing decode step for up to 2 rows",
-        "compiled_llm: tracing decode step for 1 row (1 of 2)",
-        "compiled_llm: preparing decode step for up to 4 rows (2 of 2)",
-        "compiled_llm: preparing decode step for up to 8 rows",
+        "compiled_llm: tracing decode, 2 rows",
+        "compiled_llm: tracing decode, 1 row (1 of 2)",
+        "compiled_llm: preparing decode, 4 rows (2 of 2)",
+        "compiled_llm: preparing decode, 8 rows",
     ]
     assert capsys.readouterr().err.splitlines() == ([] if mode == "eager" else expected)

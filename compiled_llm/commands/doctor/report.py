@@ -27,6 +27,7 @@ _STYLES = {
     "failed": "red",
     "not needed": "dim",
 }
+_INDENT = 14
 
 
 def report(quick: bool = False, as_json: bool = False) -> bool:
@@ -39,20 +40,20 @@ def report(quick: bool = False, as_json: bool = False) -> bool:
     Returns:
         Whether compiled_llm can run here, on CUDA if there is a device, else on the CPU.
     """
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=as_json)
+    console = Console(file=sys.stdout, highlight=False, quiet=as_json)
     findings: list[Finding] = []
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints is no part of the report
         with ProgressDisplay(enabled=True).task("looking at this machine"):
             cuda = has_cuda()
             findings.extend(examine(cuda))
         for part, found in groupby(findings, key=lambda finding: finding.part):
-            console.print(Text(part, "bold"), *map(_line, found), sep="\n")
+            _print(console, part, found)
         if not quick and _can_run(findings):
             for number, finding in enumerate(try_builds(cuda)):
                 findings.append(finding)
-                console.print(*([] if number else [Text(finding.part, "bold")]), _line(finding), sep="\n")
+                _print(console, "" if number else finding.part, [finding])
     can_run, verdict = _can_run(findings), _verdict(findings, cuda)
-    console.print(Text(verdict, "bold green" if can_run else "bold red"))
+    console.print(Text(verdict, "bold green" if can_run else "bold red"), soft_wrap=True)
     if as_json:
         typer.echo(_json(findings, cuda))
     return can_run
@@ -70,15 +71,23 @@ def _verdict(findings: Sequence[Finding], cuda: bool) -> str:
     return f"compiled_llm can run here, {where}" + ("" if tried else "; whether kernels build was not tried")
 
 
-def _line(finding: Finding) -> Text:
+def _print(console: Console, heading: str, findings: Iterable[Finding]) -> None:
+    """Write a line for each finding; one too long for a terminal goes on in its column."""
+    if heading:
+        console.print(Text(heading, "bold"))
+    for finding in findings:
+        status = Text(f"{finding.status:<10}", "red" if finding.prevents else _STYLES[finding.status])
+        what = _what(finding)
+        if console.is_terminal:
+            lines = what.wrap(console, max(console.width - _INDENT, 1))
+            what = Text("\n" + " " * _INDENT).join(lines)
+        console.print(Text.assemble("  ", status, "  ", what), soft_wrap=True)
+
+
+def _what(finding: Finding) -> Text:
     seconds = "" if finding.seconds is None else f", {finding.seconds:.1f} s"
     fix = f" -> {finding.fix}" if finding.fix else ""
-    return Text.assemble(
-        "  ",
-        (f"{finding.status:<10}", "red" if finding.prevents else _STYLES[finding.status]),
-        f"  {finding.name}: {finding.detail}{seconds}",
-        (fix, "cyan"),
-    )
+    return Text.assemble(f"{finding.name}: {finding.detail}{seconds}", (fix, "cyan"))
 
 
 def _json(findings: Sequence[Finding], cuda: bool) -> str:

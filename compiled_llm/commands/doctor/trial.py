@@ -9,6 +9,7 @@ import functools
 import os
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +60,9 @@ def try_builds(cuda: bool) -> Iterator[Finding]:
     for step in _steps("cuda" if cuda else "cpu"):
         started = time.perf_counter()
         try:
-            with progress.task(step.doing):
+            from compiled_llm.compat import compiling_stage  # imports torch
+
+            with progress.task(step.doing, functools.partial(compiling_stage, threading.get_ident())):
                 result = step.run()
         except Exception as error:
             yield Finding(_PART, step.name, "failed", essence(error), _advice(error), needed=True)
