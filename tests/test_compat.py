@@ -408,7 +408,7 @@ def test_stages_of_compiling_are_seen_from_another_thread():
     [
         ([("compile_fx.py", "compile_fx")], "rewriting the graph"),
         ([("compile_fx.py", "compile_fx"), ("async_compile.py", "cpp_pybinding")], "building kernels"),
-        ([("codecache.py", "load_with_key"), ("async_compile.py", "cpp_pybinding")], "loading kernels"),
+        ([("codecache.py", "load_with_key"), ("async_compile.py", "cpp_pybinding")], "reading the cache"),
     ],
 )
 def test_kernels_out_of_a_cache_are_not_built(functions: list[tuple[str, str]], stage: str) -> None:
@@ -427,7 +427,7 @@ def test_kernels_out_of_a_cache_are_not_built(functions: list[tuple[str, str]], 
 
 def test_stages_are_named_by_functions_that_exist():
     """One that is renamed is no error: its stage is only not told any more."""
-    for file, function in (*stages._STAGES, stages._FROM_CACHE):
+    for file, function in (*stages._STAGES, stages._CACHE):
         assert f"def {function}(" in (Path(stages._TORCH) / file).read_text(), file
 
 

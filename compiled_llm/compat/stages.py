@@ -22,8 +22,8 @@ _STAGES = {
 }
 """Functions of torch, by file and name, and what it does in them; the innermost one counts."""
 
-_FROM_CACHE = ("_inductor/codecache.py", "load_with_key")
-"""What runs around these where nothing is compiled."""
+_CACHE = ("_inductor/codecache.py", "load_with_key")
+"""What looks for code in the cache, and around these loads what it finds."""
 
 
 def compiling_stage(thread: int) -> str:
@@ -40,8 +40,8 @@ def compiling_stage(thread: int) -> str:
         code = frame.f_code
         if code.co_filename.startswith(_TORCH):
             function = (code.co_filename.removeprefix(_TORCH), code.co_name)
-            if function == _FROM_CACHE:
-                return "loading kernels"
+            if function == _CACHE:
+                return "reading the cache"
             stage = stage or _counted(frame) or _STAGES.get(function, "")
         frame = frame.f_back
     return stage

@@ -39,9 +39,9 @@ def head_rows(data: dict[str, Any]) -> dict[str, str]:
     """Return the head of a report as names and values."""
     others = {**data["versions"]}
     own = others.pop("compiled_llm")
-    size = f"{_rounded(data['parameters'])} parameters, {data['dtype']}"
     return {
-        "weights": size + (f", from {data['name']}" if data["name"] else ""),
+        "weights": f"{_rounded(data['parameters'])} parameters, {data['dtype']}",
+        **({"from": data["name"]} if data["name"] else {}),
         "device": f"{data['device']}: {data['machine']}",
         "compiled_llm": own,
         "versions": ", ".join(f"{name} {number}" for name, number in others.items()),

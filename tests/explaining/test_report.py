@@ -69,7 +69,7 @@ def test_a_report_says_of_what_with_what_and_when_it_was_made(model, tmp_path):
     said = [
         "Qwen3ForCausalLM (models/small) on cpu",
         f"{sum(parameter.numel() for parameter in model.parameters()) / 1000:.1f} K parameters, float32",
-        "from /models/small",
+        "/models/small",
         "compiled_llm",
         compiled_llm.__version__,
         f"torch {torch.__version__}, transformers {version('transformers')}, ",
