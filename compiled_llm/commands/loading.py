@@ -24,6 +24,7 @@ from compiled_llm.commands.source import DEMO, Source, locate
 from compiled_llm.compat.huggingface import attention_implementation
 from compiled_llm.demo_model.bars import without_bars
 from compiled_llm.demo_model.folder import folder as demo_folder
+from compiled_llm.demo_model.gguf import parsed_once
 from compiled_llm.execution.progress import ProgressDisplay
 
 
@@ -56,7 +57,8 @@ def load(
     if source.gguf_file is not None:
         options["gguf_file"] = source.gguf_file
     try:
-        with nullcontext() if shows_bars else without_bars():
+        parsing = nullcontext() if source.gguf_file is None else parsed_once()
+        with nullcontext() if shows_bars else without_bars(), parsing:
             with display.task("loading the tokenizer"):
                 tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
             with display.task("loading the weights"):

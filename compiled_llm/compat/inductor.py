@@ -125,10 +125,10 @@ def build_probes_early() -> None:
     only puts them where Inductor looks for them: what it finds out there counts for nobody, as Ctrl-C ends a compiler.
     It can end once Inductor ships these programs, or builds them beside other work.
     """
-    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401 (imports in two threads may cross)
-
     if (inductor_cache() / "locks").exists():
         return
+    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401 (imports in two threads may cross)
+
     keep_probes_from_current_folder()
 
     def build() -> None:

@@ -12,7 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compiled_llm
+from compiled_llm.commands import loading
 from compiled_llm.commands.loading import load
+from compiled_llm.commands.source import Source
 from compiled_llm.demo_model import folder as demo_folder
 from compiled_llm.demo_model import wheel
 from compiled_llm.demo_model.bars import without_bars
@@ -145,6 +147,17 @@ def test_a_file_is_parsed_once_and_then_anew(monkeypatch: pytest.MonkeyPatch) ->
         assert gguf.GGUFReader("a") is gguf.GGUFReader("a") is not gguf.GGUFReader("b")
         assert gguf.get_tensor_name_map(1, 2) is gguf.get_tensor_name_map(1, 2)
     assert vars(gguf) == before
+
+
+def test_the_command_parses_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+    gguf = SimpleNamespace(GGUFReader=read.append, get_tensor_name_map=len)
+    monkeypatch.setitem(sys.modules, "gguf", gguf)
+    for part, made in (("AutoTokenizer", character_tokenizer()), ("AutoModelForCausalLM", tiny_llama())):
+        reading = SimpleNamespace(from_pretrained=lambda *_, made=made, **__: gguf.GGUFReader("a.gguf") or made)
+        monkeypatch.setattr(loading, part, reading)
+    load(Source("a.gguf", str(tmp_path), "a.gguf"))
+    assert read == ["a.gguf"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
