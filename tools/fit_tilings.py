@@ -294,15 +294,15 @@ def attention_timer(lengths: Sequence[int], gqa: int, most_keys: int) -> Callabl
 
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     pages = copies_of(torch.zeros(sum(counts), 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
-    indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
-    last_page_len = torch.tensor([(length - 1) % PAGE_SIZE + 1 for length in lengths], dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, *torch.tensor(counts[:-1]).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    ends = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     indices = torch.zeros(len(lengths) * most_keys // PAGE_SIZE, dtype=torch.int32, device="cuda")
     indices[: sum(counts)] = torch.randperm(sum(counts), device="cuda")
     query = random(len(lengths), KV_HEADS * gqa, HEAD_DIM)
     key, value = random(2, len(lengths), KV_HEADS, HEAD_DIM)
 
     def launch(tiling: AttentionTiling, number: int) -> Tensor:
-        table = (indptr, indices, last_page_len)
+        table = (starts, ends, indices)
         args = DecodeAttention(query + 0, key, value, pages[number % len(pages)], *table, HEAD_DIM**-0.5)
         return decode(args, None, tiling=tiling, pdl=True)
 

@@ -35,7 +35,7 @@ class PrefillInputs(NamedTuple):
         positions: ``[1, T]`` int64, rotary positions.
         keep: ``[L]`` int64, the tokens whose logits are wanted.
         ends: ``[C]`` int64, the entries of ``keep`` after which a token is chosen.
-        slots: ``[C]`` int64, the entries of the sampling tables that say how.
+        slots: ``[C]`` int64, of the rows that it is for: they say how, and keep it.
         token_rows: ``[T]`` int32, each token's row.
         token_positions: ``[T]`` int32, its place in the row.
         qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
@@ -59,25 +59,41 @@ class PrefillInputs(NamedTuple):
     plans: AttentionPlans
 
 
-class DecodeInputs(NamedTuple):
-    """What the compiled decode step reads and advances, cut to one bucket.
+class PlannedRows(NamedTuple):
+    """The page table of a decode step for a backend that plans it.
 
     Attributes:
-        tokens: ``[B]`` int64, the token each row feeds in; the next one afterwards.
-        positions: ``[B]`` int64, its rotary position; one more afterwards.
-        last_page_len: ``[B]`` int32, tokens in the row's last page with this one; with the next one afterwards.
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
-        slots: ``[B]`` int64, each row's entry in the sampling tables.
+        last_page_len: ``[B]`` int32, tokens in the row's last page with the one it feeds in; with the next one
+            afterwards.
         qo_indptr: ``[B + 1]`` int32, each row has one query: 0, 1, 2, ...
-        plans: how attention is divided, decided on the host; None if it is left to ``decode_attention``.
+        plans: how attention is divided, decided on the host.
     """
 
-    tokens: Tensor
-    positions: Tensor
-    last_page_len: Tensor
     indptr: Tensor
     indices: Tensor
-    slots: Tensor
+    last_page_len: Tensor
     qo_indptr: Tensor
-    plans: AttentionPlans | None = None
+    plans: AttentionPlans
+
+
+class DecodeInputs(NamedTuple):
+    """What the compiled decode step reads and advances, cut to one bucket; the rows sit on its seats in any order.
+
+    Attributes:
+        slots: ``[B]`` int64, each row's slot, where the token that it feeds in lies.
+        positions: ``[B]`` int64, its rotary position; one more afterwards.
+        lengths: ``[B]`` int32, tokens of the row with this one; with the next one afterwards.
+        starts: ``[B]`` int32, where the row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers, a region for each slot.
+        planned: what a backend reads in place of ``starts`` and ``indices`` that plans decode; None if it is left to
+            ``decode_attention``.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    lengths: Tensor
+    starts: Tensor
+    indices: Tensor
+    planned: PlannedRows | None = None

@@ -185,7 +185,7 @@ class Programs:
     def _function_for(self, inputs: PrefillInputs | DecodeInputs) -> Callable[..., Any]:
         if isinstance(inputs, PrefillInputs):
             return self._embedded_function if inputs.ids.dim() == 3 else self.prefill_function
-        return self.decode_one_function if inputs.tokens.shape[0] == 1 else self.decode_many_function
+        return self.decode_one_function if inputs.slots.shape[0] == 1 else self.decode_many_function
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -239,7 +239,7 @@ class Programs:
     def _program_for(self, inputs: PrefillInputs | DecodeInputs) -> Callable[..., Any]:
         if isinstance(inputs, PrefillInputs):
             return self._embedded if inputs.ids.dim() == 3 else self._prefill
-        return self._decode_one if inputs.tokens.shape[0] == 1 else self._decode_many
+        return self._decode_one if inputs.slots.shape[0] == 1 else self._decode_many
 
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""

@@ -9,8 +9,6 @@ Shapes: B rows, V vocabulary, X rows with settings of their own.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,11 +43,17 @@ class Sampling:
     seed: int = 0
     seen: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
+    @property
+    def forgets(self) -> bool:
+        """Whether it does not matter which tokens the row has seen."""
+        return self.repetition_penalty == 1.0
+
 
 class SamplingTables(NamedTuple):
-    """Every row's settings on the device; the last of the X entries is that of padding rows.
+    """What the rows' slots hold on the device beside their pages; the last of the X is that of padding rows.
 
     Attributes:
+        next_token: ``[X]`` int64, the token that was chosen last, which the row feeds in next.
         temperature: ``[X]`` float32.
         top_k: ``[X]`` int32.
         top_p: ``[X]`` float32.
@@ -59,6 +63,7 @@ class SamplingTables(NamedTuple):
         seen: ``[X, V]`` bool.
     """
 
+    next_token: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -72,6 +77,7 @@ class SamplingTables(NamedTuple):
         """Allocate for ``rows`` rows and one for padding; all choose greedily."""
         entries = rows + 1
         return cls(
+            torch.zeros(entries, dtype=torch.int64, device=device),
             torch.zeros(entries, dtype=torch.float32, device=device),
             torch.zeros(entries, dtype=torch.int32, device=device),
             torch.ones(entries, dtype=torch.float32, device=device),
@@ -83,18 +89,20 @@ class SamplingTables(NamedTuple):
 
 
 def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Tensor:
-    """Choose each row's next token and mark it as seen.
+    """Choose each row's next token, keep it in its slot and mark it as seen.
 
     Args:
         logits: ``[B, V]``.
         slots: ``[B]`` int64, each row's entry in ``tables``.
         positions: ``[B]`` int64, the position of the token that is chosen.
-        tables: the settings; ``seen`` is written.
+        tables: the settings; ``next_token`` and ``seen`` are written.
 
     Returns:
         ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose logits are NaN, +inf or all -inf.
     """
-    return _choose_at(uniform(tables.seed[slots], positions), logits, slots, tables)
+    chosen = _choose_at(uniform(tables.seed[slots], positions), logits, slots, tables)
+    tables.next_token.index_put_((slots,), chosen.clamp(min=0))
+    return chosen
 
 
 def draw(scores: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
@@ -132,20 +140,3 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     if seeds.device.type == "cpu":  # whose compiler takes seconds over the rounds, in each program
         return uniform_numbers(seeds, positions)
     return uniform_of(seeds, positions)
-
-
-def upload_settings(tables: SamplingTables, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
-    """Write the settings of newly admitted rows into their entries."""
-    device = tables.temperature.device
-    where = torch.tensor(list(slots), device=device)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    for column, name in zip(tables[:-1], names, strict=True):
-        most = math.inf if column.dtype.is_floating_point else torch.iinfo(column.dtype).max
-        values = torch.tensor([min(getattr(entry, name), most) for entry in settings], dtype=column.dtype, device="cpu")
-        column[where] = values.to(device, non_blocking=True)
-    tables.seen[where] = False
-    vocabulary = tables.seen.shape[1]
-    for slot, entry in zip(slots, settings, strict=True):
-        known = entry.seen[entry.seen < vocabulary]
-        if len(known):
-            tables.seen[slot, torch.from_numpy(known).to(device)] = True

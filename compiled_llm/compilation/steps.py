@@ -12,9 +12,9 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
+from compiled_llm.compilation.inputs import DecodeInputs, PlannedRows, PrefillInputs
 from compiled_llm.compilation.sampling import SamplingTables, choose
-from compiled_llm.model.attention import BATCH_ARGUMENT, AttentionPlans, PackedTokens, PagedBatch
+from compiled_llm.model.attention import BATCH_ARGUMENT, NewestTokens, PackedTokens, PagedBatch
 from compiled_llm.model.facts import Forward
 
 
@@ -37,13 +37,9 @@ def prefill_step(
     Returns:
         ``[L, V]`` logits in the model's dtype and ``[C]`` int64, the next tokens.
     """
-    batch = PagedBatch(
-        pages=pages,
-        indptr=inputs.indptr,
-        indices=inputs.indices,
-        last_page_len=inputs.last_page_len,
-        packed=PackedTokens(inputs.token_rows, inputs.token_positions, inputs.qo_indptr, inputs.plans),
-    )
+    table = (inputs.indptr, inputs.indices, inputs.last_page_len)
+    packed = PackedTokens(inputs.token_rows, inputs.token_positions, inputs.qo_indptr, *table, inputs.plans)
+    batch = PagedBatch(pages, packed)
     out = forward(
         model,
         position_ids=inputs.positions,
@@ -65,32 +61,32 @@ def decode_step(
     Args:
         model: the model.
         forward: its class's own ``forward``.
-        inputs: the bucket's buffers; ``tokens``, ``positions`` and ``last_page_len`` advance.
-        tables: how rows choose tokens.
+        inputs: the bucket's buffers; ``positions`` and lengths advance.
+        tables: how rows choose tokens, and what they have chosen.
         pages: one ``[P, 2, K, S, D]`` a layer.
 
     Returns:
         ``[B, V]`` logits in the model's dtype and ``[B]`` int64, the next tokens, or ``NOT_A_TOKEN``.
     """
-    packed = None if inputs.plans is None else _one_token_each(inputs, inputs.plans, page_size=pages[0].shape[3])
-    batch = PagedBatch(pages, inputs.indptr, inputs.indices, inputs.last_page_len, packed)
+    newest = NewestTokens(inputs.starts, inputs.lengths, inputs.indices)
+    rows = newest if inputs.planned is None else _one_token_each(inputs.lengths, inputs.planned)
+    batch = PagedBatch(pages, rows)
     out = forward(
         model,
-        input_ids=inputs.tokens[:, None],
+        input_ids=tables.next_token[inputs.slots][:, None],
         position_ids=inputs.positions[:, None],
         use_cache=False,
         **{BATCH_ARGUMENT: batch},
     )
     logits: Tensor = out.logits[:, -1]
     inputs.positions.add_(1)
-    inputs.last_page_len.add_(1)  # after the layers: decode attention reads the table before it waits for them
-    chosen = choose(logits, inputs.slots, inputs.positions, tables)
-    inputs.tokens.copy_(chosen.clamp(min=0))
-    return logits, chosen
+    inputs.lengths.add_(1)  # after the layers: decode attention reads the table before it waits for them
+    if inputs.planned is not None:
+        inputs.planned.last_page_len.add_(1)
+    return logits, choose(logits, inputs.slots, inputs.positions, tables)
 
 
-def _one_token_each(inputs: DecodeInputs, plans: AttentionPlans, page_size: int) -> PackedTokens:
-    """Return where the new token of each row goes: to the end of its last page."""
-    full_pages = inputs.indptr[1:] - inputs.indptr[:-1] - 1
-    positions = full_pages * page_size + inputs.last_page_len - 1
-    return PackedTokens(inputs.qo_indptr[:-1], positions, inputs.qo_indptr, plans, one_a_row=True)
+def _one_token_each(lengths: Tensor, planned: PlannedRows) -> PackedTokens:
+    """Return where the new token of each row goes: to its end."""
+    table, each = (planned.indptr, planned.indices, planned.last_page_len), planned.qo_indptr
+    return PackedTokens(each[:-1], lengths - 1, each, *table, planned.plans, one_a_row=True)

@@ -342,7 +342,7 @@ class Driver:
         now = time.monotonic()
         for request in changed:
             handle = self.handles.get(request)
-            if request.done:
+            if request.finish_reason is not None:
                 request.finished = request.finished or now
                 self.handles.pop(request, None)
             if handle is not None:

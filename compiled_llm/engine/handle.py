@@ -42,6 +42,7 @@ class RequestHandle:
         self._cancel = cancel
         self._decode = decode
         self._changed = threading.Condition()
+        self._waiting = 0  # threads; in each step of many requests nobody waits for most of them
         self._listeners: set[Callable[[], object]] = set()
 
     def __repr__(self) -> str:
@@ -75,9 +76,8 @@ class RequestHandle:
             TimeoutError: it has not ended by then; it goes on.
             Exception: what ended an answer with the finish reason ``"error"``.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"the request has not ended after {timeout} s; it goes on, unless you cancel() it")
+        if not self._wait_until(lambda: self.done, timeout):
+            raise TimeoutError(f"the request has not ended after {timeout} s; it goes on, unless you cancel() it")
         self._raise_error()
         return self.output()
 
@@ -111,6 +111,14 @@ class RequestHandle:
         if error is not None:
             raise error
 
+    def _wait_until(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        with self._changed:
+            self._waiting += 1  # whoever does not see this has changed everything before, and ``ready`` is asked now
+            try:
+                return self._changed.wait_for(ready, timeout)
+            finally:
+                self._waiting -= 1
+
     # ---- tokens as they come
 
     def __iter__(self) -> Iterator[int]:
@@ -122,12 +130,14 @@ class RequestHandle:
         """
         request, count = self._only(), 0
         while not (request.done and count == len(request.tokens)):
-            with self._changed:
-                while len(request.tokens) == count and not request.done:
-                    self._changed.wait()
-            yield from (new := request.tokens[count:])
+            yield from (new := self._behind(request, count))
             count += len(new)
         self._raise_error()
+
+    def _behind(self, request: Request, count: int) -> list[int]:
+        """Wait for more than ``count`` tokens or the end, and return those behind them."""
+        self._wait_until(lambda: len(request.tokens) > count or request.done)
+        return request.tokens[count:]
 
     async def __aiter__(self) -> AsyncIterator[int]:
         """As ``__iter__``, for ``async for``."""
@@ -176,9 +186,10 @@ class RequestHandle:
 
     def notify(self) -> None:
         """Wake whoever waits: a token has come, or an answer has ended."""
-        with self._changed:
-            self._changed.notify_all()
-        for listener in list(self._listeners):
+        if self._waiting:
+            with self._changed:
+                self._changed.notify_all()
+        for listener in tuple(self._listeners):
             try:
                 listener()
             except Exception as error:  # an event loop was closed in the midst of it: that ends nobody's request

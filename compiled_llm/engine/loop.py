@@ -119,8 +119,6 @@ class Loop:
 
     def _launch(self, plan: Plan, unchanged: bool) -> None:
         now = time.monotonic()
-        if not plan.decode:
-            self._persistent.forget()  # nobody goes on from a token that it remembers
         self._enter_settings(plan.extend)
         for request in (chunk.request for chunk in plan.extend):
             request.admitted = request.admitted or now
@@ -135,14 +133,14 @@ class Loop:
         self._launched.append(_Launched(plan, self.device_model.readbacks.start(step.tokens), timer))
 
     def _enter_settings(self, chunks: Sequence[Chunk]) -> None:
-        """Give rows that are to be sampled their settings."""
+        """Give new rows slots, with their settings."""
         new = [
             (chunk.request.running_row, _as_of_now(chunk.request, chunk.request.sampling))
             for chunk in chunks
-            if chunk.request.sampling is not None and chunk.request.running_row.sampling_slot is None
+            if chunk.request.running_row.slot is None
         ]
         if new:
-            self.device_model.state.sampling.admit([row for row, _ in new], [sampling for _, sampling in new])
+            self.device_model.state.slots.admit([row for row, _ in new], [sampling for _, sampling in new])
 
     def _read_all_but(self, steps: int) -> list[Request]:
         changed: list[Request] = []
@@ -158,9 +156,9 @@ class Loop:
         return self.scheduler.read(step.plan.choosing, tokens, time.monotonic())
 
 
-def _as_of_now(request: Request, sampling: Sampling) -> Sampling:
+def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:
     """Return a request's settings; the tokens that it got before it lost its pages count as seen."""
-    if sampling.repetition_penalty == 1 or not request.tokens:
+    if sampling is None or sampling.forgets or not request.tokens:
         return sampling
     return dataclasses.replace(sampling, seen=np.union1d(sampling.seen, request.tokens))
 

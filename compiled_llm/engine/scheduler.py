@@ -26,6 +26,8 @@ logger = logging.getLogger("compiled_llm.engine")
 
 _FIRST_GUESS = 256
 """How long answers are taken to be until some have ended, in tokens."""
+_MORE = 64
+"""Tokens that a row is promised pages for at a time, once its answer has become longer than is likely."""
 _WEIGHT = 1 / 16
 """Of an ended answer's length in the guess for the next ones."""
 
@@ -183,10 +185,18 @@ class Scheduler:
         """Return the requests that go on by a token, once there are pages for all of them."""
         while True:
             decode = [request for request in self.running if request.prefilled and not request.exhausted]
-            rows = [request.running_row for request in decode]
-            if all(self._reserved(row, row.length + 1) for row in rows if not row.room):
+            if all(self._may_enter(request) for request in decode if not request.running_row.room):
                 return decode
             self.preempt()
+
+    def _may_enter(self, request: Request) -> bool:
+        """Promise a row the page that it enters; several, if all others could have as many: that is looked at less."""
+        row = request.running_row
+        if row.limit > row.length:
+            return True
+        spare = self._pool.available // len(self.running) * self._pool.page_size
+        rest = len(request.prompt) + request.most - 1 - row.length
+        return self._reserved(row, row.length + max(1, min(_MORE, rest, spare)))
 
     def _add_chunk(self, extend: list[Chunk], request: Request, room: int) -> int:
         chunk = self._chunk(request, room)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -61,15 +60,10 @@ class Step(NamedTuple):
 
     Attributes:
         rows: the rows that a token was chosen for: those of ``decode``, then those of ``extend`` that end.
-        logits: ``[N, V]`` in the model's dtype.
+        logits: ``[N, V]`` in the model's dtype; None if the step was two launches, whose logits lie apart.
         tokens: ``[N]`` int64, the next tokens.
     """
 
     rows: Sequence[Row]
-    logits: Tensor
+    logits: Tensor | None
     tokens: Tensor
-
-    def beside(self, other: Step) -> Step:
-        """Return both in one, this first."""
-        logits, tokens = torch.cat([self.logits, other.logits]), torch.cat([self.tokens, other.tokens])
-        return Step([*self.rows, *other.rows], logits, tokens)

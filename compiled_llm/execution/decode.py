@@ -1,4 +1,4 @@
-"""Decode steps over buffers at fixed addresses, one bucket of rows each, and who is in the buffers at the moment.
+"""Decode steps over seats at fixed addresses, one bucket of rows each, and who sits there at the moment.
 
 Shapes: B rows of a bucket, V vocabulary.
 """
@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.recordings import StepOutputs
@@ -19,10 +18,10 @@ from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE
 from compiled_llm.execution.decode_buffers import bucket_for
 from compiled_llm.execution.device_state import DeviceState
 from compiled_llm.execution.events import UploadCause
+from compiled_llm.execution.planned_table import PlannedTable
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.readiness import Readiness
 from compiled_llm.kvcache.row import Row
-from compiled_llm.kvcache.table import build_table
 
 logger = logging.getLogger("compiled_llm.uploads")
 
@@ -31,10 +30,10 @@ _CALLS_TO_RECORD = 3
 
 
 class Seated(Protocol):
-    """Whose rows are in the decode buffers."""
+    """Whose rows are on the seats."""
 
     def unseat(self) -> None:
-        """Take the rows' tokens out of the buffers, before another's move in."""
+        """Know that others sit there from now on."""
 
 
 class Decode:
@@ -45,10 +44,10 @@ class Decode:
     """
 
     def __init__(self, state: DeviceState, readiness: Readiness, planner: Planner) -> None:
-        """Begin with empty buffers; nothing is compiled yet."""
+        """Begin with empty seats; nothing is compiled yet."""
         self._state = state
-        self._planner = planner
         self._readiness = readiness
+        self._planned = PlannedTable(state, planner) if planner.decodes else None
         self._recordings = readiness.recordings
         self.ready = readiness.ready
         self._owner: weakref.ref[Seated] | None = None
@@ -88,7 +87,8 @@ class Decode:
         shown = f"decode, {'1 row' if bucket == 1 else f'{bucket} rows'}{number}"
         with readiness.preparing(what, waiting, program, shown), self._recordings.accounted(what):
             for _ in range(_CALLS_TO_RECORD if readiness.programs.recorded else 1):
-                self.upload([], bucket, None, "bucket_prepared")
+                self.seat([], bucket, "bucket_prepared")
+                self._state.arena.flush()
                 self._launch(bucket)
             readiness.programs.warn_if_nothing_matched(self._state.facts.model)
             if self._recordings.ours:
@@ -96,54 +96,56 @@ class Decode:
         self.ready.add(bucket)
 
     def claim(self, owner: Seated | None) -> None:
-        """Hand the buffers to ``owner``; whoever had them takes its tokens out first."""
+        """Hand the seats to ``owner``; whoever had them is told."""
         previous = self._owner() if self._owner is not None else None
         if previous is not None and previous is not owner:
             previous.unseat()
         self._owner = None if owner is None else weakref.ref(owner)
 
     def owned_by(self, owner: Seated) -> bool:
-        """Whether the buffers hold this owner's rows."""
+        """Whether this owner's rows sit there."""
         return self._owner is not None and self._owner() is owner
 
-    def tokens(self, bucket: int) -> Tensor:
-        """Return ``[B]`` int64, what the rows in the buffers feed in next."""
-        return self._state.decode_buffers.bucket(bucket).tokens
+    @property
+    def follows_pages(self) -> bool:
+        """Whether steps are planned, anew whenever a row enters a page."""
+        return self._planned is not None
 
-    def upload(self, rows: Sequence[Row], bucket: int, tokens: Tensor | None, cause: UploadCause) -> None:
-        """Put rows, already grown by the token they are about to feed in, into the buffers.
+    def seat(self, rows: Sequence[Row], bucket: int, cause: UploadCause) -> None:
+        """Put rows, already grown by the token that they are about to feed in, on the seats.
 
         Args:
-            rows: the rows; the rest of the bucket becomes null rows.
+            rows: the rows, whose slots have their page numbers; the rest of the bucket becomes padding.
             bucket: B.
-            tokens: ``[len(rows)]`` int64 on the device, what the rows feed in; None leaves it as it is.
             cause: why.
         """
-        state, inputs = self._state, self._state.decode_buffers.bucket(bucket)
-        table = build_table(rows, [1] * len(rows), state.config.page_size, bucket)
-        positions = np.zeros(bucket, dtype=np.int64)
-        positions[: len(rows)] = [row.position for row in rows]
-        state.staging.upload(
-            [
-                (positions, inputs.positions),
-                (table.last_page_len, inputs.last_page_len),
-                (table.indptr, inputs.indptr),
-                (table.indices, inputs.indices),
-                (state.sampling.of(rows, bucket), inputs.slots),
-            ]
-        )
-        self._planner.plan_decode(table, bucket)
-        if tokens is not None:
-            inputs.tokens[: len(rows)].copy_(tokens)
+        self._state.decode_buffers.seat(rows, bucket)
+        self._written(rows, bucket, cause)
+
+    def stay(self, rows: Sequence[Row], bucket: int, cause: UploadCause) -> None:
+        """Let rows go on where they sit, though their pages have changed; otherwise as ``seat``."""
+        self._state.decode_buffers.seat_padding(len(rows), bucket)
+        self._written(rows, bucket, cause)
+
+    def _written(self, rows: Sequence[Row], bucket: int, cause: UploadCause) -> None:
+        if self._planned is not None:
+            self._planned.lay_out(rows, bucket)
         self._readiness.events.uploads[cause] += 1
-        logger.debug("decode bucket %d: a table of %d pages uploaded: %s", bucket, len(table.indices), cause)
+        logger.debug("decode bucket %d: %d rows written: %s", bucket, len(rows), cause)
+
+    def feed(self, rows: int, bucket: int, tokens: Tensor) -> None:
+        """Let the first rows on the seats feed in ``tokens`` ``[rows]``, on the device."""
+        self._state.arena.flush()
+        slots = self._state.decode_buffers.bucket(bucket).slots[:rows]
+        self._state.slots.tables.next_token.index_copy_(0, slots, tokens.long())
 
     def run(self, bucket: int) -> StepOutputs:
-        """Run one step over what lies in the buffers.
+        """Run one step of who sits there.
 
         Returns:
             ``[B, V]`` logits, and ``[B]`` int64, the next tokens; both overwritten by the next step.
         """
+        self._state.arena.flush()
         recording = self._recordings.get(bucket)
         return self._launch(bucket) if recording is None else recording.replay()
 
@@ -151,7 +153,8 @@ class Decode:
         state, readiness = self._state, self._readiness
         with readiness.paged():
             inputs = self._inputs(bucket)
-            return readiness.programs.decode(state.facts.model, inputs, state.sampling.tables, state.pages)
+            return readiness.programs.decode(state.facts.model, inputs, state.slots.tables, state.pages)
 
     def _inputs(self, bucket: int) -> DecodeInputs:
-        return self._state.decode_buffers.bucket(bucket)._replace(plans=self._planner.for_decode(bucket))
+        inputs = self._state.decode_buffers.bucket(bucket)
+        return inputs if self._planned is None else inputs._replace(planned=self._planned.bucket(bucket))

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,7 +25,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Batch, Extension, Step
 from compiled_llm.execution.decode import Decode
 from compiled_llm.execution.device_state import DeviceState
-from compiled_llm.execution.events import Events, UploadCause
+from compiled_llm.execution.events import Events
 from compiled_llm.execution.growth import grown
 from compiled_llm.execution.model_watch import ModelWatch
 from compiled_llm.execution.persistent_batch import PersistentBatch
@@ -136,46 +137,41 @@ class DeviceModel:
         return self._decode(batch, persistent, unchanged)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> Step:
-        rows, tokens, decode = batch.decode, batch.tokens, self.decode
+        rows, decode = batch.decode, self.decode
+        self.state.slots.ensure(rows)
+        if batch.tokens is None and not all(row.has_next for row in rows):
+            raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
         bucket = persistent.bucket_for(len(rows))
-        cause: UploadCause | None = "rows_changed" if decode.owned_by(persistent) else "call_moved_in"
         decode.make_ready(bucket, waiting=len(rows), unchanged=unchanged)
         self._check_positions(rows, [1] * len(rows))
         changes = self.pool.changes
-        matches = persistent.matches(rows, unchanged)
-        if not matches and tokens is None:
-            persistent.unseat()
-            tokens = persistent.next_tokens(rows)
-        pages = sum(len(row.pages) for row in rows)
         with grown(rows, [1] * len(rows), batch.promise, self.state.copy_pages) as copied:
-            if matches:
-                entered = sum(len(row.pages) for row in rows) != pages
-                cause = "page_copied" if copied else "new_page" if entered else None
             try:
-                if not matches:
-                    decode.claim(persistent)
-                if cause is not None:
-                    decode.upload(rows, bucket, tokens, cause)
-                elif tokens is not None:
-                    decode.tokens(bucket)[: len(rows)].copy_(tokens)
+                stayed = persistent.seat(rows, bucket, copied)
+                if batch.tokens is not None:
+                    decode.feed(len(rows), bucket, batch.tokens)
                 outputs = decode.run(bucket)
-            except BaseException:  # the buffers may have advanced
-                persistent.lose()
+            except BaseException:  # the seats may have advanced
+                persistent.lose(rows)
                 raise
         for row in rows:
             row.position += 1
-        return persistent.has_run(rows, bucket, outputs, not matches, changes)
+        return persistent.has_run(rows, bucket, outputs, stayed, changes)
 
     def _extend(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> Step:
+        rows = _rows(batch.extend)
+        persistent.leave(rows)
         with self._grown_by(batch.extend, batch.promise):
             decoded = self._decode(batch, persistent, unchanged) if batch.decode else None
-            persistent.unseat()
+            # Recorded graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
+            chosen = None if decoded is None else decoded.tokens.clone()
+            self.state.slots.ensure(rows)
             logits, tokens = self.prefill.run(batch.extend)
         extended = Step(_rows([extension for extension in batch.extend if extension.ends]), logits, tokens)
-        persistent.add(extended)
-        step = extended if decoded is None else decoded.beside(extended)
-        persistent.logits = step.logits
-        return step
+        persistent.chose(extended)
+        if decoded is None or chosen is None:
+            return extended
+        return Step([*decoded.rows, *extended.rows], None, torch.cat([chosen, tokens]))
 
     def extend(
         self,
@@ -195,8 +191,10 @@ class DeviceModel:
         Raises:
             OutOfPagesError: as ``run``.
         """
+        rows = _rows(extensions)
         with self._grown_by(extensions, promise):
-            logits, _ = self.prefill.run(extensions, keep, embeddings)
+            logits, _ = self.prefill.run(extensions, keep, embeddings, remember=False)
+        self.state.slots.forget_next(rows)
         return logits
 
     def fill(
@@ -223,13 +221,14 @@ class DeviceModel:
             persistent: as in ``run``.
         """
         self.readiness.check_model()
-        sampling = self.state.sampling
-        slots, positions = self.state.staging.to_device(
-            [sampling.of(rows, len(rows)), np.array([row.position for row in rows], dtype=np.int64)]
+        state = self.state
+        state.slots.ensure(rows)
+        state.arena.flush()
+        slots, positions = state.staging.to_device(
+            [state.slots.of(rows, len(rows)), np.array([row.position for row in rows], dtype=np.int64)]
         )
-        step = Step(rows, logits, choose(logits, slots, positions, sampling.tables))
-        persistent.unseat()
-        persistent.add(step)
+        step = Step(rows, logits, choose(logits, slots, positions, state.slots.tables))
+        persistent.chose(step)
         return step
 
     @contextmanager

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.arena import Arena
 from compiled_llm.execution.decode_buffers import DecodeBuffers
-from compiled_llm.execution.sampling_slots import SamplingSlots
+from compiled_llm.execution.slots import Slots
 from compiled_llm.execution.staging import Staging
 from compiled_llm.kvcache.memory import allocate_pages, as_stored, pages_to_allocate
 from compiled_llm.kvcache.pool import PagePool
@@ -35,7 +36,10 @@ class DeviceState:
         stored_layers: its layers with the head sizes that pages have.
         pages: one ``[P, 2, K, S, D]`` a layer.
         pool: who has which page.
-        decode_buffers: what decode steps read and advance.
+        pages_each: how many page numbers a row may have.
+        arena: what the host changes here and there.
+        slots: where running rows keep their state.
+        decode_buffers: the seats that decode steps read and advance.
         prefill_indices: the page numbers of the prefill that runs.
         staging: copies from the host that do not wait.
     """
@@ -61,24 +65,19 @@ class DeviceState:
         count = pages_to_allocate(config, self.stored_layers, model.dtype, self.device, self.max_positions)
         with torch.inference_mode(False):
             self.pages = allocate_pages(count, self.stored_layers, config.page_size, model.dtype, self.device)
-            entries = config.max_batch_size * (-(-self.max_positions // config.page_size) + 1)
-            self.decode_buffers = DecodeBuffers(config.max_batch_size, entries, self.device)
+            self.staging = Staging(self.device)
+            self.pages_each = -(-self.max_positions // config.page_size) + 1
+            columns = DecodeBuffers.columns(config.max_batch_size)
+            columns |= Slots.columns(config.max_batch_size, self.pages_each)
+            self.arena = Arena(columns, self.device, self.staging)
+            self.slots = Slots(self.arena, self.staging, logits_width(model))
+            self.decode_buffers = DecodeBuffers(self.arena, self.slots)
             self.prefill_indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size)
-        self.staging = Staging(self.device)
-        self._sampling: SamplingSlots | None = None
-
-    @property
-    def sampling(self) -> SamplingSlots:
-        """How rows choose their tokens; allocated at the first call."""
-        if self._sampling is None:
-            self._sampling = SamplingSlots(self.config.max_batch_size, logits_width(self.facts.model), self.device)
-        return self._sampling
 
     def fit_vocabulary(self) -> None:
         """Follow a model whose vocabulary has changed."""
-        if self._sampling is not None:
-            self._sampling.fit(logits_width(self.facts.model))
+        self.slots.fit(logits_width(self.facts.model))
 
     @property
     def page_bytes(self) -> int:
@@ -88,8 +87,7 @@ class DeviceState:
     @property
     def buffer_bytes(self) -> int:
         """Size of everything else, in bytes."""
-        tables = 0 if self._sampling is None else self._sampling.nbytes
-        return self.decode_buffers.nbytes + self.prefill_indices.nbytes + tables
+        return self.arena.nbytes + self.slots.nbytes + self.prefill_indices.nbytes
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages in all layers, in stream order."""

@@ -1,4 +1,4 @@
-"""What one runner remembers of the decode buffers, so that a step of the same rows in the same pages uploads nothing.
+"""What one loop remembers of the decode step's seats, so that a step of the same rows writes nothing.
 
 Shapes: B rows, V vocabulary.
 """
@@ -7,45 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.recordings import StepOutputs
 from compiled_llm.execution.batch import Step
 from compiled_llm.execution.decode import Decode
 from compiled_llm.execution.device_state import DeviceState
+from compiled_llm.execution.events import UploadCause
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
 
 
 class PersistentBatch:
-    """The rows of one runner in the decode buffers, which each replay advances by one token.
+    """The rows of one loop on the seats, which each replay advances by one token.
 
-    Several persistent batches of one model take turns in the buffers.
+    Several persistent batches of one model take turns on the seats.
 
     Attributes:
         bucket: how many rows the last decode step had, padding included; 0 if there was none.
-        logits: ``[B, V]`` of the last step; those of a decode step are overwritten by the next one.
+        logits: ``[B, V]`` of the last step, if it was one launch; those of a decode step are overwritten by the next.
     """
 
     def __init__(self, state: DeviceState, decode: Decode) -> None:
         """Begin without rows."""
         self._decode = decode
-        self._ready, self._pool, self._staging = decode.ready, state.pool, state.staging
-        self._longest = state.max_positions
+        self._ready, self._pool, self._slots = decode.ready, state.pool, state.slots
+        self._page_size, self._longest = state.config.page_size, state.max_positions
         self.bucket = 0
         self.logits: Tensor | None = None
-        # The rows in the order in which the device holds their next tokens: in _tokens, or if that is None in the
-        # decode buffers.
-        self._order: list[Row] = []
-        self._tokens: Tensor | None = None
-        # Each row with its length and position when the buffers were uploaded, empty if others' rows have moved in;
-        # the buffers have advanced by _advanced tokens since. They can advance as long as _advanced is less than
-        # _limit, when a row enters a page or has no position left; unless by then, after _changes of the pool, pages
-        # have been shared or given back.
-        self._uploaded: list[tuple[Row, int, int]] = []
-        self._advanced = self._limit = self._changes = 0
+        # The rows on the seats, each with its slot, length and position when it was seated, and the bucket; empty if
+        # others sit there. They have advanced by _advanced tokens since. They go on by themselves as long as that is
+        # less than _limit, when a row runs out of listed pages or positions; unless by then, after _changes of the
+        # pool, a page has been shared, into which a row may write no more, or a row has forgotten tokens.
+        self._rows: list[Row] = []
+        self._seated: list[tuple[int | None, int, int]] = []
+        self._seats = self._advanced = self._limit = self._changes = 0
 
     # ---- does it match?
 
@@ -54,64 +50,93 @@ class PersistentBatch:
         return (
             self._advanced < self._limit
             and self._changes == self._pool.changes
-            and self._order == rows
+            and self._rows == rows
             and self.bucket in self._ready
         )
 
-    def matches(self, rows: Sequence[Row], unchanged: bool = False) -> bool:
-        """Whether the decode buffers still match every row.
+    def seat(self, rows: Sequence[Row], bucket: int, copied: bool) -> bool:
+        """Have rows, grown by the token that they are about to feed in, on the seats of a bucket.
 
         Args:
             rows: in the order of the step.
-            unchanged: nobody has touched a row but through its pages.
+            bucket: B.
+            copied: whether a row left a page that it shares, to write into a copy.
+
+        Returns:
+            Whether they sat there before.
         """
-        if unchanged and self._uploaded and self._changes == self._pool.changes and self._order == rows:
+        listed = self._slots.list_pages(rows)
+        if self._sit_on(rows, bucket):
+            if copied or listed or (self._decode.follows_pages and self._entered(rows)):
+                self._decode.stay(rows, bucket, "page_copied" if copied else "new_page")
             return True
-        advanced = self._advanced
-        return self._uploaded == [(row, row.length - advanced, row.position - advanced) for row in rows]
+        cause: UploadCause = "rows_changed" if self._decode.owned_by(self) else "call_moved_in"
+        self._decode.claim(self)
+        self._decode.seat(rows, bucket, cause)
+        return False
+
+    def _sit_on(self, rows: Sequence[Row], bucket: int) -> bool:
+        """Whether the seats say of every row what it has become."""
+        grown = self._advanced + 1
+        return (
+            self._seats == bucket
+            and self._rows == rows
+            and self._seated == [(row.slot, row.length - grown, row.position - self._advanced) for row in rows]
+        )
+
+    def _entered(self, rows: Sequence[Row]) -> bool:
+        return any((row.length - 1) % self._page_size == 0 for row in rows)
 
     # ---- advance it
 
     def advance(self) -> Step:
-        """Run a step of the same rows in the same pages."""
+        """Run a step of the same rows in the pages that are listed for them."""
         try:
             outputs = self._decode.run(self.bucket)
             with deferred():
                 self._advanced += 1
-                for row in self._order:
-                    row.length += 1
+                for row in self._rows:
                     row.position += 1
-        except BaseException:  # the buffers may have advanced
-            self.lose()
+                    if row.length % self._page_size == 0:
+                        row.enter_page()
+                    row.length += 1
+        except BaseException:  # the seats may have advanced
+            self.lose(self._rows)
             raise
         return self._step(outputs)
 
-    def has_run(self, rows: Sequence[Row], bucket: int, outputs: StepOutputs, uploaded: bool, changes: int) -> Step:
+    def has_run(self, rows: Sequence[Row], bucket: int, outputs: StepOutputs, stayed: bool, changes: int) -> Step:
         """Remember a decode step that others prepared.
 
         Args:
             rows: grown by the token that they fed in.
             bucket: B, padding included.
             outputs: of the step.
-            uploaded: whether the rows were moved into the buffers for it.
+            stayed: whether the rows sat on the same seats before it.
             changes: of the pool, before the rows grew.
         """
-        self._order, self._tokens, self.bucket = list(rows), None, bucket
-        if uploaded:
-            self._uploaded, self._advanced = [(row, row.length, row.position) for row in rows], 0
-        else:
+        if stayed:
             self._advanced += 1
-        room = min(min(row.room, self._longest - row.length) for row in rows)
-        self._limit, self._changes = self._advanced + room, changes
+        else:
+            self._rows, self._seats, self._advanced = list(rows), bucket, 0
+            self._seated = [(row.slot, row.length, row.position) for row in rows]
+        for row in rows:
+            row.has_next = True
+        self.bucket, self._changes = bucket, changes
+        self._limit = self._advanced + min(min(self._room(row), self._longest - row.length) for row in rows)
         return self._step(outputs)
+
+    def _room(self, row: Row) -> int:
+        """Return how many tokens a row can grow by before anything has to be written."""
+        return row.room if self._decode.follows_pages else row.listed * self._page_size - row.length
 
     def _step(self, outputs: StepOutputs) -> Step:
         logits, tokens = outputs
-        rows = len(self._order)
+        rows = len(self._rows)
         if rows < self.bucket:
             logits, tokens = logits[:rows], tokens[:rows]
         self.logits = logits
-        return Step(self._order, logits, tokens)
+        return Step(self._rows, logits, tokens)
 
     # ---- rows come and go
 
@@ -125,50 +150,35 @@ class PersistentBatch:
             return smallest
         return next((bucket for bucket in self._decode.ready_buckets if smallest <= bucket <= self.bucket), smallest)
 
-    def add(self, step: Step) -> None:
-        """Keep the next tokens of newly prefilled rows beside those of the others; the rows have left the buffers."""
-        tokens = step.tokens.clamp(min=0)
-        self._tokens = tokens if self._tokens is None else torch.cat([self._tokens[: len(self._order)], tokens])
-        self._order = [*self._order, *step.rows]
+    def chose(self, step: Step) -> None:
+        """Know that tokens have been chosen for rows elsewhere than on the seats."""
+        for row in step.rows:
+            row.has_next = True
         self.logits = step.logits
 
-    def next_tokens(self, rows: Sequence[Row]) -> Tensor:
-        """Return ``[B]`` int64, the tokens that were chosen for ``rows``; they have left the buffers.
-
-        Raises:
-            RuntimeError: a row has none.
-        """
-        places = {row: place for place, row in enumerate(self._order)}
-        if self._tokens is None or any(row not in places for row in rows):
-            raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
-        if self._order == rows:
-            return self._tokens[: len(rows)]
-        (order,) = self._staging.to_device([np.array([places[row] for row in rows], dtype=np.int64)])
-        return self._tokens[order]
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Know that rows, if they sit there, are about to change elsewhere."""
+        if any(row in self._rows for row in rows):
+            self.invalidate()
 
     def unseat(self) -> None:
-        """Take the rows' tokens out of the decode buffers, before others move in."""
-        if self._order and self._tokens is None:
-            self._tokens = self._decode.tokens(self._decode.bucket_for(len(self._order))).clone()
+        """Know that others sit there from now on."""
         if self.logits is not None:
-            self.logits = self.logits.clone()  # the next replay overwrites them
+            self.logits = self.logits.clone()  # their replays overwrite them
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Upload before the next decode step: rows have changed."""
-        self._uploaded, self._limit = [], 0
+        """Write all seats before the next decode step: rows have changed."""
+        self._rows, self._seated, self._limit = [], [], 0
 
-    def lose(self) -> None:
-        """Forget the rows, whose tokens a step that failed may have overwritten, and leave the buffers."""
-        self.forget()
+    def lose(self, rows: Sequence[Row]) -> None:
+        """Forget what rows would feed in next, which a step that failed may have overwritten, and leave the seats."""
+        self._slots.forget_next(rows)
+        self.invalidate()
         self._decode.claim(None)
 
-    def forget(self) -> None:
-        """Forget the rows and their next tokens."""
-        self._order, self._tokens = [], None
+    def restart(self, rows: Sequence[Row] = ()) -> None:
+        """Begin again with any bucket, and with rows that have no next tokens."""
+        self._slots.forget_next(rows)
         self.invalidate()
-
-    def restart(self) -> None:
-        """Begin again without rows, and with any bucket."""
-        self.forget()
         self.logits, self.bucket = None, 0

@@ -34,6 +34,9 @@ class Planner:
     """Plans batches: what graphs capture has plans of its own, everything else shares one for each group.
 
     All plans of a model have one size, which programs may take as a constant.
+
+    Attributes:
+        decodes: whether decode steps are planned; else they attend with ``decode_attention``, which needs no plan.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Planner:
         self._longest = longest
         self._groups = list(dict.fromkeys(layers))
         self._group_of_layer = tuple(map(self._groups.index, layers))
-        self._decodes = config.plans_decode_on(device.type)
+        self.decodes = config.plans_decode_on(device.type)
         # A decode step has as many tokens as rows.
         tokens = max(room.tokens, config.max_batch_size)
         self._plan_bytes = self._backend.plan_bytes(self._groups, device, tokens, room.rows)
@@ -108,10 +111,8 @@ class Planner:
         """Return what a prefill reads: the plans of a recorded shape, or those of all others."""
         return self._as_inputs(shape)
 
-    def for_decode(self, bucket: int) -> AttentionPlans | None:
-        """Return what a decode step reads; None if it attends with ``decode_attention``, which needs no plan."""
-        if not self._decodes:
-            return None
+    def for_decode(self, bucket: int) -> AttentionPlans:
+        """Return what a decode step reads."""
         plans = self._as_inputs(bucket)
         for tensor in plans.tensors:
             mark_static(tensor)
@@ -133,8 +134,7 @@ class Planner:
 
     def plan_decode(self, table: HostTable, bucket: int) -> None:
         """Plan the decode steps of a bucket until a row enters another page: plans depend on pages, not on tokens."""
-        if self._decodes:
-            self._plan(bucket, table, bucket, self._decode_variant(bucket))
+        self._plan(bucket, table, bucket, self._decode_variant(bucket))
 
     def _plan(self, key: Shape | int | None, table: HostTable, tokens: int, variant: int) -> None:
         qo_indptr, indptr, _, last_page_len = map(torch.from_numpy, table)
@@ -160,7 +160,7 @@ class Planner:
         """Return the bytes that everything needs, and as far as that is not too much those to record ``shapes``."""
         wanted = max((self._needed(self._of_long_rows(shape)) for shape in shapes), default=0)
         needed = self._backend.workspace_bytes(self._groups, self._device)
-        if self._decodes:
+        if self.decodes:
             buckets = buckets_up_to(config.max_batch_size)
             decode = (Captured(bucket, bucket, self._decode_variant(bucket)) for bucket in buckets)
             needed = max(needed, *(self._backend.workspace_bytes(self._groups, self._device, step) for step in decode))

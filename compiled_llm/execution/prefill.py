@@ -78,7 +78,7 @@ class Prefill:
             length = compiled_length(state.facts.layers, state.device, state.max_positions, self._page_size)
             null = [null_extension(length, self._page_size)] * COMPILED_ROWS
             embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
-            slots = state.sampling.of([], _KEPT - 1)
+            slots = state.slots.of([], _KEPT - 1)
             self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings))
         readiness.ready.add(program)
 
@@ -90,7 +90,11 @@ class Prefill:
     # ---- run
 
     def run(
-        self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None = None, embeddings: Tensor | None = None
+        self,
+        extensions: Sequence[Extension],
+        keep: NDArray[np.int64] | None = None,
+        embeddings: Tensor | None = None,
+        remember: bool = True,
     ) -> StepOutputs:
         """Run new tokens of some rows, packed.
 
@@ -98,6 +102,7 @@ class Prefill:
             extensions: at most ``max_batch_size`` rows, each already grown by its tokens.
             keep: ``[L]`` ascending, which packed tokens' logits are wanted; if None, the last of each row that ends.
             embeddings: ``[T, hidden]``, what the model reads in place of the tokens' ids.
+            remember: whether the rows' slots keep the tokens that are chosen.
 
         Returns:
             ``[L, V]`` logits, and the tokens chosen from them: ``[L]`` int64 if ``keep`` is None, else none.
@@ -105,12 +110,14 @@ class Prefill:
         self.make_ready(embedded=embeddings is not None, waiting=len(extensions))
         if embeddings is not None:
             embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
-        slots = self._state.sampling.of([], 0)
+        slots = self._state.slots.of([], 0)
         if keep is None:
             ending = [extension for extension in extensions if extension.ends]
             lasts = np.cumsum([len(extension.ids) for extension in extensions]) - 1
             keep = lasts[[extension.ends for extension in extensions]]
-            slots = self._state.sampling.of([cast(Row, extension.row) for extension in ending], len(ending))
+            rows = [cast(Row, extension.row) for extension in ending] if remember else []
+            slots = self._state.slots.of(rows, len(ending))
+        self._state.arena.flush()
         start, parts = 0, []
         for chunk in chunks(extensions, self._state.config.prefill_tokens, self._page_size):
             end = start + token_count(chunk)
@@ -127,7 +134,7 @@ class Prefill:
     ) -> StepOutputs:
         """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or there are none."""
         wanted, chosen = len(keep), len(slots)
-        shape = self._shape_to_replay(chunk, slots, embeddings)
+        shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
         if shape is not None:
             if shape not in self._recordings:
                 self.make_recorded([shape], waiting=len(chunk))
@@ -140,7 +147,7 @@ class Prefill:
         if wanted < 2:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
         if chosen < 2:
-            slots = np.concatenate([slots, self._state.sampling.of([], 2 - chosen)])
+            slots = np.concatenate([slots, self._state.slots.of([], 2 - chosen)])
         logits, tokens = self._launch(self._laid_out(chunk, keep, slots, embeddings))
         return logits[:wanted], tokens[:chosen]
 
@@ -166,7 +173,7 @@ class Prefill:
     def _launch(self, inputs: PrefillInputs) -> StepOutputs:
         state, readiness = self._state, self._readiness
         with readiness.paged():
-            return readiness.programs.prefill(state.facts.model, inputs, state.sampling.tables, state.pages)
+            return readiness.programs.prefill(state.facts.model, inputs, state.slots.tables, state.pages)
 
     # ---- recorded
 
@@ -195,10 +202,10 @@ class Prefill:
                 self._replay(shape, [], none, none)
 
     def _shape_to_replay(
-        self, chunk: Sequence[Extension], slots: NDArray[np.int64], embeddings: Tensor | None
+        self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
     ) -> Shape | None:
-        """Return the shape of a prefill that ends in one token a row, if it is one to record."""
-        if not self._recordings.ours or embeddings is not None or len(slots) != len(chunk):
+        """Return the shape of a prefill whose logits are wanted where tokens are chosen, if it is one to record."""
+        if not self._recordings.ours or embeddings is not None or len(slots) != wanted:
             return None
         if self._readiness.programs.full():  # a new recording would have no guards
             return None
@@ -213,9 +220,9 @@ class Prefill:
         self, shape: Shape, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
     ) -> StepOutputs:
         """Run a prefill of at most ``shape``; the first one is launched kernel by kernel, and recorded."""
-        state, missing = self._state, shape.rows - len(chunk)
+        state, missing = self._state, shape.rows - len(keep)
         keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
-        slots = np.concatenate([slots, state.sampling.of([], missing)])
+        slots = np.concatenate([slots, state.slots.of([], missing)])
         packed, table = pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
         if (recording := self._recordings.get(shape)) is not None:
             self._upload(packed, table, shape)
@@ -224,7 +231,7 @@ class Prefill:
             # the model does now, all it writes is written again.
             if self._readiness.is_valid(shape):
                 return result
-            state.sampling.restore(slots)
+            state.slots.restore(slots)
         inputs = self._as_inputs(state.staging.to_device(packed), shape)
         (self._packed[shape],) = state.staging.to_device([as_bytes(packed)])
         self._upload(packed, table, shape)

@@ -158,7 +158,7 @@ class Readiness:
 
         def guards() -> Guards:
             with self.paged():
-                return self.programs.guards(model, inputs, self._state.sampling.tables, self._state.pages)
+                return self.programs.guards(model, inputs, self._state.slots.tables, self._state.pages)
 
         self.recordings.record(key, launch, inputs, guards)
 

@@ -132,7 +132,7 @@ class Runner:
             OutOfPagesError: the pages it may need are not free; nothing was taken.
         """
         row.reserve(row.length + len(tokens) + max(0, max_new_tokens - 1))
-        row.leave_sampling_slot()
+        row.leave_slot()
         self._pending.append((row, tokens, sampling))
 
     def begin(self, logits: Tensor, settings: Sequence[Sampling | None]) -> None:
@@ -144,7 +144,7 @@ class Runner:
         """
         self._computed = logits
         for row, sampling in zip(self.rows, settings, strict=True):
-            row.leave_sampling_slot()
+            row.leave_slot()
             self._pending.append((row, _NO_TOKENS, sampling))
 
     def step(self, forced: Tensor | None = None, unchanged: bool = False) -> dict[Row, int]:
@@ -236,7 +236,7 @@ class Runner:
         self._pending.clear()
         self._computed = None
         self._launched.clear()
-        self._persistent.restart()
+        self._persistent.restart(self.rows)
         self.steps = 0
 
     def add_row(self, tokens: int) -> Row:
@@ -341,10 +341,9 @@ class Runner:
         return self.device_model.run(batch, self._persistent, unchanged)
 
     def _enter_settings(self) -> None:
-        """Give rows that are to be sampled their settings."""
-        sampled = [(row, sampling) for row, _, sampling in self._pending if sampling is not None]
-        if new := [(row, sampling) for row, sampling in sampled if row.sampling_slot is None]:
-            self.device_model.state.sampling.admit([row for row, _ in new], [sampling for _, sampling in new])
+        """Give new rows slots, with their settings."""
+        if new := [(row, sampling) for row, _, sampling in self._pending if row.slot is None]:
+            self.device_model.state.slots.admit([row for row, _ in new], [sampling for _, sampling in new])
 
     def _extend(
         self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None, embeddings: Tensor | None
@@ -355,7 +354,8 @@ class Runner:
     def _decode(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
         for row, position in zip(self.rows, positions, strict=True):
             row.position = position
-        return self.device_model.run(self._every_row._replace(tokens=tokens), self._persistent).logits.clone()
+        self.device_model.run(self._every_row._replace(tokens=tokens), self._persistent)
+        return self._last_logits()
 
     def _last_logits(self) -> Tensor:
         logits = self._persistent.logits

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_AREAS = 4
+_AREAS = 8
 _ALIGNMENT = 8
 
 

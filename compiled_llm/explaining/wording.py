@@ -11,7 +11,7 @@ from compiled_llm.explaining.profile.breakdown import Breakdown, Kernel, Kind
 from compiled_llm.model.places import Place
 
 UPLOAD_CAUSES: dict[UploadCause, str] = {
-    "new_page": "a row entered a new page",
+    "new_page": "a row came to pages that were not known ahead",
     "call_moved_in": "a call moved its rows in",
     "rows_changed": "rows joined, left or went back",
     "page_copied": "a row stopped sharing a page",

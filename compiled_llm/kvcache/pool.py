@@ -49,8 +49,8 @@ class PagePool:
         page_size: tokens in a page.
         total: how many pages there are.
         most_used: how many have been owned by rows at one time, at most.
-        changes: how often rows shared pages or gave them back. What a tree does is not counted: it owns full pages,
-            into which no row writes, so a batch that stays in its pages goes on.
+        changes: how often rows shared pages, into which none of them writes any more, or forgot tokens. What a tree
+            does is not counted: it owns full pages, into which no row writes, so a batch goes on.
         lock: while it is held, no other thread changes anything.
     """
 
@@ -138,6 +138,7 @@ class PagePool:
     def untake(self, pages: Sequence[int]) -> int:
         """Turn taken pages back into promised ones, except those that other rows own; returns how many."""
         with self.lock:
+            self.changes += 1
             back = self._disown(pages)
             self._reserved += back
             return back
@@ -151,7 +152,6 @@ class PagePool:
     def _disown(self, pages: Iterable[int]) -> int:
         """Count one owner less of each page; returns how many are free or cached now."""
         owners, in_tree, back = self._owners, self._in_tree, 0
-        self.changes += 1
         for page in pages:
             left = owners[page] = owners[page] - 1
             if left == 0:

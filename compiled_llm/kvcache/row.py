@@ -1,4 +1,4 @@
-"""One sequence in the pool: its pages, its length, and its entry in the sampling tables."""
+"""One sequence in the pool: its pages, its length, and its slot on the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class Row:
         pages: page numbers, in order.
         length: tokens stored.
         position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
-        sampling_slot: its entry in the sampling tables; None if the row is greedy.
+        ahead: numbers of pages that it enters next; they are promised to it and hold nothing yet.
+        slot: where a loop that runs it keeps its state on the device; None while nobody runs it.
+        listed: how many of its page numbers, then of those ahead, its slot holds.
+        has_next: whether its slot holds the token that it feeds in next.
     """
 
     def __init__(self, pool: PagePool, tokens: int) -> None:
@@ -41,13 +44,20 @@ class Row:
         self.pages: list[int] = []
         self.length = 0
         self.position = 0
-        self.sampling_slot: int | None = None
-        self._free_sampling_slots: list[int] = []
+        self.ahead: list[int] = []
+        self.slot: int | None = None
+        self.listed = 0
+        self.has_next = False
+        self._free_slots: list[int] = []
 
     @property
     def limit(self) -> int:
         """Tokens that the row's pages, taken and promised, can hold."""
-        return (len(self.pages) + self._reserved) * self._pool.page_size
+        return (len(self.pages) + self._promised) * self._pool.page_size
+
+    @property
+    def _promised(self) -> int:
+        return len(self.ahead) + self._reserved
 
     @property
     def room(self) -> int:
@@ -60,7 +70,7 @@ class Row:
         Raises:
             OutOfPagesError: the pool cannot promise the pages that are missing; nothing changed.
         """
-        missing = self._pool.pages_for(tokens) - len(self.pages) - self._reserved
+        missing = self._pool.pages_for(tokens) - len(self.pages) - self._promised
         if missing > 0:
             self._pool.reserve(missing)
             self._reserved += missing
@@ -76,7 +86,7 @@ class Row:
         staying = pool.pages_for(kept)
         back = sum(pool.has_one_row(page) for page in self.pages[staying:])
         copied = tokens > kept and self._writes_into_shared(kept)
-        return max(0, pool.pages_for(tokens) - staying - self._reserved - back) + copied
+        return max(0, pool.pages_for(tokens) - staying - self._promised - back) + copied
 
     def _writes_into_shared(self, length: int) -> bool:
         full, begun = divmod(length, self._pool.page_size)
@@ -97,7 +107,7 @@ class Row:
         if tokens <= self.room and not copies:  # as most rows do in most steps
             self.length += tokens
             return None
-        missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._reserved) + copies
+        missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._promised) + copies
         if missing:
             self._pool.reserve(missing)
             self._reserved += missing
@@ -119,7 +129,7 @@ class Row:
         full = (tokens - 1) // self._pool.page_size
         other.pages += other._take(max(0, full - len(other.pages)))
         self._pool.share(other.pages[:full])
-        self.pages = other.pages[:full]
+        self.pages, self.listed = other.pages[:full], 0
         self.length = self.position = full * self._pool.page_size
         return self.length
 
@@ -136,7 +146,7 @@ class Row:
         """
         if self.pages:
             raise ValueError(f"a row of {self.length} tokens cannot begin anew; free it, or take an empty one")
-        self.pages = list(pages)
+        self.pages, self.listed = list(pages), 0
         self.length = self.position = len(pages) * self._pool.page_size
 
     def _unshare(self) -> PageCopy:
@@ -144,12 +154,36 @@ class Row:
         (target,) = self._take(1)
         copy = PageCopy(self.pages[-1], target)
         self.pages[-1] = copy.target
+        self.listed = min(self.listed, len(self.pages) - 1)
         self._pool.give_back([copy.source])
         return copy
 
     def _take(self, count: int) -> list[int]:
-        self._reserved -= count
-        return self._pool.take_reserved(count)
+        taken, self.ahead = self.ahead[:count], self.ahead[count:]
+        missing = count - len(taken)
+        self._reserved -= missing
+        return taken + self._pool.take_reserved(missing)
+
+    def enter_page(self) -> None:
+        """Count the first page ahead among the row's own: a step has grown it by a token that lies there."""
+        self.pages.append(self.ahead.pop(0))
+
+    def list_pages(self, ahead: int) -> tuple[int, list[int]]:
+        """Choose pages that the row enters next, as far as they are promised, and take all numbers as listed.
+
+        Args:
+            ahead: how many to have ahead of it.
+
+        Returns:
+            The page numbers that were not listed, and how many there are before them.
+        """
+        more = min(ahead - len(self.ahead), self._reserved)
+        if more > 0:
+            self._reserved -= more
+            self.ahead += self._pool.take_reserved(more)
+        first, pages = self.listed, [*self.pages, *self.ahead]
+        self.listed = len(pages)
+        return first, pages[first:]
 
     def fork(self) -> Row:
         """Return another row with the same tokens in the same pages, and with no more pages promised."""
@@ -160,13 +194,13 @@ class Row:
 
     def mark(self) -> tuple[int, int]:
         """Return what ``restore`` needs to undo growth."""
-        return self.length, self._reserved + len(self.pages)
+        return self.length, self._promised + len(self.pages)
 
     def restore(self, mark: tuple[int, int]) -> None:
         """Undo all growth since ``mark``, and the promises made for it; a page that was copied stays copied."""
         length, pages = mark
         self.shrink(self.length - length)
-        extra = max(0, self._reserved + len(self.pages) - pages)  # fewer if others share some of the pages
+        extra = max(0, self._promised + len(self.pages) - pages)  # fewer if others share some of the pages
         self._pool.give_back((), reserved=extra)
         self._reserved -= extra
 
@@ -180,6 +214,8 @@ class Row:
             raise ValueError(f"a row of {self.length} tokens cannot forget {tokens}")
         self.length -= tokens
         keep = self._pool.pages_for(self.length)
+        if keep < len(self.pages):
+            self.listed = min(self.listed, keep)
         self._reserved += self._pool.untake(self.pages[keep:])
         del self.pages[keep:]
 
@@ -194,25 +230,26 @@ class Row:
         self.position -= extra
 
     def settle(self) -> None:
-        """Give back the pages that were promised and not taken, and the entry of the sampling tables."""
-        self.leave_sampling_slot()
-        self._pool.give_back((), self._reserved)
-        self._reserved = 0
+        """Give back the pages that were promised and not entered, and the slot."""
+        self.leave_slot()
+        ahead, reserved = self.ahead, self._reserved
+        self.ahead, self._reserved = [], 0
+        self._pool.give_back(ahead, reserved)
 
-    def take_sampling_slot(self, free: list[int]) -> None:
-        """Take an entry of the sampling tables; ``free`` gets it back once the row leaves it."""
-        self._free_sampling_slots = free
-        self.sampling_slot = free.pop()
+    def take_slot(self, free: list[int]) -> None:
+        """Take one of the free slots, which gets it back once the row leaves it."""
+        self._free_slots = free
+        self.slot = free.pop()
 
-    def leave_sampling_slot(self) -> None:
-        """Give the entry of the sampling tables back, if there is one."""
-        if self.sampling_slot is not None:
-            self._free_sampling_slots.append(self.sampling_slot)
-            self.sampling_slot = None
+    def leave_slot(self) -> None:
+        """Give the slot back, if there is one, and forget what it held."""
+        if self.slot is not None:
+            self._free_slots.append(self.slot)
+        self.slot, self.listed, self.has_next = None, 0, False
 
     def free(self) -> None:
         """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
-        self.leave_sampling_slot()
-        pages, reserved = self.pages, self._reserved
-        self.pages, self._reserved, self.length, self.position = [], 0, 0, 0
+        self.leave_slot()
+        pages, reserved = self.pages + self.ahead, self._reserved
+        self.pages, self.ahead, self._reserved, self.length, self.position = [], [], 0, 0, 0
         self._pool.give_back(pages, reserved)

@@ -52,6 +52,9 @@ class PackedTokens(NamedTuple):
         token_rows: ``[T]`` int32, the row of each token.
         token_positions: ``[T]`` int32, each token's index in its row's cache.
         qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
         plans: decided on the host.
         one_a_row: each row has one token, so that the layers have ``[B, H, 1, D]`` for ``[1, H, T, D]``.
     """
@@ -59,8 +62,30 @@ class PackedTokens(NamedTuple):
     token_rows: Tensor
     token_positions: Tensor
     qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
     plans: AttentionPlans
     one_a_row: bool = False
+
+    @property
+    def table(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where rows lie, as ops take it."""
+        return self.indptr, self.indices, self.last_page_len
+
+
+class NewestTokens(NamedTuple):
+    """Where rows lie that have one new token each, for ``decode_attention``, which needs no plan.
+
+    Attributes:
+        starts: ``[B]`` int32, where each row's pages begin in ``indices``.
+        lengths: ``[B]`` int32, tokens of each row, the new one included.
+        indices: ``[N]`` int32, page numbers.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    indices: Tensor
 
 
 class PagedBatch(NamedTuple):
@@ -68,19 +93,13 @@ class PagedBatch(NamedTuple):
 
     Attributes:
         pages: one ``[P, 2, K, S, D]`` a layer.
-        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers.
-        last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
-        packed: where the tokens go; None in decode with ``decode_attention``, which takes one new token a row.
+        rows: where its tokens and rows lie.
         windows: tokens visible to the left of a query in each layer, -1 for all, in place of what layers say; empty if
             they say it.
     """
 
     pages: list[Tensor]
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
-    packed: PackedTokens | None = None
+    rows: PackedTokens | NewestTokens
     windows: tuple[int, ...] = ()
 
 
@@ -154,34 +173,30 @@ def _window_left(batch: PagedBatch, layer: int, sliding_window: int | None) -> i
 
 
 def _attend(batch: PagedBatch, layer: int, states: States, options: Options) -> Tensor:
-    if batch.packed is None:
-        return decode_attention(*states, batch.pages[layer], *_table(batch), *options)
-    return paged_attention(*_appended(batch, batch.packed, layer, states), *options)
+    if isinstance(batch.rows, NewestTokens):
+        return decode_attention(*states, batch.pages[layer], *batch.rows, *options)
+    return paged_attention(*_appended(batch.pages[layer], batch.rows, layer, states), *options)
 
 
 def _attend_lse(batch: PagedBatch, layer: int, states: States, options: Options) -> tuple[Tensor, Tensor]:
-    if batch.packed is None:
-        return decode_attention_lse(*states, batch.pages[layer], *_table(batch), *options)
-    return paged_attention_lse(*_appended(batch, batch.packed, layer, states), *options)
+    if isinstance(batch.rows, NewestTokens):
+        return decode_attention_lse(*states, batch.pages[layer], *batch.rows, *options)
+    return paged_attention_lse(*_appended(batch.pages[layer], batch.rows, layer, states), *options)
 
 
 def _appended(
-    batch: PagedBatch, packed: PackedTokens, layer: int, states: States
+    pages: Tensor, packed: PackedTokens, layer: int, states: States
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Write the new keys and values, and return what attends over them: all tensors that ``paged_attention`` takes."""
     query, key, value = states
-    pages, plans, table = batch.pages[layer], packed.plans, _table(batch)
+    plans, table = packed.plans, packed.table
     append_paged_kv(key, value, pages, packed.token_rows, packed.token_positions, *table, plans.backend)
     return query, pages, packed.qo_indptr, *table, plans.tensors[plans.groups[layer]], plans.workspace
 
 
-def _table(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    return batch.indptr, batch.indices, batch.last_page_len
-
-
 def _pack(states: Tensor, batch: PagedBatch) -> Tensor:
     """``[1, H, T, D]``, or ``[B, H, 1, D]`` if each row has one token, to ``[T, H, D]``, a view."""
-    one_a_row = batch.packed is None or batch.packed.one_a_row
+    one_a_row = isinstance(batch.rows, NewestTokens) or batch.rows.one_a_row
     return states.transpose(1, 2).squeeze(1 if one_a_row else 0)
 
 

@@ -140,9 +140,9 @@ class DecodeAttention(NamedTuple):
     key: Tensor
     value: Tensor
     pages: Tensor
-    indptr: Tensor
+    starts: Tensor
+    lengths: Tensor
     indices: Tensor
-    last_page_len: Tensor
     scale: float
     window_left: int = -1
     logits_soft_cap: float = 0.0

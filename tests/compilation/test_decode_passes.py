@@ -163,16 +163,16 @@ class Inputs(NamedTuple):
 
     states: Tensor
     pages: Tensor
-    indptr: Tensor
+    starts: Tensor
+    lengths: Tensor
     indices: Tensor
-    last_page_len: Tensor
     cos: Tensor
     sin: Tensor
     norm: Tensor
 
 
 def inputs_of() -> Inputs:
-    columns = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 1, 2], [1, 2], [1, 3])]
+    columns = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 1], [1, 3], [1, 2])]
     angles = torch.rand(2, 1, 8).repeat(1, 1, 2)
     return Inputs(
         torch.randn(2, 1, 8, 16), torch.randn(4, 2, 2, 4, 16), *columns, angles.cos(), angles.sin(), torch.rand(16)
@@ -203,7 +203,7 @@ def attend(to: Inputs, query: Tensor, key: Tensor, *, lse: bool = False) -> Tens
     """``[2, 4, 16]`` from ``[2, heads, 1, 16]``."""
     value = to.states[:, :, 6:].transpose(1, 2)
     packed = [heads.transpose(1, 2).squeeze(1) for heads in (query, key, value)]
-    given = (*packed, to.pages, to.indptr, to.indices, to.last_page_len, 0.25)
+    given = (*packed, to.pages, to.starts, to.lengths, to.indices, 0.25)
     return decode_attention_lse(*given)[0] if lse else decode_attention(*given)
 
 
@@ -312,7 +312,7 @@ def test_a_norm_with_a_weight_for_each_head_stays_in_front(seed):
 
 def test_a_table_that_is_written_in_front_is_not_read_early(seed):
     def layer(to: Inputs) -> Tensor:
-        to.last_page_len.add_(1)
+        to.lengths.add_(1)
         return as_llama(to)
 
     inputs = inputs_of()
@@ -327,7 +327,7 @@ def test_a_table_that_is_written_in_front_is_not_read_early(seed):
 def test_a_table_that_is_written_behind_is_read_early(seed):
     def layer(to: Inputs) -> Tensor:
         out = as_llama(to)
-        to.last_page_len.add_(1)
+        to.lengths.add_(1)
         return out
 
     module, _ = traced(layer, inputs_of())

@@ -330,7 +330,7 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
     device_model = outlined.compiled.device_model()
     programs, state = device_model.readiness.programs, device_model.state
     outlines, decode = programs._outlines, programs.decode_many_function
-    arguments = programs._arguments(outlined, state.decode_buffers.bucket(2), state.sampling.tables, state.pages)
+    arguments = programs._arguments(outlined, state.decode_buffers.bucket(2), state.slots.tables, state.pages)
 
     @torch.no_grad()
     def traced_whole() -> bool:
@@ -353,7 +353,7 @@ def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
     """Return the check of what a recording of decode takes for granted."""
     device_model = model.compiled.device_model()
     programs, state = device_model.readiness.programs, device_model.state
-    arguments = (model, state.decode_buffers.bucket(2), state.sampling.tables, state.pages)
+    arguments = (model, state.decode_buffers.bucket(2), state.slots.tables, state.pages)
 
     @torch.no_grad()
     def valid() -> bool:
@@ -479,7 +479,7 @@ def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
     device_model = model.compiled.device_model()
     programs, state = device_model.readiness.programs, device_model.state
     buffers = state.decode_buffers.bucket(2)
-    arguments = programs._arguments(model, buffers, state.sampling.tables, state.pages)
+    arguments = programs._arguments(model, buffers, state.slots.tables, state.pages)
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     tensors = [*model.state_dict().values(), *filter(torch.is_tensor, buffers)]
     values = [tensor.clone() for tensor in tensors]

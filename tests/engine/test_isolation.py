@@ -75,7 +75,7 @@ def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, st
         "upload": (device_model.state.staging, "upload"),
         "decode": (device_model.decode, "run"),
         "prefill": (device_model.prefill, "run"),
-        "settings": (device_model.state.sampling, "admit"),
+        "settings": (device_model.state.slots, "admit"),
         "start_reading": (device_model.readbacks, "start"),
         "read": (loop.scheduler, "read"),
         "plan": (loop.scheduler, "plan"),
@@ -103,7 +103,7 @@ def test_each_call_into_the_device_may_fail_once(plain, monkeypatch, one_thread,
             account = model.compiled.stats().pages
             assert (account.used, account.free + account.cached) == (0, account.total)
             assert [output.outputs[-1].token_ids for output in engine.generate(prompts, params)] == expected
-        assert len(model.compiled.device_model().state.sampling._free) == 2 * 256
+        assert len(model.compiled.device_model().state.slots._free) == 2 * 256
     assert_account_is_empty(model)
 
 
@@ -257,7 +257,8 @@ def test_requests_of_one_token_are_not_remembered(engine):
         engine.generate([5, 6, token], greedy(1))
     loop = engine._driver.loop
     assert loop is not None
-    assert len(loop._persistent._order) == 1
+    slots = loop.device_model.state.slots
+    assert (loop._persistent._rows, len(slots._free)) == ([], slots.padding)
 
 
 def test_a_call_that_never_fits_is_refused_beside_a_busy_engine_and_blocks_nobody(plain, one_thread):

@@ -226,8 +226,8 @@ class Crowd(RuleBasedStateMachine):
             row.limit // pool.page_size - len(row.pages) for row in rows
         )
         assert pool.available >= 0
-        slots = sorted([*self.device.free_slots, *(row.sampling_slot for row in rows if row.sampling_slot is not None)])
-        assert slots == list(range(len(slots))), "a sampling slot is lost or taken twice"
+        slots = sorted([*self.device.free_slots, *(row.slot for row in rows if row.slot is not None)])
+        assert slots == list(range(len(slots))), "a slot is lost or taken twice"
 
     def unread(self) -> Iterator[Request]:
         """Requests that gave their pages back after their last token was chosen, before it is read."""

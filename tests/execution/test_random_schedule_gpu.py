@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 import compiled_llm
-from compiled_llm.execution.decode import Decode
+from compiled_llm.execution.slots import Slots
 from compiled_llm.kvcache.row import Row
 from support.parity import assert_account_is_empty
 from support.twins import (
@@ -208,18 +209,18 @@ def test_random_schedule_equals_a_twin_that_uploads_each_step_in_larger_groups(b
 
 
 def test_the_schedule_shows_page_tables_that_are_not_renewed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above are good for. A row past the pages that its table names goes on in another row's."""
+    """What the tests above are good for. A row past the pages that its slot names goes on in nobody's."""
     twins = twins_of(small_qwen3(seed))
     twins.wrapped.compiled.warmup()
-    renew, stale = Decode.upload, twins.wrapped.compiled.device_model().decode
+    listing, stale = Slots.list_pages, twins.wrapped.compiled.device_model().state.slots
 
-    def upload(decode: Decode, rows: Any, bucket: int, tokens: Any, cause: Any) -> None:
-        if decode is not stale or cause != "new_page":
-            renew(decode, rows, bucket, tokens, cause)
-        elif tokens is not None:
-            decode.tokens(bucket)[: len(rows)].copy_(tokens)
+    def list_pages(slots: Slots, rows: Sequence[Row]) -> bool:
+        for row in rows if slots is stale else ():
+            if row.listed:
+                row.list_pages(8)  # taken as listed, and not written
+        return listing(slots, rows)
 
-    monkeypatch.setattr(Decode, "upload", upload)
+    monkeypatch.setattr(Slots, "list_pages", list_pages)
     with pytest.raises(AssertionError, match="RMS difference"):
         run_schedule(twins, random_schedule(200, SMALL["vocab_size"], seed))
     compiled_llm.unwrap(twins.wrapped)

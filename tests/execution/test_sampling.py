@@ -13,7 +13,9 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import compiled_llm
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose, draw, uniform
-from compiled_llm.execution.sampling_slots import SamplingSlots
+from compiled_llm.execution.arena import Arena
+from compiled_llm.execution.slots import Slots
+from compiled_llm.execution.staging import Staging
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops import sample_tokens, uniform_numbers, uniform_of
@@ -34,8 +36,11 @@ class FixedLogits:
     def __init__(self, logits: Tensor, settings: list[Sampling], mode: str = "compile") -> None:
         rows = len(settings)
         self.logits, self.rows = logits, [Row(PagePool(2, 4), 0) for _ in settings]
-        self.sampler = SamplingSlots(rows, logits.shape[1], CPU)
+        staging = Staging(CPU)
+        arena = Arena(Slots.columns(rows, 1), CPU, staging)
+        self.sampler = Slots(arena, staging, logits.shape[1])
         self.sampler.admit(self.rows, settings)
+        arena.flush()
         self.slots = torch.from_numpy(self.sampler.of(self.rows, rows))
         self.positions = torch.zeros(rows, dtype=torch.int64)
         self.choose = choose if mode == "eager" else torch.compile(choose, fullgraph=True)

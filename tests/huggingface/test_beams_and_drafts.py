@@ -61,9 +61,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
         seen.copied += len(copies)
         copy(self, copies)
 
-    def prefilling(self: Prefill, batch: Any, *args: Any) -> Any:
+    def prefilling(self: Prefill, batch: Any, *args: Any, **options: Any) -> Any:
         seen.computed.append(sum(len(extension.ids) for extension in batch))
-        return prefill(self, batch, *args)
+        return prefill(self, batch, *args, **options)
 
     monkeypatch.setattr(PagePool, "take_reserved", taking)
     monkeypatch.setattr(DeviceState, "copy_pages", copying)

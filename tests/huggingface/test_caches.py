@@ -44,9 +44,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     run = Prefill.run
 
-    def spied(self: Prefill, extensions: Any, *args: Any) -> Any:
+    def spied(self: Prefill, extensions: Any, *args: Any, **options: Any) -> Any:
         counts.append(sum(len(extension.ids) for extension in extensions))
-        return run(self, extensions, *args)
+        return run(self, extensions, *args, **options)
 
     monkeypatch.setattr(Prefill, "run", spied)
     return counts
@@ -163,8 +163,8 @@ def test_a_chat_that_samples_stays_in_the_fast_loop_and_follows_the_seed(models,
         texts.append(ids)
     assert torch.equal(*texts)
     assert models[1].compiled.stats().generate_calls == {"fast loop": 8}
-    sampler = models[1].compiled.device_model().state.sampling
-    assert len(sampler._free) == sampler._greedy
+    slots = models[1].compiled.device_model().state.slots
+    assert len(slots._free) == slots.padding
     del cache, out
     assert_all_given_back(models[1])
 

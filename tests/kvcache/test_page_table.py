@@ -34,6 +34,7 @@ class Pages(RuleBasedStateMachine):
     def start(self, pages: int, page_size: int) -> None:
         self.pool, self.size = PagePool(pages + 1, page_size), page_size
         self.rows: dict[Row, list[int]] = {}
+        self.slots: dict[Row, list[int]] = {}  # the page numbers that a device knows of each
         self.memory = [[0] * page_size for _ in range(pages + 1)]
         self.written = 0
 
@@ -212,6 +213,19 @@ class Pages(RuleBasedStateMachine):
                 assert self.pool.available == available - max(0, more - left)
 
     @precondition(lambda self: self.rows)
+    @rule(data=st.data(), ahead=st.integers(0, 4))
+    def list_pages(self, data: st.DataObject, ahead: int) -> None:
+        """As far as pages are promised, the device knows some before the row enters them; nobody has fewer for it."""
+        row = data.draw(st.sampled_from(list(self.rows)))
+        available, promised, had = self.pool.available, row.limit, len(row.ahead)
+        spare = promised // self.size - len(row.pages)
+        first, new = row.list_pages(ahead)
+        self.slots[row] = self.slots.get(row, [])[:first] + new
+        assert self.slots[row] == row.pages + row.ahead
+        assert len(row.ahead) == max(had, min(ahead, spare))
+        assert (self.pool.available, row.limit) == (available, promised)
+
+    @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def rewind(self, data: st.DataObject) -> None:
         row = data.draw(st.sampled_from(list(self.rows)))
@@ -230,7 +244,7 @@ class Pages(RuleBasedStateMachine):
         del self.rows[row]
         row.free()
         after = self.snapshot()
-        assert (row.length, row.position, row.pages, row.limit) == (0, 0, [], 0)
+        assert (row.length, row.position, row.pages, row.ahead, row.limit) == (0, 0, [], [], 0)
         row.free()
         assert self.snapshot() == after
 
@@ -240,15 +254,15 @@ class Pages(RuleBasedStateMachine):
             return
         account = self.pool.account()
         assert account.used + account.free + account.cached == account.total
-        assert account.used == len({page for row in self.rows for page in row.pages})
-        promised = sum(row.limit // self.size - len(row.pages) for row in self.rows)
+        assert account.used == len({page for row in self.rows for page in row.pages + row.ahead})
+        promised = sum(row.limit // self.size - len(row.pages) - len(row.ahead) for row in self.rows)
         assert self.pool.available == account.free - promised >= 0
 
     @invariant()
     def each_page_has_its_owners_and_the_null_page_none(self) -> None:
         if not hasattr(self, "pool"):
             return
-        owned = [page for row in self.rows for page in row.pages]
+        owned = [page for row in self.rows for page in row.pages + row.ahead]
         assert self.pool._owners == [owned.count(page) for page in range(self.pool.total + 1)]
         assert set(owned) <= set(range(1, self.pool.total + 1)) - {NULL_PAGE}
         assert set(owned).isdisjoint(self.pool._free)
@@ -257,6 +271,11 @@ class Pages(RuleBasedStateMachine):
     def each_row_has_the_pages_its_tokens_take(self) -> None:
         for row in getattr(self, "rows", ()):
             assert len(row.pages) == pages_needed(row.length, self.size)
+
+    @invariant()
+    def a_device_knows_the_pages_that_are_listed(self) -> None:
+        for row, numbers in getattr(self, "slots", {}).items():
+            assert numbers[: row.listed] == (row.pages + row.ahead)[: row.listed]
 
     @invariant()
     def each_row_reads_what_it_wrote(self) -> None:

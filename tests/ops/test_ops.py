@@ -259,9 +259,9 @@ def test_attention_refuses_what_does_not_fit(attend, changes, message):
         ({"key": lambda key: key[:-1]}, r"key and value must be \(4, 2, 8\).*\(3, 2, 8\)"),
         ({"value": lambda value: value[:, :1]}, r"key and value must be.*\(4, 1, 8\)"),
         ({"value": lambda value: value.double()}, r"of one dtype.*float64"),
-        ({"indptr": lambda indptr: indptr[:-1]}, r"indptr must be \[5\].*\(4,\)"),
-        ({"last_page_len": lambda last: last[:-1]}, r"last_page_len \[4\].*\(3,\)"),
-        ({"indptr": lambda indptr: indptr.long()}, r"indptr.*int32"),
+        ({"starts": lambda starts: starts[:-1]}, r"starts and lengths must be \[4\].*\(3,\) and \(4,\)"),
+        ({"lengths": lambda lengths: lengths[:-1]}, r"starts and lengths must be \[4\].*\(4,\) and \(3,\)"),
+        ({"lengths": lambda lengths: lengths.long()}, r"lengths.*int32"),
         ({"indices": lambda indices: indices.float()}, r"indices.*int32"),
     ],
 )

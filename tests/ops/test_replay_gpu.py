@@ -44,6 +44,7 @@ from support.gpu_rows import (
     scale_of,
     split_or_not,
     starts_of,
+    unplanned,
     upload,
 )
 
@@ -194,7 +195,7 @@ def test_decode_norms_and_turns_queries_and_keys(
     pages = layer.pages.clone()
     rows.forget_newest()
     options = options_of(layer.geometry)
-    given = (query, key, value, layer.pages, *columns[1:], *options, *norms, 0.01, cos, sin)
+    given = (query, key, value, layer.pages, *unplanned(columns), *options, *norms, 0.01, cos, sin)
     for overlap in (False, True):
         out, lse = decode_attention_lse(*given, overlap)
         tolerance = 2e-3 if dtype is torch.float16 else 1.6e-2
@@ -234,7 +235,7 @@ def test_decode_waits_for_what_is_in_front_of_it(lengths: list[int], seed: int) 
     """Chains of layers, each of which reads what the one before wrote, between kernels that let go early."""
     rows = Rows([geometry_of(2)], lengths, max(lengths), 128, seed)
     (layer,) = rows.layers
-    columns, scale = on_device(rows.table()), scale_of(layer.geometry)
+    table, scale = unplanned(on_device(rows.table())), scale_of(layer.geometry)
     norms, cos, sin = preparation_of(rows, len(lengths), 128, torch.bfloat16)
     preparation = (-1, 0.0, *norms, 0.01, cos, sin)
     make_kernels_wait_first()
@@ -242,7 +243,7 @@ def test_decode_waits_for_what_is_in_front_of_it(lengths: list[int], seed: int) 
     def chain(query: Tensor) -> Tensor:
         for _ in range(12):
             key, value = query[:, :2], query[:, 2:]
-            out = decode_attention(query, key, value, layer.pages, *columns[1:], scale, *preparation, overlap=True)
+            out = decode_attention(query, key, value, layer.pages, *table, scale, *preparation, overlap=True)
             total, query = add_rms_norm(out, query, norms[0], 1e-6, overlap=True)
             query = torch.nn.functional.rms_norm(out + query + total, (128,))
         return query

@@ -74,15 +74,15 @@ class Batch(NamedTuple):
     key: Tensor
     value: Tensor
     pages: Tensor
-    indptr: Tensor
+    starts: Tensor
+    lengths: Tensor
     indices: Tensor
-    last_page_len: Tensor
 
     def appended(self) -> Tensor:
         """The pages with the newest keys and values."""
-        pages, newest = self.pages.clone(), self.indices[self.indptr[1:] - 1]
+        pages, last, size = self.pages.clone(), self.lengths - 1, self.pages.shape[3]
         states = torch.stack([self.key, self.value], 1)
-        pages[newest, :, :, self.last_page_len - 1, : self.key.shape[2]] = states
+        pages[self.indices[self.starts + last // size], :, :, last % size, : self.key.shape[2]] = states
         return pages
 
 
@@ -104,11 +104,10 @@ def batch_of(lengths: Sequence[int], group: int, page_size: int, head_dim: int, 
         states[:, :, length - 1 :] = torch.nan
         pages[own, :, :, :, :head_dim] = states.unflatten(2, (count, page_size)).permute(2, 0, 1, 3, 4)
         starts.append(starts[-1] + count)
-    last = [length - (count - 1) * page_size for length, count in zip(lengths, counts, strict=True)]
     indices = int32([*numbers.tolist(), *[total + 1] * 40])
     query = torch.randn(len(lengths), KV_HEADS * group, head_dim).half()
     key, value = torch.randn(2, len(lengths), KV_HEADS, head_dim).half()
-    return Batch(query, key, value, pages, int32(starts), indices, int32(last))
+    return Batch(query, key, value, pages, int32(starts[:-1]), int32(lengths), indices)
 
 
 def launch(
@@ -233,7 +232,7 @@ def test_nothing_outside_of_the_window_is_read(window_left: int, spare: int, see
     batch = batch_of(LENGTHS, 2, 16, 128)
     expected = check(batch, spare, window_left)
     for row, length in enumerate(LENGTHS):
-        own = batch.indices[batch.indptr[row] : batch.indptr[row + 1]]
+        own = batch.indices[batch.starts[row] :]
         for position in range(length - 1 - window_left):
             batch.pages[own[position // 16], :, :, position % 16] = torch.nan
     for actual, other in zip(launch(batch, spare, window_left), expected, strict=True):
@@ -280,16 +279,15 @@ def test_rows_of_padding_are_harmless(spare: int, seed: int) -> None:
     """They write to the null page and read it, and may all be the same row of it. They count among the rows."""
     batch = batch_of([30, 1, 600], 2, 16, 64)
     alone = launch(batch, spare)
-    used = int(batch.indptr[-1])
     padding = torch.ones(5, KV_HEADS, 64).half()
     padded = Batch(
         torch.cat([batch.query, torch.zeros(5, *batch.query.shape[1:]).half()]),
         torch.cat([batch.key, padding]),
         torch.cat([batch.value, padding]),
         batch.pages,
-        torch.cat([batch.indptr, int32(range(used + 1, used + 6))]),
-        torch.cat([batch.indices[:used], torch.zeros(5, dtype=torch.int32)]),
-        torch.cat([batch.last_page_len, torch.ones(5, dtype=torch.int32)]),
+        torch.cat([batch.starts, int32([len(batch.indices)] * 5)]),
+        torch.cat([batch.lengths, torch.ones(5, dtype=torch.int32)]),
+        torch.cat([batch.indices, torch.zeros(1, dtype=torch.int32)]),
     )
     together = launch(padded, spare)
     for actual, expected in zip(together, alone, strict=True):
@@ -570,7 +568,7 @@ def test_nothing_but_the_page_table_is_touched_before_waiting(
         **dict.fromkeys(("query", "key", "value", "pages", "out"), f"*{dtype}"),
         **dict.fromkeys(("query_norm", "key_norm", "cos", "sin"), f"*{dtype}"),
         **dict.fromkeys(("lse", "partials", "partial_lses"), "*fp32"),
-        **dict.fromkeys(("indptr", "indices", "last_page_len", "arrivals"), "*i32"),
+        **dict.fromkeys(("starts", "lengths", "indices", "arrivals"), "*i32"),
         **dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i32"),
         **dict.fromkeys(("rows", "row_tile", "window_left", "unsplit", "min_share"), "i32"),
         **dict.fromkeys(("scale", "cap", "epsilon"), "fp32"),

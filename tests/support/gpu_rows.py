@@ -224,7 +224,13 @@ def options_of(geometry: Geometry) -> tuple[float, int, float]:
 
 def decode(layer: Layer, query: Tensor, newest: tuple[Tensor, Tensor], columns: PageTable) -> tuple[Tensor, Tensor]:
     """`[B, H, D]` and `[B, H]`; whatever lengths the columns have, nothing is planned."""
-    return decode_attention_lse(query, *newest, layer.pages, *columns[1:], *options_of(layer.geometry))
+    return decode_attention_lse(query, *newest, layer.pages, *unplanned(columns), *options_of(layer.geometry))
+
+
+def unplanned(columns: PageTable) -> tuple[Tensor, Tensor, Tensor]:
+    """What `decode_attention` takes of a table: where rows start, their lengths, and the page numbers."""
+    full = columns.indptr[1:] - columns.indptr[:-1] - 1
+    return columns.indptr[:-1], full * PAGE_SIZE + columns.last_page_len, columns.indices
 
 
 def outputs(query: Tensor) -> tuple[Tensor, Tensor]:

@@ -84,8 +84,8 @@ class NaiveDevice:
         self.mixed: set[Row] = set()
         self.thread = SimpleNamespace(call=lambda function, *args: function(*args))
         self.readbacks = SimpleNamespace(start=self._start_reading)
-        staging = SimpleNamespace()
-        self.state = SimpleNamespace(sampling=self, pool=pool, staging=staging, max_positions=10_000)
+        config = SimpleNamespace(page_size=pool.page_size)
+        self.state = SimpleNamespace(slots=self, pool=pool, config=config, max_positions=10_000)
         self.decode = SimpleNamespace(ready=())
         self.events = SimpleNamespace(preparing=SimpleNamespace(seconds=0.0))
 
@@ -95,12 +95,16 @@ class NaiveDevice:
 
     # ---- what a loop calls
 
-    def admit(self, rows: Sequence[Row], settings: Sequence[Sampling]) -> None:
+    def admit(self, rows: Sequence[Row], settings: Sequence[Sampling | None]) -> None:
         self.fault("admit")
         for row, sampling in zip(rows, settings, strict=True):
-            row.take_sampling_slot(self.free_slots)
-            assert row.sampling_slot is not None
-            self.slots[row.sampling_slot] = sampling, set(sampling.seen.tolist())
+            row.take_slot(self.free_slots)
+            assert row.slot is not None
+            self.slots[row.slot] = sampling, set() if sampling is None else set(sampling.seen.tolist())
+
+    def forget_next(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.next.pop(row, None)
 
     def run(self, batch: Batch, persistent: Any, unchanged: bool = False) -> Step:
         self.fault("run")
@@ -144,9 +148,8 @@ class NaiveDevice:
 
     def _choose(self, row: Row) -> int:
         text = self.text(row)
-        if row.sampling_slot is None:
-            return next_token(text, None, ())
-        sampling, seen = self.slots[row.sampling_slot]
+        assert row.slot is not None, "a row runs without a slot"
+        sampling, seen = self.slots[row.slot]
         token = next_token(text, sampling, seen)
         seen.add(token)
         return token

@@ -86,7 +86,8 @@ class Batch:
         pages, newest = self.pages.clone(), self.indices[self.indptr[1:] - 1]
         pages[newest, :, :, self.last_page_len - 1, : self.query.shape[2]] = UNWRITTEN
         key, value = (torch.stack([row[-1] for row in states]) for states in (self.keys, self.values))
-        return self.query, key, value, pages, *self.table, self.scale
+        starts, lengths = self.indptr[:-1], torch.tensor(self.lengths, dtype=torch.int32)
+        return self.query, key, value, pages, starts, lengths, self.indices, self.scale
 
     def expected(self, scale: float, window_left: int = -1, soft_cap: float = 0.0) -> Tensor:
         """`[T, H, D]` by HuggingFace's eager attention, in float32."""

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from compiled_llm.compilation.sampling import Sampling, SamplingTables, upload_settings
+from compiled_llm.compilation.sampling import Sampling, SamplingTables
 
 BRANCHES = [
     Sampling(temperature=0.0),
@@ -80,9 +80,15 @@ def distribution(logits: Tensor, setting: Sampling) -> Tensor:
     return scores.softmax(dim=0)
 
 
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
 def tables_of(settings: Sequence[Sampling], vocabulary: int, device: str = "cpu") -> SamplingTables:
     tables = SamplingTables.allocate(len(settings), vocabulary, torch.device(device))
-    upload_settings(tables, range(len(settings)), settings)
+    for slot, setting in enumerate(settings):
+        for column, name in zip(tables[1:-1], SETTINGS, strict=True):
+            column[slot] = min(getattr(setting, name), 2**62 if column.dtype == torch.int64 else 2**31 - 1)
+        tables.seen[slot, setting.seen[setting.seen < vocabulary].tolist()] = True
     return tables
 
 
@@ -91,7 +97,7 @@ def arguments(logits: Tensor, uniform: Tensor, settings: Sequence[Sampling]) -> 
     device = logits.device
     tables = tables_of(list(reversed(settings)), logits.shape[1], str(device))
     slots = torch.arange(len(settings), device=device).flip(0)
-    return logits, uniform.to(device), slots, *tables[:5], tables.seen
+    return logits, uniform.to(device), slots, *tables[1:6], tables.seen
 
 
 def assert_at(chosen: Tensor, uniform: Tensor, logits: Tensor, settings: Sequence[Sampling], slack: float) -> None:

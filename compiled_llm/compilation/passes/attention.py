@@ -131,6 +131,6 @@ def _table_is_settled(attentions: Sequence[fx.Node]) -> bool:
     tables: set[Any] = set()
     for node in attentions:
         args = arguments_of(node, DecodeAttention)
-        tables |= {args.indptr, args.indices, args.last_page_len}
+        tables |= {args.starts, args.lengths, args.indices}
     users = {user for entry in tables for user in entry.users if user < attentions[-1]}
     return all(entry.op == "placeholder" for entry in tables) and users <= set(attentions)

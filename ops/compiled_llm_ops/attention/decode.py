@@ -3,14 +3,12 @@
 Queries and keys may come straight from their projections: the op norms them and rotates them by their position
 (rotary embedding), if it is given the weights and angles.
 
-Shapes: B rows, H query heads, K kv heads, D head dimension, P pages, S page size, N entries of the page table,
-L tokens of one row in the cache, the new one included.
+Shapes: B rows, H query heads, K kv heads, D head dimension, P pages, S page size, N page numbers of all rows.
 """
 
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +26,9 @@ def decode_attention(
     key: Tensor,
     value: Tensor,
     pages: Tensor,
-    indptr: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
     indices: Tensor,
-    last_page_len: Tensor,
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
@@ -43,17 +41,18 @@ def decode_attention(
 ) -> Tensor:
     """Write each row's newest key and value into its pages, then attend with its query over all of them.
 
-    The newest token of row b goes to page ``indices[indptr[b + 1] - 1]``, slot ``last_page_len[b] - 1``: the table says
-    the rows' lengths with it. Nothing has to be planned, and a captured launch may be replayed with any lengths.
+    Token t of row b lies in page ``indices[starts[b] + t // S]``, slot ``t % S``; the newest is number
+    ``lengths[b] - 1``. Page numbers that a row will need may stand behind those that it has, so that it enters a page
+    by its length alone. Nothing has to be planned, and a captured launch may be replayed with any lengths.
 
     Args:
         query: ``[B, H, D]``, any strides; H a multiple of K.
         key: ``[B, K, D]``, any strides, of the query's dtype.
         value: ``[B, K, D]``, like ``key``.
         pages: ``[P, 2, K, S, D']`` with D' >= D, written in place; columns past D are zero, and left alone.
-        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        starts: ``[B]`` int32, where each row's pages begin in ``indices``.
+        lengths: ``[B]`` int32, tokens of each row, the new one included; at least 1.
         indices: ``[N]`` int32, page numbers.
-        last_page_len: ``[B]`` int32, tokens in each row's last page, 1 to S.
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
@@ -65,8 +64,8 @@ def decode_attention(
             they need no rotation.
         sin: ``[B, D]``, belongs to ``cos``.
         overlap: whether it may run at the same time as the previous and the next kernel on CUDA, by the rules of
-            ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``indptr``, ``indices`` or
-            ``last_page_len`` then.
+            ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``starts``, ``lengths`` or
+            ``indices`` then.
 
     Returns:
         ``[B, H, D]``, contiguous, of the query's dtype.
@@ -78,7 +77,7 @@ def decode_attention(
         On CUDA a Triton kernel of our own after Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Norm and
         rotary embedding as in Llama and Qwen3 (https://arxiv.org/abs/2104.09864), in float32 on CUDA.
     """
-    table = (indptr, indices, last_page_len)
+    table = (starts, lengths, indices)
     prepared = (query_norm, key_norm, epsilon, cos, sin)
     out: Tensor = _decode_attention(
         query, key, value, pages, *table, scale, window_left, logits_soft_cap, *prepared, overlap
@@ -126,13 +125,12 @@ def _check(args: DecodeAttention) -> None:
             f"decode_attention: key and value must be {expected} of one dtype for {rows} rows; got "
             f"{tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}"
         )
-    table = {"indptr": args.indptr, "indices": args.indices, "last_page_len": args.last_page_len}
-    if args.indptr.shape != (rows + 1,) or args.last_page_len.shape != (rows,):
+    if args.starts.shape != (rows,) or args.lengths.shape != (rows,):
         raise ValueError(
-            f"decode_attention: indptr must be [{rows + 1}] and last_page_len [{rows}] for {rows} rows; got "
-            f"{tuple(args.indptr.shape)} and {tuple(args.last_page_len.shape)}"
+            f"decode_attention: starts and lengths must be [{rows}] for {rows} rows; got "
+            f"{tuple(args.starts.shape)} and {tuple(args.lengths.shape)}"
         )
-    check_int32("decode_attention", **table)
+    check_int32("decode_attention", starts=args.starts, lengths=args.lengths, indices=args.indices)
     _check_preparation(args)
 
 
@@ -168,41 +166,41 @@ def _prepared(states: Tensor, norm: Tensor | None, args: DecodeAttention) -> Ten
 
 
 def _append(args: DecodeAttention) -> None:
-    pages, key = args.pages, _prepared(args.key, args.key_norm, args)
-    page = args.indices[args.indptr[1:] - 1]
+    pages, key, page_size = args.pages, _prepared(args.key, args.key_norm, args), args.pages.shape[3]
+    last = args.lengths - 1
+    page = args.indices[args.starts + last // page_size]
     newest = torch.stack([key, args.value], dim=1).to(pages.dtype)
-    pages[page, :, :, args.last_page_len - 1, : key.shape[2]] = newest
+    pages[page, :, :, last % page_size, : key.shape[2]] = newest
 
 
 def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     _append(args)
     query = _prepared(args.query, args.query_norm, args)
-    starts = args.indptr.tolist()
-    counts = [end - start for start, end in pairwise(starts)]
-    if wants_lse or args.logits_soft_cap > 0 or len(counts) * max(counts) > 2 * sum(counts):
-        one_each = torch.arange(len(query) + 1, dtype=torch.int32, device="cpu")
-        table = PageTable(one_each, args.indptr, args.indices, args.last_page_len)
+    lengths, page_size = args.lengths.tolist(), args.pages.shape[3]
+    own = [
+        args.indices[start : start - (-length // page_size)]
+        for start, length in zip(args.starts.tolist(), lengths, strict=True)
+    ]
+    if wants_lse or args.logits_soft_cap > 0 or len(lengths) * max(lengths) > 2 * sum(lengths):
         how = (args.scale, args.window_left, args.logits_soft_cap)
-        return attend_row_by_row(query, args.pages, table, *how, wants_lse)
-    lengths = args.last_page_len.tolist()
-    return _attend(query, args.pages, starts, args.indices, lengths, args.scale, args.window_left), None
+        return attend_row_by_row(query, args.pages, _as_table(own, args.lengths, page_size), *how, wants_lse)
+    return _attend(query, args.pages, own, lengths, args.scale, args.window_left), None
+
+
+def _as_table(own: list[Tensor], lengths: Tensor, page_size: int) -> PageTable:
+    """Return the table of rows with one query each, whose page numbers are ``own``."""
+    counts = torch.tensor([0, *map(len, own)], dtype=torch.int32, device="cpu")
+    one_each = torch.arange(len(own) + 1, dtype=torch.int32, device="cpu")
+    return PageTable(one_each, counts.cumsum(0).int(), torch.cat(own), (lengths - 1) % page_size + 1)
 
 
 def _attend(
-    query: Tensor,
-    pages: Tensor,
-    indptr: list[int],
-    indices: Tensor,
-    last_page_len: list[int],
-    scale: float,
-    window_left: int,
+    query: Tensor, pages: Tensor, own: list[Tensor], lengths: list[int], scale: float, window_left: int
 ) -> Tensor:
-    """Attend with one query a row, all rows padded to the longest."""
+    """Attend with one query a row over the pages ``own``, all rows padded to the longest."""
     rows, heads, head_dim = query.shape
-    kv_heads, page_size = pages.shape[2:4]
-    own = [indices[start:end] for start, end in pairwise(indptr)]
-    lengths = [(len(row) - 1) * page_size + last for row, last in zip(own, last_page_len, strict=True)]
+    kv_heads = pages.shape[2]
     longest = max(lengths)
     keys, values = gather(pages, pad_sequence(own, batch_first=True), head_dim, query.dtype)
     first = 0

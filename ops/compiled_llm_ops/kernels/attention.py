@@ -10,7 +10,7 @@ are divided, as a plan on the host would, and reads its own share. Programs with
 It may begin while the previous kernel ends (see ``pdl``), and reads the page table meanwhile.
 
 Shapes: B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same as stored,
-P pages, S page size, N entries of the page table.
+P pages, S page size.
 """
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
@@ -192,7 +192,7 @@ def _share(blocks, program, programs, row_tile, unsplit, min_share, MOST: tl.con
 
 @triton.jit(do_not_specialize=["rows", "row_tile", "window_left", "unsplit", "min_share"])
 def _decode_paged_attention(
-    query, key, value, pages, indptr, indices, last_page_len, query_norm, key_norm, cos, sin,
+    query, key, value, pages, starts, lengths, indices, query_norm, key_norm, cos, sin,
     out, lse, partials, partial_lses, arrivals,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     rows, row_tile, window_left, unsplit, min_share, scale, cap, epsilon,
@@ -214,15 +214,14 @@ def _decode_paged_attention(
     offs_r, offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, HEADS), tl.arange(0, DIM)[None, :]
     row_ids = tile * row_tile + offs_r
     mask = (offs_r < row_tile) & (row_ids < rows)
-    first_pages = tl.load(indptr + row_ids, mask=mask, other=0)
-    end_pages = tl.load(indptr + row_ids + 1, mask=mask, other=1)  # no row: no keys
-    lengths = (end_pages - first_pages - 1) * PAGE + tl.load(last_page_len + row_ids, mask=mask, other=0)
-    firsts = tl.maximum(lengths - 1 - window_left, 0)
-    blocks = tl.cdiv(lengths - firsts, BLOCK)
+    first_pages = tl.load(starts + row_ids, mask=mask, other=0)
+    ends = tl.load(lengths + row_ids, mask=mask, other=0)  # no row: no keys
+    firsts = tl.maximum(ends - 1 - window_left, 0)
+    blocks = tl.cdiv(ends - firsts, BLOCK)
     unsplit = _unsplit(blocks, row_tile, unsplit, SHARE_EQUAL)
     own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, unsplit, min_share, MOST)
     if count > 0:
-        row, length, first = _pick(own, row_ids), _pick(own, lengths), _pick(own, firsts)
+        row, length, first = _pick(own, row_ids), _pick(own, ends), _pick(own, firsts)
         head_pages, values_offset = pages + head * (PAGE * DIM), heads * (PAGE * DIM)
         own_indices = indices + _pick(own, first_pages)
         newest = length - 1
@@ -308,7 +307,7 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling
     partial_results = kv_heads * tiling.programs * row_tiles if tiling.programs > 1 else 0
     partials = torch.empty((partial_results, padded, stored), dtype=torch.float32, device=query.device)
     partial_lses = torch.empty((partial_results, padded), dtype=torch.float32, device=query.device)
-    arrivals = zeroed_counters.take(rows * kv_heads, query.device) if partial_results else args.indptr
+    arrivals = zeroed_counters.take(rows * kv_heads, query.device) if partial_results else args.starts
     factor, cap = args.scale * math.log2(math.e), 0.0
     if args.logits_soft_cap > 0:
         factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
@@ -320,7 +319,7 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     _decode_paged_attention[(kv_heads, row_tiles, tiling.programs)](
-        query, key, value, args.pages, args.indptr, args.indices, args.last_page_len,
+        query, key, value, args.pages, args.starts, args.lengths, args.indices,
         query_norm, key_norm, cos, sin, out, lse, partials, partial_lses, arrivals,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.row_tile,
         args.window_left if args.window_left >= 0 else 2**31 - 1, tiling.unsplit, tiling.min_share, factor, cap,

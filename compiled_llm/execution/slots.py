@@ -1,0 +1,234 @@
+"""Slots: where a running row keeps its state on the device, whatever seat it has in a batch.
+
+A slot holds the row's next token, its page numbers, some of them ahead of its length, and how it chooses tokens. A row
+has one while a loop runs it; if there are more rows than slots, those wait outside that took theirs first.
+
+Shapes: X slots, N page numbers of a row.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_llm.compilation.sampling import Sampling, SamplingTables
+from compiled_llm.execution.arena import Arena
+from compiled_llm.execution.staging import Staging
+from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.row import Row
+
+GREEDY = Sampling(temperature=0.0)
+
+# Loops that interleave (a callback calling the model again, an engine beside calls) have slots together.
+_ROOM = 2
+
+_AHEAD = 8
+"""Pages whose numbers are written before rows enter them: a row that only goes on is written to once in so many."""
+
+_SETTINGS = {
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "repetition_penalty": torch.float32,
+    "seed": torch.int64,
+}
+
+
+class _Waiting(NamedTuple):
+    """What a row had in the slot that it gave up."""
+
+    token: Tensor | None
+    sampling: Sampling
+
+
+class Slots:
+    """Who has which slot; in the model's executor only.
+
+    Attributes:
+        padding: the slot of padding rows, which is greedy and has the null page alone.
+        pages: ``[X * N]`` int32, the page numbers of each slot.
+        pages_each: N.
+        tables: the rest of what programs read.
+    """
+
+    @staticmethod
+    def columns(max_rows: int, pages_each: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Return what slots for this many rows take in an arena."""
+        count = _ROOM * max_rows + 1
+        settings = {name: (count, dtype) for name, dtype in _SETTINGS.items()}
+        return {"next_token": (count, torch.int64), **settings, "pages": (count * pages_each, torch.int32)}
+
+    def __init__(self, arena: Arena, staging: Staging, vocabulary: int) -> None:
+        """Begin with all slots free, and greedy."""
+        self._arena = arena
+        self._staging = staging
+        next_token, self.pages = arena["next_token"], arena["pages"]
+        self.padding = len(next_token) - 1
+        self.pages_each = len(self.pages) // len(next_token)
+        seen = torch.zeros(len(next_token), vocabulary, dtype=torch.bool, device=next_token.device)
+        self.tables = SamplingTables(
+            next_token=next_token,
+            temperature=arena["temperature"],
+            top_k=arena["top_k"],
+            top_p=arena["top_p"],
+            min_p=arena["min_p"],
+            penalty=arena["repetition_penalty"],
+            seed=arena["seed"],
+            seen=mark_static(seen),
+        )
+        self._free = list(range(self.padding - 1, -1, -1))
+        self._settings = dict.fromkeys(range(self.padding + 1), GREEDY)
+        self._rows: dict[int, weakref.ref[Row]] = {}  # whoever took theirs first stands first
+        self._waiting: weakref.WeakKeyDictionary[Row, _Waiting] = weakref.WeakKeyDictionary()
+        self._write_settings(list(self._settings), [GREEDY] * len(self._settings))
+
+    def fit(self, vocabulary: int) -> None:
+        """Follow a model whose vocabulary has changed."""
+        old = self.tables.seen
+        if old.shape[1] == vocabulary:
+            return
+        with torch.inference_mode(False):
+            seen = torch.zeros(len(old), vocabulary, dtype=torch.bool, device=old.device)
+            both = min(vocabulary, old.shape[1])
+            seen[:, :both] = old[:, :both]
+        self.tables = self.tables._replace(seen=mark_static(seen))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what is not in the arena, in bytes."""
+        return self.tables.seen.nbytes
+
+    # ---- rows come and go
+
+    def admit(self, rows: Sequence[Row], settings: Sequence[Sampling | None]) -> None:
+        """Give rows slots that have none.
+
+        Args:
+            rows: they are about to run.
+            settings: how each chooses its tokens; the most likely ones if None.
+
+        Raises:
+            RuntimeError: there are not enough slots; nothing has changed.
+        """
+        for row in rows:
+            self._waiting.pop(row, None)
+        self._give(rows, [sampling or GREEDY for sampling in settings])
+
+    def ensure(self, rows: Sequence[Row]) -> None:
+        """Let all rows have slots: those that waited outside go on as they were, others choose the most likely tokens.
+
+        Raises:
+            RuntimeError: there are not enough slots; nothing has changed.
+        """
+        missing = [row for row in rows if row.slot is None]
+        if not missing:
+            return
+        before = [self._waiting.get(row, _Waiting(None, GREEDY)) for row in missing]
+        self._give(missing, [waiting.sampling for waiting in before], beside=rows)
+        for row, waiting in zip(missing, before, strict=True):
+            self._waiting.pop(row, None)
+            if waiting.token is not None:
+                self.tables.next_token[cast(int, row.slot)].copy_(waiting.token)
+                row.has_next = True
+
+    def forget_next(self, rows: Sequence[Row]) -> None:
+        """Forget which tokens rows would feed in next."""
+        for row in rows:
+            row.has_next = False
+            if (waiting := self._waiting.get(row)) is not None:
+                self._waiting[row] = waiting._replace(token=None)
+
+    def _give(self, rows: Sequence[Row], settings: Sequence[Sampling], beside: Sequence[Row] = ()) -> None:
+        self._make_room(len(rows), {*rows, *beside})
+        with deferred():
+            for row in rows:
+                row.take_slot(self._free)
+        taken = [cast(int, row.slot) for row in rows]
+        for slot, row in zip(taken, rows, strict=True):
+            self._rows.pop(slot, None)
+            self._rows[slot] = weakref.ref(row)
+        changed = [
+            (slot, sampling)
+            for slot, sampling in zip(taken, settings, strict=True)
+            if sampling is not self._settings[slot]
+        ]
+        if changed:
+            self._enter([slot for slot, _ in changed], [sampling for _, sampling in changed])
+
+    def _make_room(self, count: int, staying: set[Row]) -> None:
+        """Let rows wait outside, those first that took their slots first, until ``count`` slots are free."""
+        for slot, reference in list(self._rows.items()):
+            if count <= len(self._free):
+                return
+            row = reference()
+            if row is not None and row.slot == slot and row not in staying and self._settings[slot].forgets:
+                token = self.tables.next_token[slot].clone() if row.has_next else None
+                self._waiting[row] = _Waiting(token, self._settings[slot])
+                row.leave_slot()
+        if count > len(self._free):
+            taken = self.padding - len(self._free)
+            raise RuntimeError(
+                f"{count} more rows cannot run: calls in progress take {taken} of {self.padding} slots with rows whose "
+                "repetition_penalty needs them; wrap with a larger max_batch_size"
+            )
+
+    # ---- what slots hold
+
+    def _enter(self, slots: list[int], settings: list[Sampling]) -> None:
+        self._settings.update(zip(slots, settings, strict=True))
+        self._write_settings(slots, settings)
+        for slot, sampling in zip(slots, settings, strict=True):
+            if not sampling.forgets:
+                self._mark_seen(slot, sampling.seen)
+
+    def _write_settings(self, slots: list[int], settings: list[Sampling]) -> None:
+        at = np.array(slots, dtype=np.int64)
+        for name, column in _SETTINGS.items():
+            most = math.inf if column.is_floating_point else torch.iinfo(column).max
+            values = [min(getattr(sampling, name), most) for sampling in settings]
+            self._arena.write(name, at, torch.tensor(values, dtype=column, device="cpu").numpy())
+
+    def _mark_seen(self, slot: int, tokens: NDArray[np.int64]) -> None:
+        seen = self.tables.seen[slot].fill_(False)
+        known = tokens[tokens < len(seen)]
+        if len(known):
+            seen.index_fill_(0, self._staging.to_device([known])[0], True)
+
+    def restore(self, slots: Iterable[int]) -> None:
+        """Forget which tokens have been chosen in these slots since rows took them."""
+        for slot in slots:
+            if not self._settings[slot].forgets:
+                self._mark_seen(slot, self._settings[slot].seen)
+
+    def list_pages(self, rows: Sequence[Row]) -> bool:
+        """Write the page numbers of rows that their slots do not hold yet, and some that they will need.
+
+        Returns:
+            Whether there were any that a row needs now.
+        """
+        if all(row.listed >= len(row.pages) for row in rows):
+            return False
+        where, pages = [], []
+        for row in rows:
+            if row.listed < len(row.pages) + _AHEAD // 2:  # the others soon, and then again all together
+                first, new = row.list_pages(min(_AHEAD, self.pages_each - len(row.pages)))
+                start = cast(int, row.slot) * self.pages_each + first
+                where.append(np.arange(start, start + len(new)))
+                pages += new
+        self._arena.write("pages", np.concatenate(where), np.array(pages, dtype=np.int32))
+        return True
+
+    def of(self, rows: Sequence[Row], padded: int) -> NDArray[np.int64]:
+        """Return ``[padded]``, the slots of the rows; that of padding for rows without one."""
+        slots = np.full(padded, self.padding, dtype=np.int64)
+        slots[: len(rows)] = [self.padding if row.slot is None else row.slot for row in rows]
+        return slots

@@ -1,0 +1,87 @@
+"""The engine on a GPU: chunks of prompts and decode steps, both recorded, too few pages, rows that come and go."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.engine import scheduler
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.params import SamplingParams
+from support.parity import assert_account_is_empty
+from support.twins import DEVICE, OPTIONS, SMALL, in_float32, small_qwen3
+
+pytestmark = pytest.mark.gpu
+
+Asked = tuple[list[int], SamplingParams]
+
+
+@pytest.fixture(scope="module", params=["auto", "flashinfer"])
+def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
+    options = {**OPTIONS, "kv_memory": "1200 tokens", "prefill_tokens": 64, "backend": request.param}
+    wrapped = compiled_llm.wrap(small_qwen3(request.config.getoption("seed")), **options)
+    yield wrapped
+    compiled_llm.unwrap(wrapped)
+    gc.collect()
+
+
+def some_requests(seed: int, count: int) -> list[Asked]:
+    draw, vocabulary = random.Random(seed), SMALL["vocab_size"]
+    stems = [[draw.randrange(vocabulary) for _ in range(length)] for length in (0, 0, 16, 40)]
+    asked: list[Asked] = []
+    for number in range(count):
+        prompt = draw.choice(stems) + [draw.randrange(vocabulary) for _ in range(draw.randint(1, 150))]
+        sampled = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": draw.choice([1.0, 1.2]), "seed": number}
+        how = sampled if number % 3 == 0 else {"temperature": 0.0}
+        asked.append((prompt, SamplingParams(max_tokens=draw.randint(1, 60), ignore_eos=True, **how)))
+    return asked
+
+
+def answers(engine: Engine, asked: list[Asked]) -> list[list[int]]:
+    outputs = engine.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    assert {output.finish_reason for output in outputs} == {"length"}
+    return [output.token_ids for output in outputs]
+
+
+def test_tokens_are_the_most_likely_ones_also_after_rows_lost_their_pages(
+    model: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By HuggingFace's logits in float32, given what was fed in; bfloat16 may take the second of two near ties."""
+    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+    asked = some_requests(seed, 60)
+    with Engine(model, max_rows=12) as engine:
+        given = [answers(engine, asked) for _ in range(2)]
+        assert engine.stats().preemptions > 0
+        assert engine.stats().cached_tokens > 0
+    stats = model.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
+    exact = in_float32(small_qwen3(seed))
+    for tokens in given:
+        for (prompt, params), answer in zip(asked, tokens, strict=True):
+            if params.temperature == 0:
+                ids = torch.tensor([prompt + answer], device=DEVICE)
+                with torch.no_grad():
+                    logits = exact(ids).logits[0, len(prompt) - 1 : -1]
+                behind = logits.amax(dim=1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+                assert float(behind.max()) < 0.3, f"token {int(behind.argmax())} of an answer to {len(prompt)} tokens"
+    assert_account_is_empty(model)
+
+
+def test_nothing_waits_for_the_device_but_reading_tokens(model: PreTrainedModel, seed: int) -> None:
+    """Sampled rows are admitted and released while steps run, and lose their pages."""
+    asked = some_requests(seed + 1, 40)
+    with Engine(model, max_rows=12) as engine:
+        answers(engine, asked)
+        engine.reset_prefix_cache()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            answers(engine, asked)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
