@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from compiled_llm.demo_model.demo import demo
     from compiled_llm.engine.engine import Engine, QueueFullError
     from compiled_llm.engine.handle import RequestHandle
-    from compiled_llm.engine.metrics import EngineStats
+    from compiled_llm.engine.metrics import EngineDescription, EngineStats
     from compiled_llm.engine.output import RequestOutput
     from compiled_llm.engine.params import SamplingParams
     from compiled_llm.engine.request import RequestError
@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CompileError",
     "Engine",
+    "EngineDescription",
     "EngineStats",
     "OutOfPagesError",
     "QueueFullError",
@@ -48,6 +49,7 @@ __all__ = [
 _HOMES = {
     "CompileError": "compiled_llm.compilation.compile_error",
     "Engine": "compiled_llm.engine.engine",
+    "EngineDescription": "compiled_llm.engine.metrics",
     "EngineStats": "compiled_llm.engine.metrics",
     "OutOfPagesError": "compiled_llm.kvcache.pool",
     "QueueFullError": "compiled_llm.engine.engine",

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import requests_for
-from compiled_llm.engine.metrics import EngineStats
+from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.output import RequestOutput
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.prompts import Prompt, as_list
@@ -210,6 +210,22 @@ class Engine:
             first_token_seconds=scheduler.latencies.first_token.latency(),
             inter_token_seconds=scheduler.latencies.inter_token.latency(),
             pages=device_model.pool.account(),
+        )
+
+    def describe(self) -> EngineDescription:
+        """Return where device memory went, and how many requests of which length fit; allocates what is not there yet.
+
+        Raises:
+            RuntimeError: the engine is closed, or the model cannot be run now.
+        """
+        self._check_open()
+        device_model = self._runtime.device_model()
+        return EngineDescription(
+            memory=device_model.memory(),
+            pages=device_model.pool.account(),
+            page_size=device_model.config.page_size,
+            max_rows=self._max_rows,
+            max_tokens=device_model.max_positions,
         )
 
     def reset_prefix_cache(self) -> None:

@@ -1,7 +1,8 @@
-"""What an engine has done so far."""
+"""What an engine has done so far, and what it has room for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from compiled_llm.engine.latencies import Latency
@@ -46,3 +47,51 @@ class EngineStats:
     def prefix_cache_hit_rate(self) -> float | None:
         """``cached_tokens`` in each of ``prompt_tokens``, 0 to 1; None before the first."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+
+_LENGTHS = (256, 1_024, 4_096, 16_384, 65_536)
+"""Of requests that a description names, as far as the model has so many positions."""
+
+
+@dataclass(frozen=True)
+class EngineDescription:
+    """Where an engine's device memory went, and how many requests fit.
+
+    Attributes:
+        memory: bytes by what they are for: weights, pages, workspace, buffers and recorded graphs.
+        pages: the page account, shared with ``generate`` and caches.
+        page_size: tokens in a page.
+        max_rows: how many requests run at once, at most.
+        max_tokens: how many tokens a request may have, prompt and answer together.
+    """
+
+    memory: dict[str, int]
+    pages: PageAccount
+    page_size: int
+    max_rows: int
+    max_tokens: int
+
+    def requests(self, tokens: int) -> int:
+        """Return how many requests of ``tokens``, prompt and answer together, run at once; others wait.
+
+        Raises:
+            ValueError: no request can have so many.
+        """
+        if not 1 <= tokens <= self.max_tokens:
+            raise ValueError(
+                f"tokens={tokens}: a request has 1 to {self.max_tokens} tokens, prompt and answer together"
+            )
+        return min(self.max_rows, self.pages.total // -(-tokens // self.page_size))
+
+    def __str__(self) -> str:
+        """A line for each kind of memory, then one for each length."""
+        return "\n".join(f"{name:<28}{text}" for name, text in self._lines())
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        for name, nbytes in self.memory.items():
+            yield name, f"{nbytes / 2**20:,.1f} MiB"
+        tokens = self.pages.total * self.page_size
+        yield "tokens in pages", f"{tokens:,} ({self.pages.total:,} pages of {self.page_size})"
+        lengths = sorted({*(length for length in _LENGTHS if length < self.max_tokens), self.max_tokens})
+        for length in lengths:
+            yield f"requests of {length:,} tokens", f"{self.requests(length):,} at once"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 
 import compiled_llm
 from compiled_llm.engine.latencies import WINDOW, Latencies, Latency, Waits
@@ -72,3 +73,22 @@ def test_stats_of_an_engine():
     assert stats.prefix_cache_hit_rate == stats.cached_tokens / stats.prompt_tokens == 32 / 68
     assert stats.cold_starts == len(model.compiled.device_model().events.cold_starts) > 0
     assert stats.pages == PageAccount(total=25, used=0, free=23, cached=2)
+
+
+def test_a_description_says_how_many_requests_fit():
+    model = compiled_llm.wrap(
+        tiny_qwen3(max_position_embeddings=512), mode="eager", kv_memory="400 tokens", page_size=16, progress=False
+    )
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with compiled_llm.Engine(model, max_rows=4) as engine:
+        room = engine.describe()
+        assert [room.requests(tokens) for tokens in (1, 96, 97, 200, 208, 400)] == [4, 4, 3, 1, 1, 1]
+        assert room.memory["pages"] > 0
+        assert str(room).splitlines()[-1].split() == ["requests", "of", "512", "tokens", "0", "at", "once"]
+        engine.generate([[5] * 40] * 6, params)  # 100 tokens each
+        assert (engine.stats().preemptions, room.requests(100)) == (0, 3)
+        for tokens in (0, 513):
+            with pytest.raises(ValueError, match="1 to 512 tokens"):
+                room.requests(tokens)
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.describe()

@@ -29,7 +29,7 @@ from compiled_llm_ops.kernels import attention_tiling
 from compiled_llm_ops.kernels.attention_tiling import MOST_ROWS, MOST_SHARES, AttentionTiling
 from compiled_llm_ops.kernels.attention_tiling import choose_attention_tiling as choose
 from support.interpreting import INTERPRETED, check_interpreted, interpreted, needs_triton, not_interpreted
-from support.op_cases import UNREAD
+from support.op_cases import UNREAD, planned_table
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
 
@@ -139,7 +139,14 @@ def check(
     torch.testing.assert_close(batch.pages, pages, rtol=0, atol=0, equal_nan=True)
     one_each = torch.arange(len(batch.query) + 1).int()
     expected, expected_lse = paged_attention_lse(
-        batch.query.float(), pages, one_each, *batch[4:], *UNREAD, SCALE, window_left, soft_cap
+        batch.query.float(),
+        pages,
+        one_each,
+        *planned_table(batch),
+        *UNREAD,
+        SCALE,
+        window_left,
+        soft_cap,
     )
     assert expected.isfinite().all()
     assert out.is_contiguous()
@@ -320,7 +327,7 @@ def test_queries_and_keys_are_normed_and_turned_first(
     out, lse = launch(batch, spare, **preparation)
     torch.testing.assert_close(batch.pages, pages, rtol=2e-3, atol=2e-3, equal_nan=True)
     one_each = torch.arange(len(query) + 1).int()
-    expected, expected_lse = paged_attention_lse(query, pages, one_each, *batch[4:], *UNREAD, SCALE)
+    expected, expected_lse = paged_attention_lse(query, pages, one_each, *planned_table(batch), *UNREAD, SCALE)
     torch.testing.assert_close(out.float(), expected, rtol=3e-3, atol=3e-3)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-2)
 

@@ -116,6 +116,14 @@ def starts_of(counts: Sequence[int]) -> Tensor:
     return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
 
 
+def planned_table(rows: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The `starts`, `lengths` and `indices` that `decode_attention` takes, as a table for the ops that are planned."""
+    size = rows.pages.shape[3]
+    counts = (rows.lengths - 1) // size + 1
+    own = [rows.indices[start:][:count] for start, count in zip(rows.starts.tolist(), counts.tolist(), strict=True)]
+    return starts_of(counts.tolist()), torch.cat(own), (rows.lengths - 1) % size + 1
+
+
 def check_outputs(batch: Batch, expected: Tensor, out: Tensor, with_lse: Tensor, lse: Tensor) -> None:
     for actual in (out, with_lse):
         torch.testing.assert_close(actual.float(), expected, **TOLERANCE[batch.query.dtype])
