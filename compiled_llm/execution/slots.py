@@ -149,9 +149,12 @@ class Slots:
 
     def _give(self, rows: Sequence[Row], settings: Sequence[Sampling], beside: Sequence[Row] = ()) -> None:
         self._make_room(len(rows), {*rows, *beside})
-        with deferred():
-            for row in rows:
-                row.take_slot(self._free)
+        with deferred():  # who has a slot has its settings there
+            self._take(rows, settings)
+
+    def _take(self, rows: Sequence[Row], settings: Sequence[Sampling]) -> None:
+        for row in rows:
+            row.take_slot(self._free)
         taken = [cast(int, row.slot) for row in rows]
         for slot, row in zip(taken, rows, strict=True):
             self._rows.pop(slot, None)
@@ -217,14 +220,15 @@ class Slots:
         """
         if all(row.listed >= len(row.pages) for row in rows):
             return False
-        where, pages = [], []
-        for row in rows:
-            if row.listed < len(row.pages) + _AHEAD // 2:  # the others soon, and then again all together
-                first, new = row.list_pages(min(_AHEAD, self.pages_each - len(row.pages)))
-                start = cast(int, row.slot) * self.pages_each + first
-                where.append(np.arange(start, start + len(new)))
-                pages += new
-        self._arena.write("pages", np.concatenate(where), np.array(pages, dtype=np.int32))
+        with deferred():  # what a row takes as listed is written
+            where, pages = [], []
+            for row in rows:
+                if row.listed < len(row.pages) + _AHEAD // 2:  # the others soon, and then again all together
+                    first, new = row.list_pages(min(_AHEAD, self.pages_each - len(row.pages)))
+                    start = cast(int, row.slot) * self.pages_each + first
+                    where.append(np.arange(start, start + len(new)))
+                    pages += new
+            self._arena.write("pages", np.concatenate(where), np.array(pages, dtype=np.int32))
         return True
 
     def of(self, rows: Sequence[Row], padded: int) -> NDArray[np.int64]:
