@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat import fake_tensors
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation
@@ -166,8 +166,9 @@ def _on_fakes(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _batched_experts(model: PreTrainedModel) -> Iterator[None]:
     """Run mixtures of experts batched: grouped products have fakes for bfloat16 only (torch 2.13)."""
-    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
-    grouped = [config for config in configs.values() if experts_implementation(config) == "grouped_mm"]
+    configs = [getattr(module, "config", None) for module in model.modules()]  # a copied layer has its own
+    known = {id(config): config for config in configs if isinstance(config, PretrainedConfig)}
+    grouped = [config for config in known.values() if experts_implementation(config) == "grouped_mm"]
     for config in grouped:
         set_experts_implementation(config, "batched_mm")
     try:

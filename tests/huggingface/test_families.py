@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -48,3 +50,12 @@ def test_what_cannot_run_over_pages_is_refused_with_the_reason(family, seed):
         compiled_llm.wrap(model, mode="eager")
     assert type(model).__mro__[0].__name__.startswith(family)
     assert greedy(model, mixed_prompts([5], 128, seed), 3).shape == (1, 8), "it stays usable"
+
+
+def test_experts_of_a_layer_that_was_replaced_by_a_copy_are_wrapped(seed):
+    """The copy has a config of its own, which says how its experts compute."""
+    plain, wrapped = (make("Qwen3Moe", FAMILIES["Qwen3Moe"], 0) for _ in range(2))
+    wrapped.model.layers[0] = copy.deepcopy(wrapped.model.layers[0])
+    compiled_llm.wrap(wrapped, mode="eager", progress=False)
+    inputs = mixed_prompts([5, 3], 128, seed)
+    assert torch.equal(greedy(wrapped, inputs, 5), greedy(plain, inputs, 5))
