@@ -107,6 +107,11 @@ class Decode:
         return self._owner is not None and self._owner() is owner
 
     @property
+    def table_bytes(self) -> int:
+        """Size of what planned steps read beside the seats, in bytes."""
+        return 0 if self._planned is None else self._planned.nbytes
+
+    @property
     def follows_pages(self) -> bool:
         """Whether steps are planned, anew whenever a row enters a page."""
         return self._planned is not None

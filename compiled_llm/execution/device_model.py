@@ -282,7 +282,7 @@ class DeviceModel:
             "weights": sum(weights.values()),
             "pages": self.state.page_bytes,
             "workspace": self._planner.workspace_bytes,
-            "buffers": self.state.buffer_bytes,
+            "buffers": self.state.buffer_bytes + self.decode.table_bytes,
             "graphs": self.readiness.recordings.nbytes,
         }
 

@@ -36,7 +36,6 @@ class DeviceState:
         stored_layers: its layers with the head sizes that pages have.
         pages: one ``[P, 2, K, S, D]`` a layer.
         pool: who has which page.
-        pages_each: how many page numbers a row may have.
         arena: what the host changes here and there.
         slots: where running rows keep their state.
         decode_buffers: the seats that decode steps read and advance.
@@ -66,9 +65,9 @@ class DeviceState:
         with torch.inference_mode(False):
             self.pages = allocate_pages(count, self.stored_layers, config.page_size, model.dtype, self.device)
             self.staging = Staging(self.device)
-            self.pages_each = -(-self.max_positions // config.page_size) + 1
+            pages_each = -(-self.max_positions // config.page_size) + 1
             columns = DecodeBuffers.columns(config.max_batch_size)
-            columns |= Slots.columns(config.max_batch_size, self.pages_each)
+            columns |= Slots.columns(config.max_batch_size, pages_each)
             self.arena = Arena(columns, self.device, self.staging)
             self.slots = Slots(self.arena, self.staging, logits_width(model))
             self.decode_buffers = DecodeBuffers(self.arena, self.slots)

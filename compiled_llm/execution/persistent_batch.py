@@ -38,10 +38,11 @@ class PersistentBatch:
         # The rows on the seats, each with its slot, length and position when it was seated, and the bucket; empty if
         # others sit there. They have advanced by _advanced tokens since. They go on by themselves as long as that is
         # less than _limit, when a row runs out of listed pages or positions; unless by then, after _changes of the
-        # pool, a page has been shared, into which a row may write no more, or a row has forgotten tokens.
+        # pool, a page has been shared, into which a row may write no more, or a row has forgotten tokens; or after
+        # _taken, a row's slot is another's.
         self._rows: list[Row] = []
         self._seated: list[tuple[int | None, int, int]] = []
-        self._seats = self._advanced = self._limit = self._changes = 0
+        self._seats = self._advanced = self._limit = self._changes = self._taken = 0
 
     # ---- does it match?
 
@@ -50,6 +51,7 @@ class PersistentBatch:
         return (
             self._advanced < self._limit
             and self._changes == self._pool.changes
+            and self._taken == self._slots.taken
             and self._rows == rows
             and self.bucket in self._ready
         )
@@ -122,7 +124,7 @@ class PersistentBatch:
             self._seated = [(row.slot, row.length, row.position) for row in rows]
         for row in rows:
             row.has_next = True
-        self.bucket, self._changes = bucket, changes
+        self.bucket, self._changes, self._taken = bucket, changes, self._slots.taken
         self._limit = self._advanced + min(min(self._room(row), self._longest - row.length) for row in rows)
         return self._step(outputs)
 

@@ -27,7 +27,7 @@ class PlannedTable:
         self._planner = planner
         self._staging, self._page_size = state.staging, state.config.page_size
         max_rows, device = state.config.max_batch_size, state.device
-        entries = max_rows * state.pages_each
+        entries = max_rows * state.slots.pages_each
         with torch.inference_mode(False):
             self._indptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
             self._indices = mark_static(torch.zeros(entries, dtype=torch.int32, device=device))

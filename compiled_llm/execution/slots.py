@@ -58,6 +58,7 @@ class Slots:
         pages: ``[X * N]`` int32, the page numbers of each slot.
         pages_each: N.
         tables: the rest of what programs read.
+        taken: how often a row lost its slot to another, so that seats may name it which are not its own any more.
     """
 
     @staticmethod
@@ -85,6 +86,7 @@ class Slots:
             seed=arena["seed"],
             seen=mark_static(seen),
         )
+        self.taken = 0
         self._free = list(range(self.padding - 1, -1, -1))
         self._settings = dict.fromkeys(range(self.padding + 1), GREEDY)
         self._rows: dict[int, weakref.ref[Row]] = {}  # whoever took theirs first stands first
@@ -177,6 +179,7 @@ class Slots:
                 token = self.tables.next_token[slot].clone() if row.has_next else None
                 self._waiting[row] = _Waiting(token, self._settings[slot])
                 row.leave_slot()
+                self.taken += 1
         if count > len(self._free):
             taken = self.padding - len(self._free)
             raise RuntimeError(

@@ -85,6 +85,7 @@ class NaiveDevice:
         self.thread = SimpleNamespace(call=lambda function, *args: function(*args))
         self.readbacks = SimpleNamespace(start=self._start_reading)
         config = SimpleNamespace(page_size=pool.page_size)
+        self.taken = 0
         self.state = SimpleNamespace(slots=self, pool=pool, config=config, max_positions=10_000)
         self.decode = SimpleNamespace(ready=())
         self.events = SimpleNamespace(preparing=SimpleNamespace(seconds=0.0))
