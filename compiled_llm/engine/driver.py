@@ -13,22 +13,21 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.inbox import Inbox
 from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.model_check import ModelCheck
 from compiled_llm.engine.pace import Pace
 from compiled_llm.engine.request import FinishReason, Request
 from compiled_llm.engine.scheduler import Scheduler
-from compiled_llm.execution.runtime import Runtime, runtime_of
+from compiled_llm.execution.runtime import Runtime
 from compiled_llm.execution.threads.interrupts import check, deferred
 
 logger = logging.getLogger("compiled_llm.engine")
 
-_SECONDS_BETWEEN_LOOKS = 0.1
-"""How long the model is taken to be what it was while requests run: a look at all weights takes longer than a step
-may."""
 _STUCK = 0.005
 """Seconds between two looks for pages that others have."""
 _PATIENCE = 0.2
@@ -39,6 +38,7 @@ class Driver:
     """Runs the loop of one engine.
 
     Attributes:
+        check: looks at the model.
         loop: runs steps on the model as it is placed now; None before the first request.
         handles: of the requests that have not ended.
         closed: whether it runs no more.
@@ -61,7 +61,7 @@ class Driver:
         self._max_rows = max_rows
         self._max_step_ms = max_step_ms
         self._prefix_cache = prefix_cache
-        self._looked = 0.0
+        self.check = ModelCheck(model, runtime)
         self.loop: Loop | None = None
         self.handles: dict[Request, RequestHandle] = {}
         self.closed = False
@@ -72,14 +72,6 @@ class Driver:
         self._runner: int | None = None  # the thread that runs the loop
         self._pausing = 0  # threads that want nobody to
         self._thread: threading.Thread | None = None
-
-    def obstacle(self) -> str | None:
-        """Return why the model can serve no request now, and what to do."""
-        if runtime_of(self._model) is not self._runtime:
-            return "the model was unwrapped; wrap it, and make another engine"
-        if (reason := self._runtime.obstacle()) is not None:
-            return f"the engine cannot run this model now ({reason.id}: {reason}). {reason.advice}"
-        return None
 
     # ---- messages, from any thread
 
@@ -127,7 +119,8 @@ class Driver:
         Raises:
             RuntimeError: this thread has paused it.
         """
-        with deferred():
+        # Without gradients, as ``generate``: each step would have to leave that world otherwise.
+        with deferred(), torch.no_grad():
             while not done():
                 with self._changed:
                     self._check_elsewhere()
@@ -142,9 +135,16 @@ class Driver:
 
     def answer(self, handles: Sequence[RequestHandle]) -> None:
         """Run the loop in this thread until these have ended; if it is interrupted, they end."""
+        remaining = list(handles)
+
+        def ended() -> bool:  # asked after each step: who has ended is not asked again
+            while remaining and remaining[-1].done:
+                remaining.pop()
+            return not remaining or self.closed
+
         with deferred():
             try:
-                self.run(lambda: self.closed or all(handle.done for handle in handles))
+                self.run(ended)
             finally:
                 for handle in handles:
                     handle.cancel()
@@ -239,8 +239,6 @@ class Driver:
             except Exception as error:  # the model is where it cannot run, or there is no memory for its pages
                 self._give_up(error)
                 continue
-            if loop.idle:
-                self._looked = 0.0  # nobody has looked at the model meanwhile
             self._inbox.deliver(loop)
             if loop.idle:
                 with self._changed:
@@ -248,6 +246,7 @@ class Driver:
                 continue
             with self._runtime.loop_lock.taken(fits=lambda: True):
                 self._work(loop, done)
+            self.check.forget()  # whoever waited for what has ended may change it now
             if loop.stuck:
                 time.sleep(_STUCK)
 
@@ -271,31 +270,16 @@ class Driver:
 
     def _step(self, loop: Loop) -> None:
         self._inbox.deliver(loop)
-        now = time.monotonic()
-        unchanged = now - self._looked < _SECONDS_BETWEEN_LOOKS
-        if not unchanged:
-            self._look(loop)
-            self._looked = now
-        self._notify(loop.scheduler.expire(now))
-        loop.scheduler.admits = not self._runtime.loop_lock.short_of_pages
-        self._notify(loop.step(unchanged))
-
-    def _look(self, loop: Loop) -> None:
-        """Look at the model, which requests that run take for what it was.
-
-        Raises:
-            RuntimeError: they cannot go on.
-        """
-        if (reason := self.obstacle()) is not None:
-            raise RuntimeError(reason)
-        if self._runtime.device_model() is not loop.device_model:
-            raise RuntimeError("the model was moved or converted while requests were running; submit them again")
-        if loop.prefixes is not None and loop.device_model.watch.changed():
+        looked = self.check.look_if_due(loop.device_model)
+        if looked and loop.prefixes is not None and loop.device_model.watch.changed():
             loop.prefixes.clear()
+        self._notify(loop.scheduler.expire(time.monotonic()))
+        loop.scheduler.admits = not self._runtime.loop_lock.short_of_pages
+        self._notify(loop.step(unchanged=not looked))
 
     def model_may_have_changed(self, weights_stay: bool) -> None:
         """Look at the model before the next step; unless its weights stay, forget what was computed with them."""
-        self._looked = 0.0
+        self.check.forget()
         if self.loop is not None and self.loop.prefixes is not None and not weights_stay:
             self.loop.prefixes.clear()
 
@@ -313,7 +297,7 @@ class Driver:
         """
         failed = loop.underway or list(self.handles)
         loop.restart()
-        self._looked = 0.0
+        self.check.forget()
         if isinstance(error, Exception):
             logger.error("compiled_llm: %d requests have failed: %s", len(failed), error)
             self._end(loop, failed, "error", error)
@@ -339,21 +323,22 @@ class Driver:
 
     def _notify(self, changed: Sequence[Request]) -> None:
         """Tell whoever waits for these requests."""
+        ended = [request for request in changed if request.finish_reason is not None]
+        handles = list(map(self.handles.get, changed))
         now = time.monotonic()
-        for request in changed:
-            handle = self.handles.get(request)
-            if request.finish_reason is not None:
-                request.finished = request.finished or now
-                self.handles.pop(request, None)
-            if handle is not None:
+        for request in ended:
+            request.finished = request.finished or now
+            self.handles.pop(request, None)
+        for handle in handles:
+            if handle is not None and handle.awaited:
                 handle.notify()
-        if changed:
+        if ended:  # nobody waits here for a token
             with self._changed:
                 self._changed.notify_all()
 
     def _current_loop(self) -> Loop:
         """Return the loop on the model as it is placed now; requests that run stay with theirs, and end there."""
-        device_model = self._runtime.device_model()
+        device_model = self.check.begin()
         if self.loop is None or (self.loop.device_model is not device_model and self.loop.idle):
             device_model.prefixes.clear()  # who knows of which weights they are
             prefixes = device_model.prefixes if self._prefix_cache else None

@@ -143,7 +143,7 @@ class Engine:
         salt: Hashable = None,
     ) -> list[Request]:
         self._check_open()
-        device_model = self._runtime.device_model()
+        device_model = self._driver.check.look_for_request()
         return requests_for(
             prompt, params, self._model, device_model, self._tokenizer, priority=priority, timeout=timeout, salt=salt
         )
@@ -169,8 +169,6 @@ class Engine:
             raise RuntimeError("the engine is closed; make another one")
         if not self._driver.open:
             raise RuntimeError("the engine belongs to the process that made it; make one in this process")
-        if (reason := self._driver.obstacle()) is not None:
-            raise RuntimeError(reason)
 
     # ---- around them
 
@@ -184,6 +182,7 @@ class Engine:
             ValueError: a number is not between 1 and ``max_rows``.
         """
         self._check_open()
+        self._driver.check.look()
         sizes = buckets_up_to(self._max_rows) if rows is None else list(rows)
         if wrong := [size for size in sizes if not 1 <= size <= self._max_rows]:
             raise ValueError(f"rows: {wrong[0]!r} is not between 1 and max_rows={self._max_rows}")
@@ -219,7 +218,7 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
         """
         self._check_open()
-        device_model = self._runtime.device_model()
+        device_model = self._driver.check.look()
         return EngineDescription(
             memory=device_model.memory(),
             pages=device_model.pool.account(),

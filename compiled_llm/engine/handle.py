@@ -42,7 +42,7 @@ class RequestHandle:
         self._cancel = cancel
         self._decode = decode
         self._changed = threading.Condition()
-        self._waiting = 0  # threads; in each step of many requests nobody waits for most of them
+        self._waiting = 0  # threads
         self._listeners: set[Callable[[], object]] = set()
 
     def __repr__(self) -> str:
@@ -183,6 +183,11 @@ class RequestHandle:
         return self.requests[0]
 
     # ---- used by the engine
+
+    @property
+    def awaited(self) -> bool:
+        """Whether anybody waits for a token or for the end; in each step of many requests nobody does for most."""
+        return self._waiting > 0 or bool(self._listeners)
 
     def notify(self) -> None:
         """Wake whoever waits: a token has come, or an answer has ended."""

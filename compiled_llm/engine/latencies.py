@@ -57,19 +57,30 @@ class Latencies:
     def __init__(self) -> None:
         """Know of none."""
         self.queue, self.first_token, self.inter_token = Waits(), Waits(), Waits()
+        # Whose tokens were read last, and when: mostly they are the same as before, and wait equally long.
+        self._group: list[Request] = []
+        self._read_at = 0.0
 
-    def read(self, requests: Sequence[Request], now: float) -> None:
+    def read(self, requests: list[Request], now: float) -> None:
         """Note that a step's tokens were read; ``now`` is on ``time.monotonic``'s clock."""
-        since = Counter(request.last_token for request in requests)  # of most it is the time of the step before
+        if not requests:
+            return
+        before, self._read_at = self._read_at, now
+        if requests == self._group:
+            self.inter_token.add({now - before: len(requests)})
+            return
+        for request in self._group:
+            request.last_token = before
+        self._group = requests
+        since = Counter(request.last_token for request in requests)
         if since.pop(None, 0):
             self._read_first([request for request in requests if request.last_token is None], now)
         if since:
             self.inter_token.add({now - last: count for last, count in since.items() if last is not None})
-        for request in requests:
-            request.last_token = now
 
     def _read_first(self, requests: Sequence[Request], now: float) -> None:
         for request in requests:
+            request.first_token = now
             self.first_token.add({now - request.submitted: 1})
             if request.admitted is not None:
                 self.queue.add({request.admitted - request.submitted: 1})

@@ -57,6 +57,7 @@ class Loop:
         self.scheduler = scheduler
         self.prefixes = prefixes
         self._persistent = PersistentBatch(device_model.state, device_model.decode)
+        self._planned: tuple[Plan, Batch] | None = None  # the last plan, and what runs it
         self._launched: deque[_Launched] = deque()
         self.steps = 0
         self.stuck = False
@@ -118,22 +119,32 @@ class Loop:
     # ---- in the executor
 
     def _launch(self, plan: Plan, unchanged: bool) -> None:
-        now = time.monotonic()
-        self._enter_settings(plan.extend)
-        for request in (chunk.request for chunk in plan.extend):
-            request.admitted = request.admitted or now
+        if plan.extend:
+            self._admit(plan.extend)
         timer = DeviceTimer(self.device_model.device) if self._pace.bounded else None
         prepared = 0.0 if timer is None else self.device_model.events.preparing.seconds
-        batch = Batch([request.running_row for request in plan.decode], [_extension(chunk) for chunk in plan.extend])
-        step = self.device_model.run(batch, self._persistent, unchanged)
+        step = self.device_model.run(self._batch_of(plan), self._persistent, unchanged)
         if timer is not None:
             timer.stop()
             if self.device_model.events.preparing.seconds > prepared:  # that takes longer than the device does
                 timer = None
         self._launched.append(_Launched(plan, self.device_model.readbacks.start(step.tokens), timer))
 
-    def _enter_settings(self, chunks: Sequence[Chunk]) -> None:
+    def _batch_of(self, plan: Plan) -> Batch:
+        """Return what runs a plan; the scheduler gives the same one again while nobody comes or goes."""
+        if self._planned is None or self._planned[0] is not plan:
+            rows, extend = (
+                [request.running_row for request in plan.decode],
+                [_extension(chunk) for chunk in plan.extend],
+            )
+            self._planned = plan, Batch(rows, extend)
+        return self._planned[1]
+
+    def _admit(self, chunks: Sequence[Chunk]) -> None:
         """Give new rows slots, with their settings."""
+        now = time.monotonic()
+        for chunk in chunks:
+            chunk.request.admitted = chunk.request.admitted or now
         new = [
             (chunk.request.running_row, _as_of_now(chunk.request, chunk.request.sampling))
             for chunk in chunks

@@ -41,7 +41,6 @@ class Request:
         arrival: counts requests as they come.
         row: its pages while it runs.
         tokens: chosen and read.
-        chosen: how many tokens have been chosen for it, read or not.
         generation: of the prefix cache when it was last admitted; others may not begin with its pages in another one.
         cached: how many of its prompt's tokens came from the prefix cache when it first ran.
         finish_reason: why it has ended; None while it has not.
@@ -49,7 +48,7 @@ class Request:
         submitted: when it came, on ``time.monotonic``'s clock.
         admitted: when it first ran.
         first_token: when its first token was read.
-        last_token: when its latest one was.
+        last_token: when its latest one was before it went on in the group that it is in (``Latencies``).
         finished: when it ended.
         preemptions: how often it lost its pages.
     """
@@ -67,7 +66,6 @@ class Request:
     arrival: int = field(default_factory=_arrivals.__next__)
     row: Row | None = None
     tokens: list[int] = field(default_factory=list)
-    chosen: int = 0
     generation: int = 0
     cached: int | None = None
     finish_reason: FinishReason | None = None
@@ -102,9 +100,14 @@ class Request:
         return self.row is not None and self.row.length >= len(self.known)
 
     @property
-    def exhausted(self) -> bool:
-        """Whether all of its tokens have been chosen, those that are not read included."""
-        return self.chosen >= self.most
+    def chosen(self) -> int:
+        """How many tokens have been chosen for it, read or not."""
+        return self.running_row.length - len(self.prompt) + 1 if self.prefilled else len(self.tokens)
+
+    @property
+    def stored(self) -> int:
+        """How many tokens its row holds in the end: the last one is chosen and never fed in."""
+        return len(self.prompt) + self.most - 1
 
     @property
     def text(self) -> NDArray[np.int64]:

@@ -60,6 +60,8 @@ class Plan(NamedTuple):
     @property
     def choosing(self) -> list[Request]:
         """The requests that a token is chosen for, in the order in which a step returns them."""
+        if not self.extend:
+            return self.decode
         return [*self.decode, *(chunk.request for chunk in self.extend if chunk.ends)]
 
 
@@ -100,6 +102,8 @@ class Scheduler:
         self._followers: dict[Request, list[Request]] = {}
         self._next_deadline = math.inf
         self._likely = float(_FIRST_GUESS)  # tokens of an answer
+        self._plan = Plan([], [])  # the last one; it holds for so many more steps, if nobody comes or goes:
+        self._same = 0
         self.running: list[Request] = []
         self.preemptions = self.finished = 0
         self.prompt_tokens = self.cached_tokens = self.new_tokens = 0
@@ -170,6 +174,8 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Return what to run next; nothing if nobody can run."""
+        if self._same and not self._has_room:
+            return self._plan
         before = self.preemptions
         decode = self._decoding_within_pages()
         room = self._budget(len(decode))
@@ -179,12 +185,18 @@ class Scheduler:
                 room = self._add_chunk(extend, request, room)
         while room > 0 and self.preemptions == before and (admitted := self._admit()) is not None:
             room = self._add_chunk(extend, admitted, room)
-        return Plan(decode, extend)
+        self._plan, self._same = Plan(decode, extend), 0
+        return self._plan
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether somebody waits who may begin to run, if there are pages."""
+        return bool(self._waiting) and self.admits and len(self.running) < self._max_rows
 
     def _decoding_within_pages(self) -> list[Request]:
         """Return the requests that go on by a token, once there are pages for all of them."""
         while True:
-            decode = [request for request in self.running if request.prefilled and not request.exhausted]
+            decode = [request for request in self.running if request.prefilled]
             if all(self._may_enter(request) for request in decode if not request.running_row.room):
                 return decode
             self.preempt()
@@ -195,7 +207,7 @@ class Scheduler:
         if row.limit > row.length:
             return True
         spare = self._pool.available // len(self.running) * self._pool.page_size
-        rest = len(request.prompt) + request.most - 1 - row.length
+        rest = request.stored - row.length
         return self._reserved(row, row.length + max(1, min(_MORE, rest, spare)))
 
     def _add_chunk(self, extend: list[Chunk], request: Request, room: int) -> int:
@@ -210,7 +222,7 @@ class Scheduler:
 
     def _admit(self) -> Request | None:
         """Give the next waiting request its row; None if there is none, or it has to go on waiting."""
-        if not (self.admits and self._waiting) or len(self.running) >= self._max_rows:
+        if not self._has_room:
             return None
         request = self._waiting[0]
         row = self._row_for(request)
@@ -237,7 +249,7 @@ class Scheduler:
             request.cached = row.length
             self.prompt_tokens += len(request.prompt)
             self.cached_tokens += row.length
-        request.known, request.chosen = known, len(request.tokens)
+        request.known = known
         return row
 
     @staticmethod
@@ -286,16 +298,19 @@ class Scheduler:
         Returns:
             Requests that this was the last step of; their pages are given back.
         """
+        if self._same:
+            self._same -= 1
+            return []
         for chunk in plan.extend:
             request, row = chunk.request, chunk.request.running_row
             self._keep(request, request.known[: row.length])
             if chunk.ends:
                 self._release_followers(request)
-        for request in plan.choosing:
-            request.chosen += 1
-        ended = [request for request in plan.choosing if request.exhausted]
+        ended = [request for request in plan.choosing if request.running_row.length == request.stored]
         for request in ended:
             self._retire(request)
+        if not (plan.extend or ended):
+            self._same = min(map(_steps_alike, plan.decode))
         return ended
 
     def read(self, requests: Sequence[Request], tokens: Sequence[int], now: float) -> list[Request]:
@@ -309,31 +324,38 @@ class Scheduler:
         Returns:
             The requests that have got a token or have ended.
         """
-        new = [(request, token) for request, token in zip(requests, tokens, strict=True) if not request.done]
-        changed = [request for request, _ in new]
-        self.latencies.read(changed, now)
-        for request, token in new:
-            self._take(request, token, now)
-        return changed
+        got: list[Request] = []
+        failed: list[Request] = []
+        ended: list[tuple[Request, FinishReason]] = []
+        for request, token in zip(requests, tokens, strict=True):
+            if request.finish_reason is not None:
+                continue
+            if token == NOT_A_TOKEN:
+                failed.append(request)
+                continue
+            request.tokens.append(token)
+            got.append(request)
+            if token in request.ends:
+                ended.append((request, "stop"))
+            elif len(request.tokens) == request.most:
+                ended.append((request, "length"))
+        self.new_tokens += len(got)
+        self.latencies.read(got, now)
+        for request, reason in ended:
+            self.end(request, reason)
+        for request in failed:
+            self._fail(request)
+        return got + failed
 
-    def _take(self, request: Request, token: int, now: float) -> None:
-        if token == NOT_A_TOKEN:
-            error = RequestError(
-                f"no token can be drawn after {len(request.tokens)} new ones, because the logits are NaN, +inf or all "
-                "-inf; check the weights and their dtype"
-            )
-            self.end(request, "error", error)
-            if self._prefixes is not None:
-                self._prefixes.clear()  # there may be NaN in what others would begin with
-            return
-        request.tokens.append(token)
-        self.new_tokens += 1
-        if request.first_token is None:
-            request.first_token = now
-        if token in request.ends:
-            self.end(request, "stop")
-        elif len(request.tokens) == request.most:
-            self.end(request, "length")
+    def _fail(self, request: Request) -> None:
+        """End a request whose logits no token can be drawn from."""
+        error = RequestError(
+            f"no token can be drawn after {len(request.tokens)} new ones, because the logits are NaN, +inf or all "
+            "-inf; check the weights and their dtype"
+        )
+        self.end(request, "error", error)
+        if self._prefixes is not None:
+            self._prefixes.clear()  # there may be NaN in what others would begin with
 
     # ---- rows
 
@@ -345,12 +367,19 @@ class Scheduler:
         row = request.running_row
         self._keep(request, request.text[: row.length])
         self.running.remove(request)
+        self._same = 0
         request.row = None
         row.free()
 
     def _keep(self, request: Request, ids: NDArray[np.int64]) -> None:
         if self._prefixes is not None and request.generation == self._prefixes.generation:
             self._prefixes.insert(ids, request.running_row.pages, request.salt)
+
+
+def _steps_alike(request: Request) -> int:
+    """Return how many more steps it takes part in without asking for pages, or ending, whatever its tokens are."""
+    row = request.running_row
+    return min(row.limit, request.stored - 1) - row.length
 
 
 def _deadline(request: Request) -> float:

@@ -43,6 +43,8 @@ class PersistentBatch:
         self._rows: list[Row] = []
         self._seated: list[tuple[int | None, int, int]] = []
         self._seats = self._advanced = self._limit = self._changes = self._taken = 0
+        # Who enters a page when _advanced, modulo the page size, is the key; found out at the first step of its own.
+        self._entering: dict[int, list[Row]] | None = None
 
     # ---- does it match?
 
@@ -96,16 +98,24 @@ class PersistentBatch:
         try:
             outputs = self._decode.run(self.bucket)
             with deferred():
-                self._advanced += 1
+                if self._entering is None:
+                    self._entering = self._find_entering()
+                for row in self._entering.get(self._advanced % self._page_size, ()):
+                    row.enter_page()
                 for row in self._rows:
                     row.position += 1
-                    if row.length % self._page_size == 0:
-                        row.enter_page()
                     row.length += 1
+                self._advanced += 1
         except BaseException:  # the seats may have advanced
             self.lose(self._rows)
             raise
         return self._step(outputs)
+
+    def _find_entering(self) -> dict[int, list[Row]]:
+        entering: dict[int, list[Row]] = {}
+        for row in self._rows:
+            entering.setdefault((self._advanced - row.length) % self._page_size, []).append(row)
+        return entering
 
     def has_run(self, rows: Sequence[Row], bucket: int, outputs: StepOutputs, stayed: bool, changes: int) -> Step:
         """Remember a decode step that others prepared.
@@ -120,7 +130,7 @@ class PersistentBatch:
         if stayed:
             self._advanced += 1
         else:
-            self._rows, self._seats, self._advanced = list(rows), bucket, 0
+            self._rows, self._seats, self._advanced, self._entering = list(rows), bucket, 0, None
             self._seated = [(row.slot, row.length, row.position) for row in rows]
         for row in rows:
             row.has_next = True

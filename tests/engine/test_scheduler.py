@@ -5,6 +5,7 @@ Each request gets the tokens that it gets alone, whatever comes, goes, fails and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -231,8 +232,10 @@ class Crowd(RuleBasedStateMachine):
 
     def unread(self) -> Iterator[Request]:
         """Requests that gave their pages back after their last token was chosen, before it is read."""
-        chosen = (request for step in self.loop._launched for request in step.plan.choosing)
-        yield from (request for request in chosen if request.row is None and not request.done and request.exhausted)
+        chosen = Counter(request for step in self.loop._launched for request in step.plan.choosing)
+        for request, tokens in chosen.items():
+            if request.row is None and not request.done and len(request.tokens) + tokens == request.most:
+                yield request
 
     def teardown(self) -> None:
         """Left alone, everybody ends."""
@@ -279,6 +282,21 @@ def test_who_has_left_before_the_last_token_was_read_waits_again_if_that_is_lost
     assert (request.tokens, request.finish_reason) == ([7, 8], "length")
     scheduler.again(lost)
     assert scheduler.idle, "it has ended"
+
+
+def test_who_comes_while_others_go_on_is_in_the_next_plan():
+    scheduler = Scheduler(PagePool(99, 4), 3, lambda decoding: 100)
+    first, second = (Request(prompt=np.arange(5), sampling=None, most=50, ends=frozenset()) for _ in range(2))
+    scheduler.add(first)
+    plans = [launch(scheduler) for _ in range(5)]
+    assert plans[-1] is plans[-2], "the same plan holds"
+    scheduler.add(second)
+    plan = launch(scheduler)
+    assert (plan.decode, [chunk.request for chunk in plan.extend]) == ([first], [second])
+    launch(scheduler)
+    assert launch(scheduler).decode == [first, second]
+    scheduler.end(first, "cancelled")
+    assert launch(scheduler).decode == [second]
 
 
 class TestCrowd(Crowd.TestCase):  # type: ignore[misc]

@@ -64,7 +64,7 @@ class CallingThread:
         """Let the caller's CUDA stream wait for that of the last call: buffers and pages are shared by all streams."""
         if self._device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self._device.index)
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream

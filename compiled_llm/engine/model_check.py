@@ -1,0 +1,78 @@
+"""Whether the model can serve requests, looked at now and then: a look at all of it takes longer than a step may."""
+
+from __future__ import annotations
+
+import time
+import weakref
+
+from transformers import PreTrainedModel
+
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.runtime import Runtime, runtime_of
+
+_SECONDS = 0.1
+"""How long the model is taken to be what it was while requests run."""
+
+
+class ModelCheck:
+    """Looks at the model, by whoever submits and by the loop; the loop does not look again at once."""
+
+    def __init__(self, model: PreTrainedModel, runtime: Runtime) -> None:
+        """Know nothing yet."""
+        self._model = model
+        self._runtime = runtime
+        self._looked = 0.0  # when the loop has
+        self._submitted: tuple[float, weakref.ref[DeviceModel]] | None = None  # when a caller has, and what ran it
+        self._begun: DeviceModel | None = None  # what the loop has begun with, a caller having looked
+
+    def obstacle(self) -> str | None:
+        """Return why the model can serve no request now, and what to do."""
+        if runtime_of(self._model) is not self._runtime:
+            return "the model was unwrapped; wrap it, and make another engine"
+        if (reason := self._runtime.obstacle()) is not None:
+            return f"the engine cannot run this model now ({reason.id}: {reason}). {reason.advice}"
+        return None
+
+    def look(self) -> DeviceModel:
+        """Look at the model, and return what runs it now.
+
+        Raises:
+            RuntimeError: it can serve no request.
+        """
+        if (reason := self.obstacle()) is not None:
+            raise RuntimeError(reason)
+        return self._runtime.device_model()
+
+    def look_for_request(self) -> DeviceModel:
+        """As ``look``, by a caller who is about to submit; a loop that begins at once takes it from there."""
+        device_model = self.look()
+        self._submitted = time.monotonic(), weakref.ref(device_model)
+        return device_model
+
+    # ---- in the thread that runs the loop
+
+    def begin(self) -> DeviceModel:
+        """Return what runs the model now, to begin with."""
+        submitted, self._submitted, self._begun = self._submitted, None, None
+        if submitted is not None and time.monotonic() - submitted[0] < _SECONDS:
+            self._begun = submitted[1]()
+        return self._begun or self._runtime.device_model()
+
+    def look_if_due(self, device_model: DeviceModel) -> bool:
+        """Look if nobody has for a while; whether that was so.
+
+        Raises:
+            RuntimeError: requests that run on ``device_model`` cannot go on.
+        """
+        now = time.monotonic()
+        if now - self._looked < _SECONDS:
+            return False
+        begun, self._begun = self._begun, None
+        if device_model is not begun and device_model is not self.look():
+            raise RuntimeError("the model was moved or converted while requests were running; submit them again")
+        self._looked = now
+        return True
+
+    def forget(self) -> None:
+        """Look again before the next step: from now on the model may change."""
+        self._looked, self._submitted, self._begun = 0.0, None, None
