@@ -19,6 +19,7 @@ from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.prompts import Prompt, as_list
 from compiled_llm.engine.request import Request
 from compiled_llm.execution.decode_buffers import buckets_up_to
+from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime, runtime_of
 
 
@@ -100,7 +101,9 @@ class Engine:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
         if len(each) != len(listed):
             raise ValueError(f"params: give one for all prompts, or one for each of {len(listed)}; got {len(each)}")
-        handles = self._enter([self._requests(*entry) for entry in zip(listed, each, strict=True)])
+        device_model = self._look()
+        groups = [self._requests(device_model, *entry) for entry in zip(listed, each, strict=True)]
+        handles = self._enter(groups)
         self._driver.answer(handles)
         for handle in handles:
             handle.raise_failure()
@@ -129,21 +132,24 @@ class Engine:
             QueueFullError: ``max_queue`` requests wait already.
             RuntimeError: the engine is closed, or the model cannot be run now.
         """
-        requests = self._requests(prompt, params or SamplingParams(), priority, timeout, cache_salt)
+        requests = self._requests(self._look(), prompt, params or SamplingParams(), priority, timeout, cache_salt)
         (handle,) = self._enter([requests])
         self._driver.start_thread()
         return handle
 
+    def _look(self) -> DeviceModel:
+        self._check_open()
+        return self._driver.check.look_for_request()
+
     def _requests(
         self,
+        device_model: DeviceModel,
         prompt: Prompt,
         params: SamplingParams,
         priority: int = 0,
         timeout: float | None = None,
         salt: Hashable = None,
     ) -> list[Request]:
-        self._check_open()
-        device_model = self._driver.check.look_for_request()
         return requests_for(
             prompt, params, self._model, device_model, self._tokenizer, priority=priority, timeout=timeout, salt=salt
         )
