@@ -9,7 +9,7 @@ Shapes: B rows, V vocabulary, X rows with settings of their own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,11 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_llm_ops import BIASED, CLEANED, COUNTED, MASKED, MOST_BIASES, sample_tokens, uniform_numbers, uniform_of
 from compiled_llm_ops import NOT_A_TOKEN as NOT_A_TOKEN
-from compiled_llm_ops import sample_tokens, uniform_numbers, uniform_of
+
+_NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+_NO_BIASES: NDArray[np.int32] = np.zeros((4, 0), dtype=np.int32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sampling:
     """How one row chooses its tokens.
 
@@ -31,8 +34,15 @@ class Sampling:
         top_p: draw among the most likely that together exceed this probability; 1.0 for all.
         min_p: draw among those at least this times as likely as the most likely; 0.0 for all.
         repetition_penalty: divides positive logits of tokens seen before, multiplies negative ones; 1.0 for none.
+        presence_penalty: subtracted from logits of tokens that the answer has.
+        frequency_penalty: subtracted for each time that the answer has a token.
+        cleaned: NaN becomes 0 and infinities become finite.
         seed: decides the row's draws.
         seen: ``[n]`` int64, tokens of the prompt that count as seen.
+        chosen: ``[n]`` int64, tokens that the answer has already.
+        biases: ``[4, n]`` int32, packed, at most ``MOST_BIASES``.
+        start: position of the answer's first token, from which on the steps of biases count.
+        mask: ``[words]`` int32, a bit for each token, the lowest first: 0 bars it; None for all tokens.
     """
 
     temperature: float = 1.0
@@ -40,13 +50,44 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    cleaned: bool = False
     seed: int = 0
-    seen: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    seen: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
+    chosen: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
+    biases: NDArray[np.int32] = field(default_factory=lambda: _NO_BIASES)
+    start: int = 0
+    mask: NDArray[np.int32] | None = None
 
     @property
     def forgets(self) -> bool:
         """Whether it does not matter which tokens the row has seen."""
-        return self.repetition_penalty == 1.0
+        return self.repetition_penalty == 1.0 and self.presence_penalty == self.frequency_penalty == 0.0
+
+    @property
+    def edits(self) -> int:
+        """What changes logits before the temperature, as ``sample_tokens`` reads it."""
+        kinds = COUNTED * (not self.forgets) + MASKED * (self.mask is not None) + CLEANED * self.cleaned
+        return int(kinds + BIASED * self.biases.shape[1])
+
+    def starting_at(self, position: int) -> Sampling:
+        """Return the same for an answer whose first token has this position."""
+        return self if self.start == position or not self.biases.size else replace(self, start=position)
+
+
+NUMBERS = {
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "edits": torch.int32,
+    "repetition_penalty": torch.float32,
+    "presence_penalty": torch.float32,
+    "frequency_penalty": torch.float32,
+    "seed": torch.int64,
+}
+"""The attributes of ``Sampling`` that are one number a row, and what they are on the device."""
 
 
 class SamplingTables(NamedTuple):
@@ -58,9 +99,14 @@ class SamplingTables(NamedTuple):
         top_k: ``[X]`` int32.
         top_p: ``[X]`` float32.
         min_p: ``[X]`` float32.
-        penalty: ``[X]`` float32.
+        edits: ``[X]`` int32, which of the tables below the row's logits are changed by.
+        repetition_penalty: ``[X]`` float32.
+        presence_penalty: ``[X]`` float32.
+        frequency_penalty: ``[X]`` float32.
         seed: ``[X]`` int64.
-        seen: ``[X, V]`` bool.
+        counts: ``[X, V]`` int16, twice how often the answer has a token, and 1 more if the prompt has it.
+        allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token.
+        biases: ``[X, 4, MOST_BIASES]`` int32, packed, their steps as positions.
     """
 
     next_token: Tensor
@@ -68,39 +114,53 @@ class SamplingTables(NamedTuple):
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    penalty: Tensor
+    edits: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
     seed: Tensor
-    seen: Tensor
+    counts: Tensor
+    allowed: Tensor
+    biases: Tensor
 
     @classmethod
     def allocate(cls, rows: int, vocabulary: int, device: torch.device) -> SamplingTables:
         """Allocate for ``rows`` rows and one for padding; all choose greedily."""
         entries = rows + 1
-        return cls(
-            torch.zeros(entries, dtype=torch.int64, device=device),
-            torch.zeros(entries, dtype=torch.float32, device=device),
-            torch.zeros(entries, dtype=torch.int32, device=device),
-            torch.ones(entries, dtype=torch.float32, device=device),
-            torch.zeros(entries, dtype=torch.float32, device=device),
-            torch.ones(entries, dtype=torch.float32, device=device),
-            torch.zeros(entries, dtype=torch.int64, device=device),
-            torch.zeros(entries, vocabulary, dtype=torch.bool, device=device),
-        )
+        numbers = {
+            name: torch.full((entries,), getattr(GREEDY, name), dtype=dtype, device=device)
+            for name, dtype in NUMBERS.items()
+        }
+        next_token = torch.zeros(entries, dtype=torch.int64, device=device)
+        return cls(next_token=next_token, **numbers, **wide_tables(entries, vocabulary, device))
+
+
+def wide_tables(entries: int, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
+    """Return zeros for the tables that have more than a number a row."""
+    shapes = {
+        "counts": ((entries, vocabulary), torch.int16),
+        "allowed": ((entries, -(-vocabulary // 32)), torch.int32),
+        "biases": ((entries, 4, MOST_BIASES), torch.int32),
+    }
+    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+
+
+GREEDY = Sampling(temperature=0.0)
 
 
 def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Tensor:
-    """Choose each row's next token, keep it in its slot and mark it as seen.
+    """Choose each row's next token, keep it in its slot and count it.
 
     Args:
         logits: ``[B, V]``.
         slots: ``[B]`` int64, each row's entry in ``tables``.
         positions: ``[B]`` int64, the position of the token that is chosen.
-        tables: the settings; ``next_token`` and ``seen`` are written.
+        tables: the settings; ``next_token`` and ``counts`` are written.
 
     Returns:
         ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose logits are NaN, +inf or all -inf.
     """
-    chosen = _choose_at(uniform(tables.seed[slots], positions), logits, slots, tables)
+    chosen = _choose_at(uniform(tables.seed[slots], positions), logits, slots, positions, tables)
     tables.next_token.index_put_((slots,), chosen.clamp(min=0))
     return chosen
 
@@ -122,12 +182,14 @@ def draw(scores: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
     if seeds is not None:
         tables.temperature.fill_(1.0)
         numbers = uniform(seeds, positions)
-    return _choose_at(numbers, scores, torch.arange(rows, device=scores.device), tables)
+    return _choose_at(numbers, scores, torch.arange(rows, device=scores.device), positions, tables)
 
 
-def _choose_at(numbers: Tensor, logits: Tensor, slots: Tensor, tables: SamplingTables) -> Tensor:
-    settings = (tables.temperature, tables.top_k, tables.top_p, tables.min_p, tables.penalty)
-    return sample_tokens(logits, numbers, slots, *settings, tables.seen)
+def _choose_at(numbers: Tensor, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Tensor:
+    filters = (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
+    penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
+    wide = (tables.counts, tables.allowed, tables.biases)
+    return sample_tokens(logits, numbers, slots, positions, *filters, tables.edits, *penalties, *wide)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

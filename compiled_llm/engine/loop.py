@@ -168,10 +168,13 @@ class Loop:
 
 
 def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:
-    """Return a request's settings; the tokens that it got before it lost its pages count as seen."""
-    if sampling is None or sampling.forgets or not request.tokens:
+    """Return a request's settings; the tokens that it got before it lost its pages count."""
+    if sampling is None:
+        return None
+    sampling = sampling.starting_at(len(request.prompt))
+    if sampling.forgets or not request.tokens:
         return sampling
-    return dataclasses.replace(sampling, seen=np.union1d(sampling.seen, request.tokens))
+    return dataclasses.replace(sampling, chosen=np.array(request.tokens, dtype=np.int64))
 
 
 def _extension(chunk: Chunk) -> Extension:

@@ -342,8 +342,9 @@ class Runner:
 
     def _enter_settings(self) -> None:
         """Give new rows slots, with their settings."""
-        if new := [(row, sampling) for row, _, sampling in self._pending if row.slot is None]:
-            self.device_model.state.slots.admit([row for row, _ in new], [sampling for _, sampling in new])
+        if new := [entry for entry in self._pending if entry[0].slot is None]:
+            settings = [sampling and sampling.starting_at(row.position + len(ids)) for row, ids, sampling in new]
+            self.device_model.state.slots.admit([row for row, _, _ in new], settings)
 
     def _extend(
         self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None, embeddings: Tensor | None

@@ -8,7 +8,6 @@ Shapes: X slots, N page numbers of a row.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
@@ -18,29 +17,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm.compilation.sampling import Sampling, SamplingTables
+from compiled_llm.compilation.sampling import GREEDY, Sampling, SamplingTables
 from compiled_llm.execution.arena import Arena
+from compiled_llm.execution.slot_settings import SlotSettings
 from compiled_llm.execution.staging import Staging
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.row import Row
-
-GREEDY = Sampling(temperature=0.0)
 
 # Loops that interleave (a callback calling the model again, an engine beside calls) have slots together.
 _ROOM = 2
 
 _AHEAD = 8
 """Pages whose numbers are written before rows enter them: a row that only goes on is written to once in so many."""
-
-_SETTINGS = {
-    "temperature": torch.float32,
-    "top_k": torch.int32,
-    "top_p": torch.float32,
-    "min_p": torch.float32,
-    "repetition_penalty": torch.float32,
-    "seed": torch.int64,
-}
 
 
 class _Waiting(NamedTuple):
@@ -57,7 +45,6 @@ class Slots:
         padding: the slot of padding rows, which is greedy and has the null page alone.
         pages: ``[X * N]`` int32, the page numbers of each slot.
         pages_each: N.
-        tables: the rest of what programs read.
         taken: how often a row lost its slot to another, so that seats may name it which are not its own any more.
     """
 
@@ -65,49 +52,33 @@ class Slots:
     def columns(max_rows: int, pages_each: int) -> dict[str, tuple[int, torch.dtype]]:
         """Return what slots for this many rows take in an arena."""
         count = _ROOM * max_rows + 1
-        settings = {name: (count, dtype) for name, dtype in _SETTINGS.items()}
-        return {"next_token": (count, torch.int64), **settings, "pages": (count * pages_each, torch.int32)}
+        return SlotSettings.columns(count) | {"pages": (count * pages_each, torch.int32)}
 
     def __init__(self, arena: Arena, staging: Staging, vocabulary: int) -> None:
         """Begin with all slots free, and greedy."""
         self._arena = arena
-        self._staging = staging
-        next_token, self.pages = arena["next_token"], arena["pages"]
-        self.padding = len(next_token) - 1
-        self.pages_each = len(self.pages) // len(next_token)
-        seen = torch.zeros(len(next_token), vocabulary, dtype=torch.bool, device=next_token.device)
-        self.tables = SamplingTables(
-            next_token=next_token,
-            temperature=arena["temperature"],
-            top_k=arena["top_k"],
-            top_p=arena["top_p"],
-            min_p=arena["min_p"],
-            penalty=arena["repetition_penalty"],
-            seed=arena["seed"],
-            seen=mark_static(seen),
-        )
+        self._settings = SlotSettings(arena, staging, vocabulary)
+        self.pages = arena["pages"]
+        self.padding = len(self.tables.next_token) - 1
+        self.pages_each = len(self.pages) // (self.padding + 1)
         self.taken = 0
         self._free = list(range(self.padding - 1, -1, -1))
-        self._settings = dict.fromkeys(range(self.padding + 1), GREEDY)
         self._rows: dict[int, weakref.ref[Row]] = {}  # whoever took theirs first stands first
         self._waiting: weakref.WeakKeyDictionary[Row, _Waiting] = weakref.WeakKeyDictionary()
-        self._write_settings(list(self._settings), [GREEDY] * len(self._settings))
+
+    @property
+    def tables(self) -> SamplingTables:
+        """The rest of what programs read."""
+        return self._settings.tables
 
     def fit(self, vocabulary: int) -> None:
         """Follow a model whose vocabulary has changed."""
-        old = self.tables.seen
-        if old.shape[1] == vocabulary:
-            return
-        with torch.inference_mode(False):
-            seen = torch.zeros(len(old), vocabulary, dtype=torch.bool, device=old.device)
-            both = min(vocabulary, old.shape[1])
-            seen[:, :both] = old[:, :both]
-        self.tables = self.tables._replace(seen=mark_static(seen))
+        self._settings.fit(vocabulary)
 
     @property
     def nbytes(self) -> int:
         """Size of what is not in the arena, in bytes."""
-        return self.tables.seen.nbytes
+        return self._settings.nbytes
 
     # ---- rows come and go
 
@@ -161,13 +132,7 @@ class Slots:
         for slot, row in zip(taken, rows, strict=True):
             self._rows.pop(slot, None)
             self._rows[slot] = weakref.ref(row)
-        changed = [
-            (slot, sampling)
-            for slot, sampling in zip(taken, settings, strict=True)
-            if sampling is not self._settings[slot]
-        ]
-        if changed:
-            self._enter([slot for slot, _ in changed], [sampling for _, sampling in changed])
+        self._settings.enter(taken, settings)
 
     def _make_room(self, count: int, staying: set[Row]) -> None:
         """Let rows wait outside, those first that took their slots first, until ``count`` slots are free."""
@@ -175,45 +140,23 @@ class Slots:
             if count <= len(self._free):
                 return
             row = reference()
-            if row is not None and row.slot == slot and row not in staying and self._settings[slot].forgets:
+            if row is not None and row.slot == slot and row not in staying and self._settings.of(slot).forgets:
                 token = self.tables.next_token[slot].clone() if row.has_next else None
-                self._waiting[row] = _Waiting(token, self._settings[slot])
+                self._waiting[row] = _Waiting(token, self._settings.of(slot))
                 row.leave_slot()
                 self.taken += 1
         if count > len(self._free):
             taken = self.padding - len(self._free)
             raise RuntimeError(
                 f"{count} more rows cannot run: calls in progress take {taken} of {self.padding} slots with rows whose "
-                "repetition_penalty needs them; wrap with a larger max_batch_size"
+                "penalties need them; wrap with a larger max_batch_size"
             )
 
     # ---- what slots hold
 
-    def _enter(self, slots: list[int], settings: list[Sampling]) -> None:
-        self._settings.update(zip(slots, settings, strict=True))
-        self._write_settings(slots, settings)
-        for slot, sampling in zip(slots, settings, strict=True):
-            if not sampling.forgets:
-                self._mark_seen(slot, sampling.seen)
-
-    def _write_settings(self, slots: list[int], settings: list[Sampling]) -> None:
-        at = np.array(slots, dtype=np.int64)
-        for name, column in _SETTINGS.items():
-            most = math.inf if column.is_floating_point else torch.iinfo(column).max
-            values = [min(getattr(sampling, name), most) for sampling in settings]
-            self._arena.write(name, at, torch.tensor(values, dtype=column, device="cpu").numpy())
-
-    def _mark_seen(self, slot: int, tokens: NDArray[np.int64]) -> None:
-        seen = self.tables.seen[slot].fill_(False)
-        known = tokens[tokens < len(seen)]
-        if len(known):
-            seen.index_fill_(0, self._staging.to_device([known])[0], True)
-
     def restore(self, slots: Iterable[int]) -> None:
         """Forget which tokens have been chosen in these slots since rows took them."""
-        for slot in slots:
-            if not self._settings[slot].forgets:
-                self._mark_seen(slot, self._settings[slot].seen)
+        self._settings.count_again(slots)
 
     def list_pages(self, rows: Sequence[Row]) -> bool:
         """Write the page numbers of rows that their slots do not hold yet, and some that they will need.

@@ -198,8 +198,8 @@ WORDINGS: dict[SlowPath, Wording] = {
     ),
     "processors": Wording(
         "a logits processor has to see each step ({})",
-        "Leave out those that you do not need; temperature, top_k, top_p, min_p and repetition_penalty run in the "
-        "graph.",
+        "Leave out those that you do not need; repetition_penalty, temperature, top_k, top_p and min_p run in the "
+        "graph, and so does what bars, forces or biases single tokens.",
     ),
     "right_padding": Wording("prompts are padded on the right", "Set tokenizer.padding_side = 'left'."),
     "scores": Wording(

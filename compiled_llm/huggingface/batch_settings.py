@@ -20,7 +20,7 @@ from transformers import (
 from compiled_llm.compat.continuous_batching import batched_processors, processors_of
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.execution.slow_paths import Reason
-from compiled_llm.huggingface.processors import is_in_graph, sampling_of
+from compiled_llm.huggingface.processors import is_a_number, sampling_of
 
 logger = logging.getLogger("compiled_llm.generate")
 
@@ -109,7 +109,7 @@ class BatchSettings:
         if not isinstance(batching, ContinuousBatchingConfig):
             batching = ContinuousBatchingConfig()
         found = processors_of(model, config)
-        in_graph = LogitsProcessorList([processor for processor in found if is_in_graph(processor)])
+        in_graph = LogitsProcessorList([processor for processor in found if is_a_number(processor)])
         return cls(config, batching, in_graph, _obstacle(found, in_graph, batching))
 
     def check_of_request(self) -> Any:
@@ -148,7 +148,7 @@ def _obstacle(
 ) -> Reason | None:
     if batching.return_logprobs:
         return Reason("logprobs")
-    others: list[LogitsProcessor] = [processor for processor in found if not is_in_graph(processor)]
+    others: list[LogitsProcessor] = [processor for processor in found if not is_a_number(processor)]
     if others and batched_processors(others, batching).do_processing:  # else it has dropped them, and said so
         return Reason("processors", ", ".join(type(processor).__name__ for processor in others))
     if sampling_of(in_graph, do_sample=False) is None:

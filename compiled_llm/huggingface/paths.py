@@ -100,7 +100,7 @@ def _sampling_in_graph(call: Call) -> Sequence[Sampling | None] | None:
         return None
     if not call.processors and not call.config.do_sample:
         return [None] * len(call.input_ids)
-    return read_processors(call.processors, bool(call.config.do_sample), call.input_ids)
+    return read_processors(call)
 
 
 def run_huggingfaces_loop(

@@ -1,27 +1,63 @@
-"""HuggingFace's logits processors as settings of our sampling."""
+"""HuggingFace's logits processors as settings of our sampling.
+
+Shapes: B rows, T prompt columns, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor
 from transformers.generation.logits_process import (
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+from compiled_llm.compilation.bias import BARRED, FORCED, LARGEST, Bias, packed
+from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.huggingface.call import Call
+from compiled_llm.model.sizes import logits_width
+from compiled_llm_ops import MOST_BIASES
 
-# The order in which HuggingFace applies them, which is ours too.
+# The order in which HuggingFace applies them. Ours has the same results: what bars a token bars it at any place.
 _ORDER: tuple[type[LogitsProcessor], ...] = (
+    SequenceBiasLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+)
+_NUMBERS = (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -29,37 +65,62 @@ _ORDER: tuple[type[LogitsProcessor], ...] = (
     MinPLogitsWarper,
 )
 
+_Found = Mapping[type[LogitsProcessor], Any]
 
-def read_processors(processors: LogitsProcessorList, do_sample: bool, input_ids: Tensor) -> list[Sampling] | None:
-    """Return each row's settings, drawing the rows' seeds from torch's default generator if ``do_sample``.
 
-    Args:
-        processors: what HuggingFace's ``generate`` prepared.
-        do_sample: draw, or take the most likely token.
-        input_ids: ``[B, T]``, prompts as HuggingFace's processors see them, padding included.
+def read_processors(call: Call) -> list[Sampling] | None:
+    """Return each row's settings, drawing the rows' seeds from torch's default generator if rows are drawn.
 
     Returns:
         One entry a row, or None if there is a processor that the graph does not have.
     """
-    settings = sampling_of(processors, do_sample)
-    if settings is None:
+    rows, do_sample = len(call.input_ids), bool(call.config.do_sample)
+    if (found := _by_kind(call.processors)) is None or (edits := _edits(found, call)) is None:
         return None
-    rows = input_ids.shape[0]
+    settings = replace(_numbers(found, do_sample), **edits)
     seeds = new_seeds(rows).tolist() if do_sample else [0] * rows
-    penalty = next((entry for entry in processors if type(entry) is RepetitionPenaltyLogitsProcessor), None)
-    seen = [np.zeros(0, dtype=np.int64)] * rows if penalty is None else _seen(penalty, input_ids)
+    penalty = found.get(RepetitionPenaltyLogitsProcessor)
+    seen = [np.zeros(0, dtype=np.int64)] * rows if penalty is None else _seen(penalty, call)
     return [replace(settings, seed=seed, seen=tokens) for seed, tokens in zip(seeds, seen, strict=True)]
 
 
-def sampling_of(processors: LogitsProcessorList, do_sample: bool) -> Sampling | None:
-    """Return the settings that all rows share; None if there is a processor that the graph does not have."""
-    if not all(is_in_graph(processor) for processor in processors):
-        return None
-    ranks = [_ORDER.index(type(processor)) for processor in processors]
-    if ranks != sorted(set(ranks)):
-        return None
-    found = {type(processor): processor for processor in processors}
+def sampling_of(processors: Iterable[LogitsProcessor], do_sample: bool) -> Sampling | None:
+    """Return the settings that processors stand for; None if it takes more than a number to say one of them."""
+    found = _by_kind(processors)
+    return None if found is None or not set(found) <= set(_NUMBERS) else _numbers(found, do_sample)
 
+
+def is_a_number(processor: LogitsProcessor) -> bool:
+    """Return whether the graph does what a processor does, and one number says what that is."""
+    return (
+        type(processor) in _NUMBERS
+        and getattr(processor, "min_tokens_to_keep", 1) == 1
+        and getattr(processor, "filter_value", -math.inf) == -math.inf
+    )
+
+
+def new_seeds(rows: int) -> Tensor:
+    """Return ``[rows]`` int64 from torch's default generator, so that ``torch.manual_seed`` decides all draws."""
+    return torch.randint(2**62, (rows,), device="cpu")
+
+
+def _by_kind(processors: Iterable[LogitsProcessor]) -> _Found | None:
+    """Return processors by their class; None if the graph does not have one, or not in this order."""
+    listed = list(processors)
+    if not all(is_a_number(entry) or _is_of_tokens(entry) for entry in listed):
+        return None
+    ranks = [_ORDER.index(type(entry)) for entry in listed]
+    return {type(entry): entry for entry in listed} if ranks == sorted(set(ranks)) else None
+
+
+def _is_of_tokens(processor: Any) -> bool:
+    """Whether the graph does what a processor does, which names single tokens if it names any."""
+    if type(processor) in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
+        return all(len(sequence) == 1 for sequence in processor.sequence_bias)
+    return type(processor) in _ORDER and type(processor) not in _NUMBERS
+
+
+def _numbers(found: _Found, do_sample: bool) -> Sampling:
     def setting(kind: type[LogitsProcessor], name: str, default: float) -> float:
         return float(getattr(found[kind], name)) if kind in found else default
 
@@ -69,26 +130,73 @@ def sampling_of(processors: LogitsProcessorList, do_sample: bool) -> Sampling | 
         top_p=setting(TopPLogitsWarper, "top_p", 1.0),
         min_p=setting(MinPLogitsWarper, "min_p", 0.0),
         repetition_penalty=setting(RepetitionPenaltyLogitsProcessor, "penalty", 1.0),
+        cleaned=InfNanRemoveLogitsProcessor in found,
     )
 
 
-def is_in_graph(processor: LogitsProcessor) -> bool:
-    """Return whether the graph does what a processor does."""
-    return (
-        type(processor) in _ORDER
-        and getattr(processor, "min_tokens_to_keep", 1) == 1
-        and getattr(processor, "filter_value", -math.inf) == -math.inf
-    )
-
-
-def _seen(penalty: LogitsProcessor, input_ids: Tensor) -> list[NDArray[np.int64]]:
+def _seen(penalty: Any, call: Call) -> list[NDArray[np.int64]]:
     """Return the prompt tokens of each row that HuggingFace's penalty counts."""
-    ids = input_ids.cpu().numpy()
-    ignored = getattr(penalty, "prompt_ignore_length", None)
-    starts = np.broadcast_to(np.asarray(0 if ignored is None else ignored), len(ids))
-    return [np.unique(row[start:]) for row, start in zip(ids, starts, strict=True)]
+    ignored = call.copies.of(getattr(penalty, "prompt_ignore_length", None))
+    starts = np.broadcast_to(np.asarray(0 if ignored is None else ignored), len(call.ids))
+    return [np.unique(row[start:]) for row, start in zip(call.ids, starts, strict=True)]
 
 
-def new_seeds(rows: int) -> Tensor:
-    """Return ``[rows]`` int64 from torch's default generator, so that ``torch.manual_seed`` decides all draws."""
-    return torch.randint(2**62, (rows,), device="cpu")
+# ---- processors of single tokens
+
+
+def _edits(found: _Found, call: Call) -> dict[str, Any] | None:
+    """Return the fields of ``Sampling`` that bar, force and bias tokens; None if the graph cannot have them."""
+    if set(found) <= set(_NUMBERS):
+        return {}
+    suppressed, biases = _suppressed(found, call), list(_biases(found, call))
+    width = logits_width(call.runtime.facts.model)
+    ours = all(bias.token < width and (bias.value in (BARRED, FORCED) or abs(bias.value) <= LARGEST) for bias in biases)
+    if not ours or len(biases) > MOST_BIASES or _forces_what_is_barred(biases, suppressed):
+        return None
+    return {"biases": packed(biases), "mask": mask_of(width, banned=suppressed)}
+
+
+def _suppressed(found: _Found, call: Call) -> list[int]:
+    suppressing = found.get(SuppressTokensLogitsProcessor)
+    return [] if suppressing is None else _listed(suppressing.suppress_tokens, call)
+
+
+def _biases(found: _Found, call: Call) -> Iterator[Bias]:
+    """Yield what processors bar, force and bias; steps count from the first new token."""
+    width = call.input_ids.shape[1]
+    for kind in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
+        if kind in found:
+            yield from (Bias(token, float(value)) for (token,), value in found[kind].sequence_bias.items())
+    if (shortest := found.get(MinLengthLogitsProcessor)) is not None:
+        yield from _barred(shortest.eos_token_id, call, shortest.min_length - width)
+    if (fewest := found.get(MinNewTokensLengthLogitsProcessor)) is not None:
+        skipped = fewest.prompt_length_to_skip - width
+        yield from _barred(fewest.eos_token_id, call, skipped + fewest.min_new_tokens)
+    if (begin := found.get(SuppressTokensAtBeginLogitsProcessor)) is not None and begin.begin_index >= width:
+        step = begin.begin_index - width
+        yield from _barred(begin.begin_suppress_tokens, call, step + 1, step)
+    if (bos := found.get(ForcedBOSTokenLogitsProcessor)) is not None and width == 1:
+        yield Bias(bos.bos_token_id, FORCED, 0, 1)
+    if (eos := found.get(ForcedEOSTokenLogitsProcessor)) is not None and (step := eos.max_length - 1 - width) >= 0:
+        yield from (Bias(token, FORCED, step, step + 1) for token in _listed(eos.eos_token_id, call))
+
+
+def _barred(tokens: Any, call: Call, end: int, first: int = 0) -> list[Bias]:
+    return [Bias(token, BARRED, first, end) for token in _listed(tokens, call)] if end > first else []
+
+
+def _listed(tokens: Any, call: Call) -> list[int]:
+    listed: list[int] = np.atleast_1d(np.asarray(call.copies.of(tokens))).tolist()
+    return listed
+
+
+def _forces_what_is_barred(biases: list[Bias], suppressed: list[int]) -> bool:
+    """Whether tokens are forced that are barred as well, or several are: HuggingFace's order decides then."""
+    forced = [bias for bias in biases if bias.value == FORCED]
+    barred = [*(bias for bias in biases if bias.value == BARRED), *(Bias(token, BARRED) for token in suppressed)]
+    both = itertools.product(forced, barred)
+    return len(forced) > 1 or any(one.token == other.token and _meet(one, other) for one, other in both)
+
+
+def _meet(one: Bias, other: Bias) -> bool:
+    return one.first < other.end and other.first < one.end

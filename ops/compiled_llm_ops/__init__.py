@@ -8,13 +8,18 @@ from compiled_llm_ops.attention.append import append_paged_kv
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
 from compiled_llm_ops.attention.plan import plan_paged_attention
 from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
-from compiled_llm_ops.contracts import Geometry, PageTable
+from compiled_llm_ops.contracts import BIASED, CLEANED, COUNTED, MASKED, MOST_BIASES, Geometry, PageTable
 from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
 from compiled_llm_ops.sampling import NOT_A_TOKEN, sample_tokens, uniform_numbers, uniform_of
 
 __all__ = [
+    "BIASED",
+    "CLEANED",
+    "COUNTED",
+    "MASKED",
+    "MOST_BIASES",
     "NOT_A_TOKEN",
     "Geometry",
     "PageTable",

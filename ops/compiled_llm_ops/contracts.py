@@ -185,18 +185,31 @@ class NormedLinear(NamedTuple):
     overlap: bool = False
 
 
+COUNTED, MASKED, CLEANED, BIASED = 1, 2, 4, 8
+"""What an entry of ``edits`` is the sum of: penalties, a mask, infinities made finite; and the last for each bias."""
+
+MOST_BIASES = 512
+"""How many biases a row can have."""
+
+
 class SampleTokens(NamedTuple):
     """What ``sample_tokens`` takes."""
 
     logits: Tensor
     uniform: Tensor
     slots: Tensor
+    positions: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    penalty: Tensor
-    seen: Tensor
+    edits: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    counts: Tensor
+    allowed: Tensor
+    biases: Tensor
 
 
 class UniformNumbers(NamedTuple):

@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import SampleTokens, UniformNumbers
+from compiled_llm_ops.contracts import BIASED, CLEANED, COUNTED, MASKED, MOST_BIASES, SampleTokens, UniformNumbers
 from compiled_llm_ops.library import define
 
 NOT_A_TOKEN = -1
 """Stands for the next token of a row that is to be drawn from logits that are NaN, +inf or all -inf: none can be."""
+
+_MOST_COUNTED = 2**15 - 1
+_HUGE = 1e30  # in place of infinities: no other logit is as large, and float32 has room above it
 
 # So many of the likeliest tokens are searched for a nucleus before the whole vocabulary is sorted.
 _LIKELY = 1024
@@ -28,30 +31,45 @@ def sample_tokens(
     logits: Tensor,
     uniform: Tensor,
     slots: Tensor,
+    positions: Tensor,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
-    penalty: Tensor,
-    seen: Tensor,
+    edits: Tensor,
+    repetition_penalty: Tensor,
+    presence_penalty: Tensor,
+    frequency_penalty: Tensor,
+    counts: Tensor,
+    allowed: Tensor,
+    biases: Tensor,
 ) -> Tensor:
-    """Choose each row's next token, and mark it as seen.
+    """Choose each row's next token, and count it.
 
-    Repetition penalty, temperature, top-k, top-p over what top-k left, min-p, in this order. Tokens as likely as the
-    last that top-k or top-p keeps are kept too; the likeliest is always kept. Nothing but the arguments decides.
+    Biases, repetition penalty, frequency and presence penalty, infinities, mask; temperature, top-k, top-p over what
+    top-k left, min-p: in this order. Tokens as likely as the last that top-k or top-p keeps are kept too; the likeliest
+    is always kept. Nothing but the arguments decides. Of a row without edits, no table beyond ``edits`` is touched.
 
     Args:
         logits: ``[B, V]`` of any floating dtype, computed with in float32, with any stride between rows.
         uniform: ``[B]`` float64 in [0, 1), where the cumulative distributions are inverted.
-        slots: ``[B]`` int64, each row's entry in the tables; several rows may have one entry.
+        slots: ``[B]`` int64, each row's entry in the tables; several rows may have one entry that counts nothing.
+        positions: ``[B]`` int64, the position of the token that is chosen, which says which biases hold.
         temperature: ``[X]`` float32, divides; 0.0 takes the likeliest token, the first of several, as ``argmax`` does:
             of +inf as well, before that of NaN, and the first one if all are -inf.
         top_k: ``[X]`` int32, keep the k largest; 0 keeps all.
         top_p: ``[X]`` float32, keep the fewest of the largest ones whose probability reaches p; 1.0 keeps all.
         min_p: ``[X]`` float32, keep those at least p times as probable as the most probable; 0.0 keeps all.
-        penalty: ``[X]`` float32, divides positive logits of tokens that were seen and multiplies negative ones; 1.0
-            for none.
-        seen: ``[X, V]`` bool, written.
+        edits: ``[X]`` int32, what changes logits before the temperature: ``COUNTED`` if a penalty does, ``MASKED`` if
+            ``allowed`` does, ``CLEANED`` if NaN becomes 0 and infinities become finite, and ``BIASED`` for each bias.
+        repetition_penalty: ``[X]`` float32, divides positive logits of tokens that were counted or are in the prompt,
+            and multiplies negative ones; 1.0 for none.
+        presence_penalty: ``[X]`` float32, subtracted for tokens that were counted.
+        frequency_penalty: ``[X]`` float32, subtracted for each time that a token was counted.
+        counts: ``[X, V]`` int16, written: twice how often a token was chosen, and 1 more if the prompt has it.
+        allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token, the lowest first: 0 bars it.
+        biases: ``[X, 4, MOST_BIASES]`` int32: tokens in ascending order; what is added to their logits, the bits of a
+            float32; the first position at which it is, and the one at which it no longer is.
 
     Returns:
         ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose logits are NaN, +inf or all -inf.
@@ -60,10 +78,14 @@ def sample_tokens(
         ValueError: shapes or dtypes do not fit together.
 
     Source:
-        Order and sets are those of transformers' logits processors. Top-p: https://arxiv.org/abs/1904.09751, min-p:
-        https://arxiv.org/abs/2407.01082. On CUDA ``kernels.sampling``.
+        Order and sets are those of transformers' logits processors; presence and frequency penalty are those of
+        OpenAI's API. Top-p: https://arxiv.org/abs/1904.09751, min-p: https://arxiv.org/abs/2407.01082. On CUDA
+        ``kernels.sampling``.
     """
-    chosen: Tensor = _sample_tokens(logits, uniform, slots, temperature, top_k, top_p, min_p, penalty, seen)
+    numbers = (repetition_penalty, presence_penalty, frequency_penalty)
+    chosen: Tensor = _sample_tokens(
+        logits, uniform, slots, positions, temperature, top_k, top_p, min_p, edits, *numbers, counts, allowed, biases
+    )
     return chosen
 
 
@@ -76,12 +98,18 @@ def _check(args: SampleTokens) -> None:
     expected = {
         "uniform": ([rows], torch.float64),
         "slots": ([rows], torch.int64),
+        "positions": ([rows], torch.int64),
         "temperature": ([entries], torch.float32),
         "top_k": ([entries], torch.int32),
         "top_p": ([entries], torch.float32),
         "min_p": ([entries], torch.float32),
-        "penalty": ([entries], torch.float32),
-        "seen": ([entries, vocabulary], torch.bool),
+        "edits": ([entries], torch.int32),
+        "repetition_penalty": ([entries], torch.float32),
+        "presence_penalty": ([entries], torch.float32),
+        "frequency_penalty": ([entries], torch.float32),
+        "counts": ([entries, vocabulary], torch.int16),
+        "allowed": ([entries, -(-vocabulary // 32)], torch.int32),
+        "biases": ([entries, 4, MOST_BIASES], torch.int32),
     }
     for name, (shape, dtype) in expected.items():
         tensor = getattr(args, name)
@@ -93,8 +121,8 @@ def _check(args: SampleTokens) -> None:
 
 def _cpu(args: SampleTokens) -> Tensor:
     _check(args)
-    slots, temperature = args.slots, args.temperature[args.slots]
-    scores = _scores(args.logits, temperature, args.penalty[slots], args.seen, slots)
+    slots, temperature, edits = args.slots, args.temperature[args.slots], args.edits[args.slots]
+    scores = _edited(args, edits) / torch.where(temperature == 0, 1.0, temperature)[:, None]
     best, chosen = scores.max(dim=-1)
     greedy = temperature == 0
     usable = greedy | ((best > -math.inf) & (best < math.inf))  # both are False for NaN
@@ -102,17 +130,58 @@ def _cpu(args: SampleTokens) -> Tensor:
         drawn = _draw(scores, best, args.uniform, args.top_k[slots], args.top_p[slots], args.min_p[slots])
         chosen = torch.where(greedy, chosen, drawn)
     chosen = torch.where(usable, chosen, NOT_A_TOKEN)
-    args.seen[slots[usable], chosen[usable]] = True
+    _count(args.counts, slots, chosen, usable & (edits & COUNTED != 0))
     return chosen
 
 
-def _scores(logits: Tensor, temperature: Tensor, penalty: Tensor, seen: Tensor, slots: Tensor) -> Tensor:
-    scores = logits.float()
-    if bool((penalty != 1).any()):
-        factor = penalty[:, None]
-        penalised = torch.where(scores < 0, scores * factor, scores / factor)
-        scores = torch.where(seen[slots], penalised, scores)
-    return scores / torch.where(temperature == 0, 1.0, temperature)[:, None]
+def _count(counts: Tensor, slots: Tensor, chosen: Tensor, counted: Tensor) -> None:
+    at = slots[counted], chosen[counted]
+    before = counts[at]
+    counts[at] = torch.where(before < _MOST_COUNTED - 1, before + 2, before)
+
+
+# ---- what changes logits before the temperature
+
+
+def _edited(args: SampleTokens, edits: Tensor) -> Tensor:
+    """Return ``[B, V]`` float32 logits with the edits ``[B]`` of their rows."""
+    logits = args.logits.float()
+    rows = edits.nonzero()[:, 0]
+    if len(rows) == 0:
+        return logits
+    edits, slots, scores = edits[rows], args.slots[rows], logits[rows]
+    counted, masked, cleaned = ((edits & kind != 0)[:, None] for kind in (COUNTED, MASKED, CLEANED))
+    if most := int(edits.max()) // BIASED:
+        scores = _biased(scores, args.biases[slots, :, :most], edits // BIASED, args.positions[rows])
+    if bool(counted.any()):
+        scores = torch.where(counted, _penalised(scores, args, slots), scores)
+    if bool(cleaned.any()):
+        scores = torch.where(cleaned, scores.nan_to_num(0.0, _HUGE, -_HUGE), scores)
+    if bool(masked.any()):
+        bits = args.allowed[slots][:, :, None] >> torch.arange(32, dtype=torch.int32, device=slots.device) & 1
+        scores = scores.masked_fill(masked & (bits.flatten(1)[:, : scores.shape[1]] == 0), -math.inf)
+    return logits.index_copy(0, rows, scores)
+
+
+def _biased(scores: Tensor, biases: Tensor, counts: Tensor, positions: Tensor) -> Tensor:
+    tokens, bits, first, end = biases.unbind(dim=1)
+    exists = (torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]) & (tokens < scores.shape[1])
+    holds = exists & (first <= positions[:, None]) & (positions[:, None] < end)
+    values = torch.where(holds, bits.contiguous().view(torch.float32), 0.0)
+    return scores.scatter_add(1, torch.where(holds, tokens, 0).long(), values)
+
+
+def _penalised(scores: Tensor, args: SampleTokens, slots: Tensor) -> Tensor:
+    counts = args.counts[slots]
+    repetition, presence, frequency = (
+        column[slots][:, None] for column in (args.repetition_penalty, args.presence_penalty, args.frequency_penalty)
+    )
+    repeated = torch.where(scores < 0, scores * repetition, scores / repetition)
+    times = counts >> 1
+    return torch.where(counts != 0, repeated, scores) - frequency * times - presence * (times > 0)
+
+
+# ---- the draw
 
 
 def _draw(scores: Tensor, best: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -197,7 +266,7 @@ def _cuda(args: SampleTokens) -> Tensor:
 _sample_tokens = define(
     "sample_tokens",
     SampleTokens,
-    writes=("seen",),
+    writes=("counts",),
     fake=lambda args: args.logits.new_empty(args.logits.shape[0], dtype=torch.int64),
     cpu=_cpu,
     cuda=_cuda,

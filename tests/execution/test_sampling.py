@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -21,7 +22,18 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm_ops import sample_tokens, uniform_numbers, uniform_of
 from compiled_llm_ops.sampling import philox, smallest_kept
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles, unusual_logits, warped
+from support.sampling_cases import (
+    BRANCHES,
+    EDITED,
+    SINGLE_EDITS,
+    arguments,
+    assert_at,
+    counted_after,
+    distribution,
+    middles,
+    unusual_logits,
+    warped,
+)
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core
@@ -120,7 +132,7 @@ def test_each_filter_keeps_exactly_the_set_that_huggingface_keeps(setting, seed)
         assert torch.equal(scores >= smallest[:, None], expected > -math.inf)
 
 
-@pytest.mark.parametrize("setting", BRANCHES, ids=str)
+@pytest.mark.parametrize("setting", BRANCHES + EDITED, ids=range(len(BRANCHES + EDITED)))
 def test_each_token_is_drawn_in_its_part_of_huggingfaces_distribution(setting, seed):
     """One more token that may be drawn, or one less, would move all others."""
     logits = torch.randn(901) * 2
@@ -134,14 +146,32 @@ def test_each_token_is_drawn_in_its_part_of_huggingfaces_distribution(setting, s
 @pytest.mark.parametrize("vocabulary", [5, 1023, 5001])
 @pytest.mark.parametrize("spread", [0.3, 4.0])
 def test_rows_of_all_settings_follow_their_own_distributions(vocabulary, spread, dtype, seed):
-    logits = (torch.randn(len(BRANCHES), vocabulary) * spread).to(dtype)
-    numbers = torch.rand(len(BRANCHES), dtype=torch.float64)
-    given = arguments(logits, numbers, BRANCHES)
-    seen = given[-1].clone()
+    settings = BRANCHES + EDITED
+    logits = (torch.randn(len(settings), vocabulary) * spread).to(dtype)
+    numbers = torch.rand(len(settings), dtype=torch.float64)
+    given = arguments(logits, numbers, settings)
+    counts = counted_after(given)
     chosen = sample_tokens(*given)
-    assert_at(chosen, numbers, logits, BRANCHES, 1e-6)
-    seen[given[2], chosen] = True
-    assert torch.equal(given[-1], seen)
+    assert_at(chosen, numbers, logits, settings, 1e-6)
+    assert torch.equal(given.counts, counts(chosen))
+
+
+def test_every_pair_of_edits_equals_huggingfaces_processors_in_one_batch(seed):
+    pairs = [
+        Sampling(**{**SINGLE_EDITS[first], **SINGLE_EDITS[second], **both_biases(first, second)}, **filters)
+        for first, second in itertools.combinations(SINGLE_EDITS, 2)
+        for filters in ({"temperature": 0.0}, {"temperature": 1.5}, {"top_k": 9, "top_p": 0.9})
+    ]
+    logits, numbers = torch.randn(len(pairs), 301) * 2, torch.rand(len(pairs), dtype=torch.float64)
+    assert_at(sample_tokens(*arguments(logits, numbers, pairs)), numbers, logits, pairs, 1e-6)
+
+
+def both_biases(*names):
+    biases = [SINGLE_EDITS[name]["biases"] for name in names if "biases" in SINGLE_EDITS[name]]
+    if len(biases) < 2:
+        return {}
+    both = np.concatenate(biases, axis=1)
+    return {"biases": both[:, both[0].argsort(kind="stable")]}
 
 
 def test_tokens_as_likely_as_the_last_are_kept_too(seed):
@@ -166,14 +196,14 @@ def test_repetition_penalty_counts_the_prompt_and_what_was_drawn(seed):
 
 
 def test_rows_without_a_usable_logit_are_told_apart(seed):
-    for settings in ({}, {"top_k": 5, "top_p": 0.5}, {"top_p": 0.5}, {"min_p": 0.1}):
+    for settings in ({}, {"top_k": 5, "top_p": 0.5}, {"top_p": 0.5}, {"min_p": 0.1, "presence_penalty": 1.0}):
         logits = torch.randn(5, VOCABULARY)
         logits[1, 3], logits[2], logits[4, 9] = math.nan, -math.inf, math.inf
         stepped = FixedLogits(logits, [Sampling(seed=row, **settings) for row in range(5)], "eager")
         drawn = stepped.steps(1)[0].tolist()
         assert drawn[1] == drawn[2] == drawn[4] == NOT_A_TOKEN
         assert min(drawn[0], drawn[3]) >= 0
-        assert stepped.sampler.tables.seen.sum() == 2, "only tokens are marked"
+        assert stepped.sampler.tables.counts.sum() == 2 * 2 * bool(settings.get("presence_penalty"))
 
 
 def test_processed_scores_are_drawn_from_as_they_are(seed):
@@ -264,14 +294,14 @@ def test_greedy_with_a_repetition_penalty_equals_huggingface(wrapped, seed):
     [
         {"no_repeat_ngram_size": 2},
         {"bad_words_ids": [[5], [7, 8]]},
-        {"suppress_tokens": [3, 4, 5]},
-        {"sequence_bias": {(9,): 5.0}},
-        {"forced_eos_token_id": 2, "eos_token_id": 2},
-        {"min_new_tokens": 30, "eos_token_id": 17},
+        {"sequence_bias": {(9, 8): 5.0}},
+        {"sequence_bias": {(9,): 1e15}},
+        {"forced_eos_token_id": [2, 3], "eos_token_id": 2},
+        {"forced_eos_token_id": 2, "min_new_tokens": 40, "eos_token_id": 2},
         {"exponential_decay_length_penalty": (5, 1.5), "eos_token_id": 17},
         {"renormalize_logits": True, "repetition_penalty": 1.2},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=str,
 )
 def test_other_processors_run_between_steps_and_equal_huggingface(wrapped, options, seed):
     inputs = mixed_prompts([4, 9], 128, seed)
@@ -349,6 +379,7 @@ def test_three_graphs_serve_all_settings(seed):
         {"top_k": 5, "top_p": 0.5},
         {"min_p": 0.2},
         {"repetition_penalty": 1.5, "temperature": 2.0},
+        {"suppress_tokens": [3, 4], "sequence_bias": {(9,): 2.0}, "min_new_tokens": 4, "eos_token_id": 7},
     ]
     for number, options in enumerate(settings):
         for lengths in ([3], [5, 2], [1, 7, 3]):

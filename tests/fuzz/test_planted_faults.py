@@ -31,7 +31,7 @@ def min_p_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(*args):
         settings = read(*args)
-        return None if settings is None else [setting._replace(min_p=0.0) for setting in settings]
+        return None if settings is None else [replace(setting, min_p=0.0) for setting in settings]
 
     patch.setattr(paths, "read_processors", forgetful)
 

@@ -28,8 +28,7 @@ class Halve(LogitsProcessor):
 
 WITH_PROCESSORS = {
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
-    "min_length": {"min_length": 30, "eos_token_id": list(range(64))},
-    "min_new_tokens": {"min_new_tokens": 12, "eos_token_id": list(range(64))},
+    "renormalize_logits": {"renormalize_logits": True},
     "a processor of one's own": {"logits_processor": LogitsProcessorList([Halve()])},
     "output_scores": {"return_dict_in_generate": True, "output_scores": True},
     "output_logits": {"return_dict_in_generate": True, "output_logits": True},

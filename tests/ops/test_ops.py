@@ -385,22 +385,23 @@ def test_normed_linear_refuses_what_does_not_fit(place, wrong, message):
 
 
 @pytest.mark.parametrize(
-    ("place", "wrong", "message"),
+    ("name", "wrong", "message"),
     [
-        (0, torch.zeros(11), r"logits must be \[B, V\]"),
-        (0, torch.zeros(2, 11, dtype=torch.int64), r"logits must be.*int64"),
-        (1, torch.zeros(2), r"uniform must be \[2\] torch.float64.*float32"),
-        (2, torch.zeros(3, dtype=torch.int64), r"slots must be \[2\]"),
-        (4, torch.zeros(3, dtype=torch.int64), r"top_k must be \[3\] torch.int32"),
-        (8, torch.zeros(3, 12, dtype=torch.bool), r"seen must be \[3, 11\] torch.bool"),
+        ("logits", torch.zeros(11), r"logits must be \[B, V\]"),
+        ("logits", torch.zeros(2, 11, dtype=torch.int64), r"logits must be.*int64"),
+        ("uniform", torch.zeros(2), r"uniform must be \[2\] torch.float64.*float32"),
+        ("slots", torch.zeros(3, dtype=torch.int64), r"slots must be \[2\]"),
+        ("top_k", torch.zeros(3, dtype=torch.int64), r"top_k must be \[3\] torch.int32"),
+        ("counts", torch.zeros(3, 12, dtype=torch.int16), r"counts must be \[3, 11\] torch.int16"),
+        ("allowed", torch.zeros(3, 2, dtype=torch.int32), r"allowed must be \[3, 1\] torch.int32"),
+        ("biases", torch.zeros(3, 4, 9, dtype=torch.int32), r"biases must be \[3, 4, 512\] torch.int32"),
     ],
 )
-def test_sample_tokens_refuses_what_does_not_fit(place, wrong, message):
-    case = list(sample_cases()[0])
-    case[place] = wrong
+def test_sample_tokens_refuses_what_does_not_fit(name, wrong, message):
+    case = sample_cases()[0]._replace(**{name: wrong})
     with pytest.raises(ValueError, match=message):
         sample_tokens(*case)
-    assert not case[8].any()
+    assert not case.counts.any()
 
 
 # ---- empty rows

@@ -12,11 +12,21 @@ from torch import Tensor
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose
 from compiled_llm_ops import sample_tokens
 from support.gpu import needs_cuda, seeded
-from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles, tables_of
+from support.sampling_cases import (
+    BRANCHES,
+    EDITED,
+    arguments,
+    assert_at,
+    counted_after,
+    distribution,
+    middles,
+    tables_of,
+)
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 VOCABULARIES = [5, 49_152, 151_936, 262_145]
+SETTINGS = BRANCHES + EDITED
 SLACK = 3e-5
 """How far sums of float32 in other orders may move a border between two tokens."""
 
@@ -31,22 +41,21 @@ def normal_logits(rows: int, vocabulary: int, spread: float, dtype: torch.dtype,
 @pytest.mark.parametrize("spread", [0.5, 4.0], ids="spread={}".format)
 @pytest.mark.parametrize("vocabulary", VOCABULARIES, ids="V={}".format)
 def test_each_row_is_sampled_by_its_own_settings(vocabulary: int, spread: float, dtype: torch.dtype, seed: int) -> None:
-    settings = [BRANCHES[row % len(BRANCHES)] for row in range(64)]
+    settings = [SETTINGS[row % len(SETTINGS)] for row in range(64)]
     logits = normal_logits(64, vocabulary, spread, dtype, seed)
     uniform = torch.rand(64, dtype=torch.float64)
     given = arguments(logits, uniform, settings)
-    seen = given[-1].clone()
+    counts = counted_after(given)
     chosen = sample_tokens(*given)
     assert_at(chosen, uniform, logits, settings, SLACK)
-    seen[given[2], chosen] = True
-    assert torch.equal(given[-1], seen)
+    assert torch.equal(given.counts, counts(chosen))
     for rows in (1, 7):
         alone = arguments(logits[:rows], uniform[:rows], settings[:rows])
         assert torch.equal(sample_tokens(*alone), chosen[:rows]), "a draw depends on its batch"
 
 
 @seeded
-@pytest.mark.parametrize("setting", [setting for setting in BRANCHES if setting.temperature], ids=str)
+@pytest.mark.parametrize("setting", [own for own in SETTINGS if own.temperature], ids=lambda own: f"edits {own.edits}")
 def test_sampled_sets_are_exact(setting: Sampling, seed: int) -> None:
     """Tokens from the whole distribution, each at the middle of its part: another one more or less moves them all."""
     logits = normal_logits(1, 5001, 2.0, torch.float32, seed)
@@ -96,7 +105,7 @@ def test_replays_draw_anew_and_by_the_settings_of_the_moment(seed: int) -> None:
     drawn = []
     for turn in range(20):
         uniform = torch.rand(8, dtype=torch.float64)
-        own = [BRANCHES[(turn + row) % len(BRANCHES)] for row in range(8)] if turn % 2 else settings
+        own = [SETTINGS[(5 * turn + row) % len(SETTINGS)] for row in range(8)] if turn % 2 else settings
         fresh = arguments(logits, uniform, own)
         for static, value in zip(given[1:], fresh[1:], strict=True):
             static.copy_(value)
@@ -109,10 +118,10 @@ def test_replays_draw_anew_and_by_the_settings_of_the_moment(seed: int) -> None:
 @seeded
 def test_choosing_compiles_whole_and_draws_what_eager_draws(seed: int) -> None:
     compiled = torch.compile(choose, fullgraph=True, dynamic=False)
-    logits = normal_logits(len(BRANCHES), 49_152, 2.0, torch.bfloat16, seed)
-    slots, positions = (torch.arange(len(BRANCHES), device="cuda") + start for start in (0, 1000))
-    ours, theirs = (tables_of(BRANCHES, 49_152, "cuda") for _ in range(2))
+    logits = normal_logits(len(SETTINGS), 49_152, 2.0, torch.bfloat16, seed)
+    slots, positions = (torch.arange(len(SETTINGS), device="cuda") + start for start in (0, 1000))
+    ours, theirs = (tables_of(SETTINGS, 49_152, "cuda") for _ in range(2))
     for _ in range(3):
         assert torch.equal(compiled(logits, slots, positions, ours), choose(logits, slots, positions, theirs))
         positions += 1
-    assert torch.equal(ours.seen, theirs.seen)
+    assert torch.equal(ours.counts, theirs.counts)

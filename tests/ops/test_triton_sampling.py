@@ -14,11 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm_ops import sample_tokens
 from compiled_llm_ops.contracts import SampleTokens
 from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
-from support.sampling_cases import BRANCHES, arguments, assert_at, distribution, middles, unusual_logits
+from support.sampling_cases import (
+    BRANCHES,
+    EDITED,
+    EVERYTHING,
+    SINGLE_EDITS,
+    arguments,
+    assert_at,
+    distribution,
+    middles,
+    unusual_logits,
+)
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
 
@@ -42,10 +53,10 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, m
     from compiled_llm_ops.kernels import sampling as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    int32 = dict.fromkeys(("top_k", "found", "candidates"), "*i32")
-    int64 = dict.fromkeys(("slots", "chosen"), "*i64")
+    int32 = dict.fromkeys(("top_k", "found", "candidates", "edits", "allowed", "biases"), "*i32")
+    int64 = dict.fromkeys(("slots", "positions", "chosen"), "*i64")
     numbers = dict.fromkeys(("stride", "vocabulary", "tiles", "not_a_token"), "i32")
-    types = {"logits": f"*{dtype}", "seen": "*i1", "uniform": "*fp64", **int32, **int64, **numbers}
+    types = {"logits": f"*{dtype}", "counts": "*i16", "uniform": "*fp64", **int32, **int64, **numbers}
     for kernel, constants in (
         (kernels._summarise_for_sampling, {}),
         (kernels._sample_rows, {"padded_tiles": tiles}),
@@ -62,6 +73,10 @@ def launch(*given: Any) -> Tensor:
     return triton_sampling.sample_tokens(SampleTokens(*given), NOT_A_TOKEN)
 
 
+SETTINGS = BRANCHES + EDITED
+COUNTING = Sampling(presence_penalty=0.5)
+
+
 @interpreted
 @pytest.mark.parametrize(
     ("spread", "dtype"),
@@ -72,20 +87,20 @@ def launch(*given: Any) -> Tensor:
     "vocabulary", [5, 4097, *(pytest.param(size, marks=pytest.mark.whole) for size in (777, 9001))]
 )
 def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, dtype: torch.dtype, seed: int) -> None:
-    logits = (torch.randn(len(BRANCHES), vocabulary) * spread).to(dtype)
-    uniform = torch.rand(len(BRANCHES), dtype=torch.float64)
-    given, same = (arguments(logits, uniform, BRANCHES) for _ in range(2))
+    logits = (torch.randn(len(SETTINGS), vocabulary) * spread).to(dtype)
+    uniform = torch.rand(len(SETTINGS), dtype=torch.float64)
+    given, same = (arguments(logits, uniform, SETTINGS) for _ in range(2))
     chosen = launch(*given)
-    assert_at(chosen, uniform, logits, BRANCHES, 1e-5)
+    assert_at(chosen, uniform, logits, SETTINGS, 1e-5)
     differ = int((chosen != sample_tokens(*same)).sum())
     assert differ <= 1, "other tokens than the CPU's, and not for rounding"
     if not differ:
-        assert torch.equal(given[-1], same[-1])
+        assert torch.equal(given.counts, same.counts)
 
 
 @interpreted
 @pytest.mark.parametrize(
-    "setting", [setting for setting in BRANCHES if setting.temperature and setting.top_p != 0.999], ids=str
+    "setting", [own for own in SETTINGS if own.temperature and own.top_p != 0.999], ids=lambda own: f"edits {own.edits}"
 )
 def test_sets_are_exact(setting: Sampling, seed: int) -> None:
     """One more token, or one less, would move all others."""
@@ -116,7 +131,7 @@ def test_ties_with_the_kth_are_kept(seed: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("setting", [BRANCHES[1], BRANCHES[4], BRANCHES[11], BRANCHES[15]], ids=str)
+@pytest.mark.parametrize("setting", [BRANCHES[1], BRANCHES[4], BRANCHES[11], BRANCHES[15], COUNTING], ids=str)
 def test_rows_without_a_usable_logit_are_told_apart(setting: Sampling, seed: int) -> None:
     logits = torch.randn(5, 3000)
     logits[0, 2999], logits[1, 70], logits[2] = math.nan, math.inf, -math.inf
@@ -125,7 +140,8 @@ def test_rows_without_a_usable_logit_are_told_apart(setting: Sampling, seed: int
     chosen = launch(*given)
     assert chosen[:3].tolist() == [NOT_A_TOKEN] * 3
     assert 2990 <= chosen[3] < 3000
-    assert given[-1].sum(dim=1).tolist() == [1, 1, 0, 0, 0, 0], "entries are in reverse, the last is padding's"
+    counted = [2, 2, 0, 0, 0, 0] if setting is COUNTING else [0] * 6
+    assert given.counts.sum(dim=1).tolist() == counted, "entries are in reverse, the last is padding's"
 
 
 @interpreted
@@ -135,7 +151,33 @@ def test_greedy_rows_take_what_argmax_takes(vocabulary: int, dtype: torch.dtype,
     logits, settings = unusual_logits(vocabulary).to(dtype), [Sampling(temperature=0.0)] * 7
     given = arguments(logits, torch.rand(7, dtype=torch.float64), settings)
     assert launch(*given).tolist() == logits.argmax(dim=-1).tolist()
-    assert given[-1].sum() == 7
+
+
+@interpreted
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_unusual_logits_are_edited_as_on_the_cpu(temperature: float, seed: int) -> None:
+    edits: list[dict[str, Any]] = [
+        *({**edit, "cleaned": True} for edit in SINGLE_EDITS.values()),
+        {"mask": mask_of(130, allowed=range(3, 60))},
+        {"mask": mask_of(130, allowed=()), "cleaned": True},
+        {**EVERYTHING, "mask": None},
+    ]
+    logits = unusual_logits(130).repeat(len(edits), 1)
+    settings = [Sampling(**edit, temperature=temperature) for edit in edits for _ in range(7)]
+    given, same = (arguments(logits, torch.rand(len(settings), dtype=torch.float64), settings) for _ in range(2))
+    same = same._replace(uniform=given.uniform)
+    assert launch(*given).tolist() == sample_tokens(*same).tolist()
+    assert torch.equal(given.counts, same.counts)
+
+
+@interpreted
+@pytest.mark.parametrize("before", [0, 1, 32764, 32765, 32766, 32767])
+def test_counts_stay_in_their_range(before: int) -> None:
+    for choose in (launch, sample_tokens):
+        given = arguments(torch.zeros(1, 3), torch.zeros(1, dtype=torch.float64), [replace(COUNTING, temperature=0.0)])
+        given.counts[0] = before
+        choose(*given)
+        assert given.counts[0].tolist() == [before + 2 * (before < 32766), before, before]
 
 
 @interpreted

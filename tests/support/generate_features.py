@@ -109,28 +109,35 @@ FEATURES: dict[str, list[Feature]] = {
             draws=True,
         ),
         Feature(
-            "`no_repeat_ngram_size`, `encoder_repetition_penalty`, `bad_words_ids`, `sequence_bias`, "
-            "`suppress_tokens`, `begin_suppress_tokens`, `forced_eos_token_id`, `exponential_decay_length_penalty`",
-            [
-                *each(
-                    no_repeat_ngram_size=2,
-                    encoder_repetition_penalty=1.4,
-                    bad_words_ids=[[5], [6, 7]],
-                    sequence_bias=[[[9], 4.0], [[4, 5], -3.0]],
-                    suppress_tokens=[10, 11, 12],
-                    begin_suppress_tokens=[13, 14],
-                    forced_eos_token_id=2,
-                ),
-                generate(exponential_decay_length_penalty=(3, 1.5), eos_token_id=2),
-            ],
+            "`bad_words_ids` and `sequence_bias` of single tokens, `suppress_tokens`, `begin_suppress_tokens`",
+            each(
+                bad_words_ids=[[5], [6]],
+                sequence_bias=[[[9], 4.0], [[4], -3.0]],
+                suppress_tokens=[10, 11, 12],
+                begin_suppress_tokens=[13, 14],
+            ),
         ),
         Feature(
             "`min_new_tokens`, `min_length` with an EOS token",
             [generate(min_new_tokens=6, **EARLY), generate(min_length=15, **EARLY)],
         ),
         Feature(
-            "`renormalize_logits`, `remove_invalid_values`", each(renormalize_logits=True, remove_invalid_values=True)
+            "`forced_bos_token_id`, `forced_eos_token_id`, one token that nothing bars",
+            [*each(forced_eos_token_id=2), generate(lengths=(1, 1), forced_bos_token_id=5)],
         ),
+        Feature("`remove_invalid_values`", each(remove_invalid_values=True)),
+        Feature(
+            "`bad_words_ids` and `sequence_bias` of several tokens",
+            each(bad_words_ids=[[5], [6, 7]]) + each(sequence_bias=[[[9], 4.0], [[4, 5], -3.0]]),
+        ),
+        Feature(
+            "`no_repeat_ngram_size`, `encoder_repetition_penalty`, `exponential_decay_length_penalty`",
+            [
+                *each(no_repeat_ngram_size=2, encoder_repetition_penalty=1.4),
+                generate(exponential_decay_length_penalty=(3, 1.5), eos_token_id=2),
+            ],
+        ),
+        Feature("`renormalize_logits`", each(renormalize_logits=True)),
         Feature("`guidance_scale`", each(guidance_scale=1.5)),
         Feature(
             "`watermarking_config`", each(watermarking_config=WatermarkingConfig(bias=2.5, seeding_scheme="lefthash"))

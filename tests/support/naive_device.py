@@ -51,12 +51,12 @@ class PoisonedPool(PagePool):
 
 
 def next_token(text: Sequence[int], sampling: Sampling | None, seen: Iterable[int]) -> int:
-    """What follows a text; of a sampled row it depends on its seed, and on what it has seen."""
+    """What follows a text; of a sampled row it depends on its seed, and on what it has counted."""
     if sampling is None:
         return zlib.crc32(bytes(text)) % (VOCABULARY - 1)
     if BAD in text:
         return NOT_A_TOKEN
-    penalised = [] if sampling.repetition_penalty == 1 else sorted(set(seen))
+    penalised = [] if sampling.forgets else sorted(seen)
     return zlib.crc32(bytes([*text, 99, sampling.seed, *penalised])) % (VOCABULARY - 1)
 
 
@@ -79,7 +79,7 @@ class NaiveDevice:
         self.pool, self.version = pool, 0
         self.faults: dict[str, BaseException] = {}
         self.free_slots = list(range(max_rows))
-        self.slots: dict[int, tuple[Sampling, set[int]]] = {}
+        self.slots: dict[int, tuple[Sampling, list[int]]] = {}
         self.next: dict[Row, int] = {}
         self.mixed: set[Row] = set()
         self.thread = SimpleNamespace(call=lambda function, *args: function(*args))
@@ -101,7 +101,8 @@ class NaiveDevice:
         for row, sampling in zip(rows, settings, strict=True):
             row.take_slot(self.free_slots)
             assert row.slot is not None
-            self.slots[row.slot] = sampling, set() if sampling is None else set(sampling.seen.tolist())
+            counted = [] if sampling is None else [*sampling.seen.tolist(), *sampling.chosen.tolist()]
+            self.slots[row.slot] = sampling, counted
 
     def forget_next(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -152,7 +153,7 @@ class NaiveDevice:
         assert row.slot is not None, "a row runs without a slot"
         sampling, seen = self.slots[row.slot]
         token = next_token(text, sampling, seen)
-        seen.add(token)
+        seen.append(token)
         return token
 
     def _start_reading(self, tokens: list[int]) -> Any:

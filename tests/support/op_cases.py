@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from compiled_llm_ops import Geometry, append_paged_kv
+from compiled_llm_ops import BIASED, CLEANED, COUNTED, MASKED, MOST_BIASES, Geometry, append_paged_kv
+from compiled_llm_ops.contracts import SampleTokens
 
 UNWRITTEN = 1e4
 """What lies in slots that no token was written to: it shows if it is read."""
@@ -189,16 +190,28 @@ def append_cases() -> list[tuple[Any, ...]]:
     return cases
 
 
-def sample_cases() -> list[tuple[Any, ...]]:
-    def tables() -> tuple[Tensor, ...]:
-        top_k, seen = torch.tensor([0, 3, 0], dtype=torch.int32), torch.zeros(3, 11, dtype=torch.bool)
-        numbers = ([0.0, 0.8, 1.3], [0.7, 1.0, 0.9], [0.1, 0.0, 0.0], [1.0, 1.2, 1.0])
-        temperature, top_p, min_p, penalty = (torch.tensor(column) for column in numbers)
-        return temperature, top_k, top_p, min_p, penalty, seen
+def sample_cases() -> list[SampleTokens]:
+    def tables() -> dict[str, Tensor]:
+        numbers = {
+            "temperature": [0.0, 0.8, 1.3],
+            "top_p": [0.7, 1.0, 0.9],
+            "min_p": [0.1, 0.0, 0.0],
+            "repetition_penalty": [1.0, 1.2, 1.0],
+            "presence_penalty": [0.0, 0.5, 0.0],
+            "frequency_penalty": [0.0, -0.5, 0.0],
+        }
+        whole = {"top_k": [0, 3, 0], "edits": [0, COUNTED + MASKED + CLEANED + BIASED, 0]}
+        shapes = {"allowed": (3, 1), "biases": (3, 4, MOST_BIASES)}
+        return {
+            **{name: torch.tensor(column) for name, column in numbers.items()},
+            **{name: torch.tensor(column, dtype=torch.int32) for name, column in whole.items()},
+            **{name: torch.ones(shape, dtype=torch.int32) for name, shape in shapes.items()},
+            "counts": torch.zeros(3, 11, dtype=torch.int16),
+        }
 
-    uniform, slots = torch.rand(2, dtype=torch.float64), torch.tensor([2, 1])
+    uniform, slots, positions = torch.rand(2, dtype=torch.float64), torch.tensor([2, 1]), torch.tensor([0, 9])
     logits = (torch.randn(2, 11), torch.randn(11, 2).T, torch.randn(2, 11).bfloat16())
-    return [(own, uniform, slots, *tables()) for own in logits]
+    return [SampleTokens(own, uniform, slots, positions, **tables()) for own in logits]
 
 
 def linear_cases() -> list[tuple[Any, ...]]:
@@ -222,7 +235,7 @@ def uniform_cases() -> list[tuple[Any, ...]]:
     return [(torch.randint(2**62, (count,)), torch.randint(4096, (count,))) for count in (1, 5)]
 
 
-CASES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
+CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "add_rms_norm": norm_cases,
     "append_paged_kv": append_cases,
     "decode_attention": decode_cases,

@@ -6,7 +6,8 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,24 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
+    InfNanRemoveLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+from compiled_llm.compilation.bias import BARRED, FORCED, Bias, packed
+from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import Sampling, SamplingTables
+from compiled_llm.execution.arena import Arena
+from compiled_llm.execution.slot_settings import SlotSettings
+from compiled_llm.execution.staging import Staging
+from compiled_llm_ops import COUNTED
+from compiled_llm_ops.contracts import SampleTokens
 
 BRANCHES = [
     Sampling(temperature=0.0),
@@ -47,12 +58,56 @@ BRANCHES = [
 ]
 """Greedy, unfiltered, few candidates, too many for that, and thresholds that need no search."""
 
+STEP = 10
+"""Which token of its answer each row chooses, of settings with biases."""
+
+
+def _of_steps(*biases: Bias) -> dict[str, Any]:
+    return {"biases": packed(biases), "start": 1000 - STEP}
+
+
+def _counting(**penalties: float) -> dict[str, Any]:
+    return {"seen": np.arange(0, 4000, 5), "chosen": np.tile(np.arange(0, 3000, 3), 3)[:2500], **penalties}
+
+
+SINGLE_EDITS: dict[str, dict[str, Any]] = {
+    "repetition": _counting(repetition_penalty=1.3),
+    "presence": _counting(presence_penalty=0.9),
+    "frequency": _counting(frequency_penalty=-0.4),
+    "biases": _of_steps(*(Bias(token, 4.0 - token % 7) for token in range(0, 3000, 11))),
+    "barred": _of_steps(Bias(1, BARRED, 0, STEP + 1), Bias(3, BARRED, 0, STEP), Bias(4, BARRED, STEP, STEP + 1)),
+    "forced": _of_steps(Bias(2, FORCED, STEP)),
+    "not yet": _of_steps(Bias(2, FORCED, STEP + 1), Bias(0, BARRED, 3, STEP)),
+    "allowed": {"mask": mask_of(4000, allowed=range(0, 4000, 2))},
+    "banned": {"mask": mask_of(2**18 + 64, banned=[0, 3, 7, *range(40, 900)])},
+    "cleaned": {"cleaned": True},
+}
+"""What changes logits before the temperature, one by one."""
+
+EVERYTHING: dict[str, Any] = {
+    **_counting(repetition_penalty=0.8, presence_penalty=-0.5, frequency_penalty=0.3),
+    **_of_steps(*(Bias(token, token % 5 - 2.5) for token in range(0, 2400, 8)), Bias(6, BARRED, 0, 2**20)),
+    "mask": mask_of(2**18 + 64, banned=range(9, 2000, 4)),
+    "cleaned": True,
+}
+"""All of it, with as many biases as an API's users may give."""
+
+EDITED = [
+    *(Sampling(**edit, temperature=0.7) for edit in SINGLE_EDITS.values()),
+    *(
+        Sampling(**EVERYTHING, **filters)
+        for filters in ({}, {"top_k": 30, "top_p": 0.9}, {"top_k": 700}, {"min_p": 0.05})
+    ),
+    Sampling(**EVERYTHING, temperature=0.0),
+    Sampling(**SINGLE_EDITS["banned"], temperature=0.0),
+]
+
 
 def warped(logits: Tensor, setting: Sampling, top_p: bool = True) -> Tensor:
     """`[V]` scores as HuggingFace's processors make them, with or without those after top-k."""
+    text = torch.from_numpy(np.concatenate([setting.seen, setting.chosen]))
+    logits = _edited(logits.float(), setting, text[text < len(logits)])
     processors = LogitsProcessorList()
-    if setting.repetition_penalty != 1.0:
-        processors.append(RepetitionPenaltyLogitsProcessor(setting.repetition_penalty))
     if setting.temperature:
         processors.append(TemperatureLogitsWarper(setting.temperature))
     if setting.top_k:
@@ -61,8 +116,32 @@ def warped(logits: Tensor, setting: Sampling, top_p: bool = True) -> Tensor:
         processors.append(TopPLogitsWarper(setting.top_p))
     if setting.min_p > 0.0 and top_p:
         processors.append(MinPLogitsWarper(setting.min_p))
-    seen = torch.from_numpy(setting.seen[setting.seen < len(logits)])
-    return processors(seen[None], logits.float()[None].clone())[0]
+    return processors(torch.zeros(1, 1, dtype=torch.int64), logits[None].clone())[0]
+
+
+def _edited(logits: Tensor, setting: Sampling, text: Tensor) -> Tensor:
+    """`[V]` logits after HuggingFace's processors before the temperature; OpenAI's penalties follow HuggingFace's."""
+    vocabulary = len(logits)
+    values = defaultdict[tuple[int, ...], float](float)
+    tokens, bits, first, end = setting.biases
+    for token, value, begins, ends in zip(tokens.tolist(), bits.view(np.float32).tolist(), first, end, strict=True):
+        if token < vocabulary and begins <= STEP < ends:
+            values[token,] += value
+    processors = LogitsProcessorList()
+    if values:
+        processors.append(SequenceBiasLogitsProcessor(dict(values)))
+    if setting.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(setting.repetition_penalty))
+    logits = processors(text[None], logits[None].clone())[0]
+    times = torch.bincount(torch.from_numpy(setting.chosen[setting.chosen < vocabulary]), minlength=vocabulary)
+    logits = logits - setting.frequency_penalty * times - setting.presence_penalty * (times > 0)
+    if setting.cleaned:
+        logits = InfNanRemoveLogitsProcessor()(text[None], logits[None])[0]
+    if setting.mask is not None:
+        allowed = np.unpackbits(setting.mask.view(np.uint8), bitorder="little")
+        allowed = np.pad(allowed, (0, max(0, vocabulary - len(allowed))))[:vocabulary]
+        logits = SuppressTokensLogitsProcessor(np.flatnonzero(allowed == 0))(text[None], logits[None])[0]
+    return logits
 
 
 def distribution(logits: Tensor, setting: Sampling) -> Tensor:
@@ -80,24 +159,36 @@ def distribution(logits: Tensor, setting: Sampling) -> Tensor:
     return scores.softmax(dim=0)
 
 
-SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-
-
 def tables_of(settings: Sequence[Sampling], vocabulary: int, device: str = "cpu") -> SamplingTables:
-    tables = SamplingTables.allocate(len(settings), vocabulary, torch.device(device))
-    for slot, setting in enumerate(settings):
-        for column, name in zip(tables[1:-1], SETTINGS, strict=True):
-            column[slot] = min(getattr(setting, name), 2**62 if column.dtype == torch.int64 else 2**31 - 1)
-        tables.seen[slot, setting.seen[setting.seen < vocabulary].tolist()] = True
-    return tables
+    """What slots hold of settings, the last of them for padding."""
+    count = len(settings) + 1
+    staging = Staging(torch.device(device))
+    arena = Arena(SlotSettings.columns(count), torch.device(device), staging)
+    slots = SlotSettings(arena, staging, vocabulary)
+    slots.enter(list(range(len(settings))), settings)
+    arena.flush()
+    return slots.tables
 
 
-def arguments(logits: Tensor, uniform: Tensor, settings: Sequence[Sampling]) -> tuple[Any, ...]:
+def arguments(logits: Tensor, uniform: Tensor, settings: Sequence[Sampling], position: int = 1000) -> SampleTokens:
     """Those of `sample_tokens`, on the device of the logits, rows' entries in reverse order."""
     device = logits.device
     tables = tables_of(list(reversed(settings)), logits.shape[1], str(device))
     slots = torch.arange(len(settings), device=device).flip(0)
-    return logits, uniform.to(device), slots, *tables[1:6], tables.seen
+    named = {name: table for name, table in tables._asdict().items() if name not in ("next_token", "seed")}
+    return SampleTokens(logits, uniform.to(device), slots, torch.full_like(slots, position), **named)
+
+
+def counted_after(given: SampleTokens) -> Callable[[Tensor], Tensor]:
+    """The table of counts after `sample_tokens` has chosen: those tokens of rows that count are counted."""
+    before = given.counts.clone()
+
+    def after(chosen: Tensor) -> Tensor:
+        counting = given.edits[given.slots] & COUNTED != 0
+        before[given.slots[counting], chosen[counting]] += 2
+        return before
+
+    return after
 
 
 def assert_at(chosen: Tensor, uniform: Tensor, logits: Tensor, settings: Sequence[Sampling], slack: float) -> None:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts import SampleTokens
+from compiled_llm_ops.contracts import BIASED, CLEANED, COUNTED, MASKED, MOST_BIASES, SampleTokens
 
 _TILE = tl.constexpr(64)
 _SPAN = tl.constexpr(2048)
@@ -29,6 +29,11 @@ _CANDIDATES = tl.constexpr(256)
 _LIKELY_TILES = tl.constexpr(128)
 # exp(-104) is 0 in float32: a token whose score is further below the largest is never drawn.
 _REACH = tl.constexpr(104.0)
+_COUNTED, _MASKED, _CLEANED, _BIASED = (tl.constexpr(kind) for kind in (COUNTED, MASKED, CLEANED, BIASED))
+_MOST_BIASES = tl.constexpr(MOST_BIASES)
+_NO_TOKEN = tl.constexpr(2**31 - 1)
+_MOST_COUNTED = tl.constexpr(2**15 - 1)
+_HUGE = tl.constexpr(1e30)
 _WIDE_WARPS = 4
 _ROW_WARPS = 16
 
@@ -53,10 +58,11 @@ def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
     candidates = torch.empty(rows, _CANDIDATES.value, dtype=torch.int32, device=device)
     candidate_scores = torch.empty(rows, _CANDIDATES.value, dtype=torch.float32, device=device)
     chosen = torch.empty(rows, dtype=torch.int64, device=device)
-    shared = (
-        logits, logits.stride(0), args.slots, args.temperature, args.penalty, args.seen, vocabulary, largest, mass,
-        tiles,
+    tables = (
+        args.slots, args.positions, args.temperature, args.edits, args.repetition_penalty, args.presence_penalty,
+        args.frequency_penalty, args.counts, args.allowed, args.biases,
     )  # fmt: skip
+    shared = (logits, logits.stride(0), *tables, vocabulary, largest, mass, tiles)
     _summarise_for_sampling[(rows, triton.cdiv(vocabulary, _SPAN.value))](*shared, num_warps=_WIDE_WARPS)
     _sample_rows[(rows,)](
         *shared, args.top_k, args.top_p, args.min_p, args.uniform, found, candidates, candidate_scores, chosen,
@@ -66,14 +72,21 @@ def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
 
 
 @triton.jit
-def _source(logits, stride, slots, temperature, penalty, seen, vocabulary):
+def _source(
+    logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
+    vocabulary,
+):  # fmt: skip
     """Return what the scores of this program's row are made of, its entry in the tables, and its temperature."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     row_temperature = tl.load(temperature + slot)
     # A temperature of 0 takes the likeliest token, which no scale changes.
     scale = 1.0 / tl.where(row_temperature == 0.0, 1.0, row_temperature)
-    source = (logits + row * stride, seen + slot * vocabulary, vocabulary, scale, tl.load(penalty + slot))
+    source = (
+        logits + row * stride, tl.load(edits + slot), vocabulary, scale, positions + row, repetition + slot,
+        presence + slot, frequency + slot, counts + slot * vocabulary, allowed + slot * tl.cdiv(vocabulary, 32),
+        biases + slot * (4 * _MOST_BIASES),
+    )  # fmt: skip
     return source, row, slot, row_temperature
 
 
@@ -83,24 +96,76 @@ def _scores(source, token):
 
     +inf makes the row's largest score infinite, by which the row is recognised as one that cannot be drawn from.
     """
-    logits, seen, vocabulary, scale, penalty = source
-    mask = token < vocabulary
-    scores = tl.load(logits + token, mask=mask, other=float("-inf")).to(tl.float32)
-    if penalty != 1.0:
-        known = tl.load(seen + token, mask=mask, other=0)
-        penalised = tl.where(scores < 0, scores * penalty, scores * (1.0 / penalty))
-        scores = tl.where(known != 0, penalised, scores)
-    scores = scores * scale
+    scores = _logits(source, token) * source[3]
     return tl.where(scores < float("inf"), scores, float("inf"))
 
 
 @triton.jit
+def _logits(source, token):
+    """Return float32 logits of one row's tokens, as its settings change them; -inf if there is no such token."""
+    mask = token < source[2]
+    logits = tl.load(source[0] + token, mask=mask, other=float("-inf")).to(tl.float32)
+    edits = source[1]
+    if edits != 0:
+        if edits >= _BIASED:
+            logits = _biased(logits, token, source[10], edits // _BIASED, tl.load(source[4]))
+        if (edits & _COUNTED) != 0:
+            logits = _penalised(logits, source, token)
+        if (edits & _CLEANED) != 0:
+            logits = tl.where(logits == logits, tl.minimum(tl.maximum(logits, -_HUGE), _HUGE), 0.0)
+            logits = tl.where(mask, logits, float("-inf"))
+        if (edits & _MASKED) != 0:
+            words = tl.load(source[9] + (token >> 5), mask=mask, other=0)
+            logits = tl.where(((words >> (token & 31)) & 1) != 0, logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+def _biased(logits, token, biases, count, position):
+    """Add the biases that hold; only those are looked at whose tokens may be among these."""
+    entry = tl.arange(0, _MOST_BIASES)
+    tokens = tl.load(biases + entry, mask=entry < count, other=_NO_TOKEN)
+    first = tl.sum((tokens < tl.min(token, axis=0)).to(tl.int32), axis=0)
+    end = tl.sum((tokens <= tl.max(token, axis=0)).to(tl.int32), axis=0)
+    for at in range(first, end):
+        bias = biases + at
+        value = tl.load(bias + _MOST_BIASES).to(tl.float32, bitcast=True)
+        holds = (tl.load(bias + 2 * _MOST_BIASES) <= position) & (position < tl.load(bias + 3 * _MOST_BIASES))
+        logits += tl.where(holds & (token == tl.load(bias)), value, 0.0)
+    return logits
+
+
+@triton.jit
+def _penalised(logits, source, token):
+    """Apply the penalties for what the prompt has, and for what was chosen."""
+    repetition, presence, frequency = tl.load(source[5]), tl.load(source[6]), tl.load(source[7])
+    counts = tl.load(source[8] + token, mask=token < source[2], other=0)
+    repeated = tl.where(logits < 0, logits * repetition, logits * (1.0 / repetition))
+    logits = tl.where(counts != 0, repeated, logits)
+    times = counts >> 1
+    return logits - frequency * times.to(tl.float32) - tl.where(times > 0, presence, 0.0)
+
+
+@triton.jit
+def _count(source, token):
+    """Note that a token was chosen."""
+    if (source[1] & _COUNTED) != 0:
+        place = source[8] + token
+        before = tl.load(place).to(tl.int32)
+        tl.store(place, tl.where(before < _MOST_COUNTED - 1, before + 2, before).to(tl.int16))
+
+
+@triton.jit
 def _summarise_for_sampling(
-    logits, stride, slots, temperature, penalty, seen, vocabulary,
+    logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
+    vocabulary,
     largest, mass, tiles,
 ):  # fmt: skip
     """Write each tile's largest score, and the sum of ``exp(score - largest)``; grid ``(B, spans)``."""
-    source, row, _, _ = _source(logits, stride, slots, temperature, penalty, seen, vocabulary)
+    source, row, _, _ = _source(
+        logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
+        vocabulary,
+    )  # fmt: skip
     span = tl.program_id(1)
     scores = _scores(source, span * _SPAN + tl.arange(0, _SPAN))
     scores = tl.reshape(scores, (_SPAN // _TILE, _TILE))
@@ -114,12 +179,16 @@ def _summarise_for_sampling(
 
 @triton.jit
 def _sample_rows(
-    logits, stride, slots, temperature, penalty, seen, vocabulary,
+    logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
+    vocabulary,
     largest, mass, tiles, top_k, top_p, min_p, uniform,
     found, candidates, candidate_scores, chosen, not_a_token, padded_tiles: tl.constexpr,
 ):  # fmt: skip
-    """Choose one row's token and mark it as seen; grid ``(B,)``."""
-    source, row, slot, row_temperature = _source(logits, stride, slots, temperature, penalty, seen, vocabulary)
+    """Choose one row's token and count it; grid ``(B,)``."""
+    source, row, slot, row_temperature = _source(
+        logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
+        vocabulary,
+    )  # fmt: skip
     tile = tl.arange(0, padded_tiles)
     tops = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
     peak = tl.max(tops, axis=0)
@@ -151,7 +220,7 @@ def _sample_rows(
                 masses = _weigh(source, mass, tiles, smallest, peak, padded_tiles)
         if token < 0:
             token = _choose_of_all(source, masses, smallest, peak, place, padded_tiles)
-        tl.store(seen + slot * vocabulary + token, True)
+        _count(source, token)
     tl.store(chosen + row, token.to(tl.int64))
 
 
@@ -184,7 +253,7 @@ def _first_nan(source, otherwise):
     first, lane = vocabulary, tl.arange(0, _CHUNK)
     for start in range(0, vocabulary, _CHUNK):
         token = start + lane
-        logits = tl.load(source[0] + token, mask=token < vocabulary, other=0.0).to(tl.float32)
+        logits = _logits(source, token)
         first = tl.minimum(first, tl.min(tl.where(logits != logits, token, vocabulary), axis=0))
     return tl.where(first < vocabulary, first, otherwise)
 

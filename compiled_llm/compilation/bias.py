@@ -1,0 +1,50 @@
+"""What is added to logits of single tokens, at some steps of an answer: users' biases, and tokens barred or forced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALWAYS = 2**31 - 1
+"""A step that no answer reaches."""
+
+BARRED = -math.inf
+FORCED = 1e20
+"""Above all other logits, and so far that these vanish beside it: forced tokens are equally likely."""
+
+LARGEST = 1e10
+"""Most that a bias may be: it vanishes beside what is forced."""
+
+
+class Bias(NamedTuple):
+    """Something added to a token's logit.
+
+    Attributes:
+        token: which.
+        value: how much.
+        first: the first step of the answer at which it is; its first token is chosen at step 0.
+        end: the step from which on it no longer is.
+    """
+
+    token: int
+    value: float
+    first: int = 0
+    end: int = ALWAYS
+
+
+def packed(biases: Iterable[Bias]) -> NDArray[np.int32]:
+    """Return ``[4, N]`` int32, as ``sample_tokens`` reads them; a token may stand there several times."""
+    columns = np.array(sorted(biases), dtype=np.float64).reshape(-1, 4).T
+    tokens, values, first, end = columns
+    whole = [np.clip(column, 0, ALWAYS).astype(np.int32) for column in (first, end)]
+    return np.stack([tokens.astype(np.int32), values.astype(np.float32).view(np.int32), *whole])
+
+
+def from_position(biases: NDArray[np.int32], start: int) -> NDArray[np.int32]:
+    """Return ``[4, N]`` packed biases whose steps are positions; the answer's first token has position ``start``."""
+    steps = np.minimum(biases[2:].astype(np.int64) + start, ALWAYS)
+    return np.concatenate([biases[:2], steps.astype(np.int32)])

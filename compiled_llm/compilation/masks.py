@@ -1,0 +1,37 @@
+"""Which tokens a row may choose, a bit for each: what ``sample_tokens`` reads, and what grammars write.
+
+Shapes: V vocabulary; a mask is ``[ceil(V / 32)]`` int32, the lowest bit of a word its first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def mask_of(
+    vocabulary: int, allowed: Iterable[int] | None = None, banned: Iterable[int] = ()
+) -> NDArray[np.int32] | None:
+    """Return the mask of tokens that are allowed and not banned; None if all are.
+
+    Args:
+        vocabulary: V; tokens beyond it are ignored.
+        allowed: None for all.
+        banned: none of these.
+    """
+    bits = np.full(-(-vocabulary // 32) * 32, allowed is None, dtype=bool)
+    bits[_known(() if allowed is None else allowed, vocabulary)] = True
+    bits[_known(banned, vocabulary)] = False
+    return None if bits.all() else np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def allows_any(mask: NDArray[np.int32], vocabulary: int) -> bool:
+    """Return whether there is a token left."""
+    return bool(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocabulary].any())
+
+
+def _known(tokens: Iterable[int], vocabulary: int) -> NDArray[np.int64]:
+    ids = np.fromiter(tokens, dtype=np.int64)
+    return ids[(ids >= 0) & (ids < vocabulary)]

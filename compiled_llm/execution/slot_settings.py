@@ -1,0 +1,163 @@
+"""How the rows in the slots choose their tokens: host facts, and what programs read of them on the device.
+
+Numbers go through the arena. What is larger is written when a row comes in that has it, and only then; all of it in one
+copy, however many rows come in.
+
+Shapes: X slots, V vocabulary, n slots that are written, N biases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_llm.compilation.bias import from_position
+from compiled_llm.compilation.sampling import GREEDY, NUMBERS, Sampling, SamplingTables, wide_tables
+from compiled_llm.execution.arena import Arena
+from compiled_llm.execution.staging import Staging
+from compiled_llm.kvcache.memory import mark_static
+
+_MOST_COUNTED = (2**15 - 1) // 2
+
+
+class SlotSettings:
+    """Who chooses how; in the model's executor only.
+
+    Attributes:
+        tables: what programs read.
+    """
+
+    @staticmethod
+    def columns(count: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Return what this many slots take in an arena."""
+        numbers = {name: (count, dtype) for name, dtype in NUMBERS.items()}
+        return {"next_token": (count, torch.int64), **numbers}
+
+    def __init__(self, arena: Arena, staging: Staging, vocabulary: int) -> None:
+        """Begin with all slots greedy."""
+        self._arena = arena
+        self._staging = staging
+        columns = {name: arena[name] for name in ("next_token", *NUMBERS)}
+        entries, device = len(columns["next_token"]), columns["next_token"].device
+        self.tables = SamplingTables(**columns, **_static(wide_tables(entries, vocabulary, device)))
+        self._settings = [GREEDY] * entries
+        self._write_numbers(list(range(entries)), self._settings)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what is not in the arena, in bytes."""
+        return self.tables.counts.nbytes + self.tables.allowed.nbytes + self.tables.biases.nbytes
+
+    def fit(self, vocabulary: int) -> None:
+        """Follow a model whose vocabulary has changed."""
+        old = self.tables.counts
+        if old.shape[1] == vocabulary:
+            return
+        with torch.inference_mode(False):
+            wide = wide_tables(len(old), vocabulary, old.device)
+            for name, table in wide.items():
+                before = getattr(self.tables, name)
+                both = min(before.shape[1], table.shape[1])
+                table[:, :both] = before[:, :both]
+        self.tables = self.tables._replace(**_static(wide))
+
+    def of(self, slot: int) -> Sampling:
+        """Return how the row in a slot chooses, or the last one that was there."""
+        return self._settings[slot]
+
+    def enter(self, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
+        """Write the settings of rows that have taken slots, where they are not those that are there."""
+        changed = {
+            slot: own
+            for slot, own in zip(slots, settings, strict=True)
+            if own is not self._settings[slot] or not own.forgets  # what a row has counted since then is its own
+        }
+        if not changed:
+            return
+        for slot, sampling in changed.items():
+            self._settings[slot] = sampling
+        self._write_numbers(list(changed), list(changed.values()))
+        if any(sampling.edits for sampling in changed.values()):
+            self._write_tables(changed)
+
+    def count_again(self, slots: Iterable[int]) -> None:
+        """Forget which tokens have been chosen in these slots since rows took them."""
+        counting = {slot: self._settings[slot] for slot in slots if not self._settings[slot].forgets}
+        if counting:
+            self._write(counts=_counts(counting, self.tables.counts.shape[1]))
+
+    def _write_numbers(self, slots: list[int], settings: list[Sampling]) -> None:
+        at = np.array(slots, dtype=np.int64)
+        for name, dtype in NUMBERS.items():
+            most = math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+            values = [min(getattr(sampling, name), most) for sampling in settings]
+            self._arena.write(name, at, torch.tensor(values, dtype=dtype, device="cpu").numpy())
+
+    def _write_tables(self, changed: Mapping[int, Sampling]) -> None:
+        counting = {slot: sampling for slot, sampling in changed.items() if not sampling.forgets}
+        masks = {slot: sampling.mask for slot, sampling in changed.items() if sampling.mask is not None}
+        biased = {slot: sampling for slot, sampling in changed.items() if sampling.biases.size}
+        _, words = self.tables.allowed.shape
+        self._write(
+            counts=_counts(counting, self.tables.counts.shape[1]) if counting else None,
+            masks=(_slots(masks), np.concatenate([_fitted(mask, words) for mask in masks.values()])) if masks else None,
+            biases=(_slots(biased), _side_by_side(biased.values())) if biased else None,
+        )
+
+    def _write(
+        self,
+        counts: tuple[NDArray[Any], ...] | None = None,
+        masks: tuple[NDArray[Any], ...] | None = None,
+        biases: tuple[NDArray[Any], ...] | None = None,
+    ) -> None:
+        """Copy all of it to the device at once: staging has room for a few copies that have not been made yet."""
+        there = iter(self._staging.to_device([*(counts or ()), *(masks or ()), *(biases or ())]))
+        if counts is not None:
+            slots, at, values = next(there), next(there), next(there)
+            self.tables.counts.index_fill_(0, slots, 0).view(-1).index_copy_(0, at, values)
+        if masks is not None:
+            slots, words = next(there), next(there)
+            self.tables.allowed.index_copy_(0, slots, words.view(len(slots), -1))
+        if biases is not None:
+            slots, packed = next(there), next(there).view(len(biases[0]), 4, -1)
+            self.tables.biases[:, :, : packed.shape[2]].index_copy_(0, slots, packed)
+
+
+def _static(tables: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: mark_static(table) for name, table in tables.items()}
+
+
+def _slots(settings: Mapping[int, Any]) -> NDArray[np.int64]:
+    return np.fromiter(settings, dtype=np.int64, count=len(settings))
+
+
+def _counts(settings: Mapping[int, Sampling], vocabulary: int) -> tuple[NDArray[Any], ...]:
+    """Return the slots, where in the flat table ``[X * V]`` counts are not zero, and what they are."""
+    places, values = [], []
+    for slot, sampling in settings.items():
+        tokens, times = np.unique(sampling.chosen, return_counts=True)
+        prompt = np.unique(sampling.seen)
+        both = np.union1d(tokens, prompt)
+        count = np.isin(both, prompt).astype(np.int64)
+        count[np.searchsorted(both, tokens)] += 2 * np.minimum(times, _MOST_COUNTED)
+        known = both < vocabulary
+        places.append(slot * vocabulary + both[known])
+        values.append(count[known].astype(np.int16))
+    return _slots(settings), np.concatenate(places), np.concatenate(values)
+
+
+def _fitted(mask: NDArray[np.int32], words: int) -> NDArray[np.int32]:
+    return np.pad(mask[:words], (0, max(0, words - len(mask))))
+
+
+def _side_by_side(settings: Iterable[Sampling]) -> NDArray[np.int32]:
+    """Return ``[n * 4 * N]``, the biases of all, as many as the one with most has."""
+    each = [from_position(sampling.biases, sampling.start) for sampling in settings]
+    most = max(biases.shape[1] for biases in each)
+    return np.stack([np.pad(biases, ((0, 0), (0, most - biases.shape[1]))) for biases in each]).reshape(-1)

@@ -1,0 +1,87 @@
+"""HuggingFace's processors of single tokens, in the graph: equal to HuggingFace's loop, alone and together."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import compiled_llm
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.tiny_models import tiny_qwen3
+
+pytestmark = pytest.mark.core
+
+PROCESSING: dict[str, dict[str, Any]] = {
+    "bias": {"sequence_bias": {(9,): 2.0, (60,): -3.0, (5,): float("-inf")}},
+    "repetition": {"repetition_penalty": 1.4},
+    "bad words": {"bad_words_ids": [[token] for token in range(20, 64)]},
+    "min_length": {"min_length": 14},
+    "min_new_tokens": {"min_new_tokens": 12},
+    "forced_eos": {"forced_eos_token_id": 127},
+    "invalid": {"remove_invalid_values": True},
+    "suppress": {"suppress_tokens": list(range(64, 100))},
+    "begin": {"begin_suppress_tokens": list(range(100, 128))},
+}
+ENDS = list(range(0, 128, 9))
+"""Tokens that end rows early, here and there."""
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any]:
+    return tiny_qwen3(), compiled_llm.wrap(tiny_qwen3(), mode="eager", page_size=4, progress=False)
+
+
+def assert_equal_and_fast(pair: tuple[Any, Any], lengths: list[int], seed: int, **options: Any) -> torch.Tensor:
+    plain, wrapped = pair
+    inputs = mixed_prompts(lengths, 128, seed)
+    before = wrapped.compiled.stats().generate_calls.get("fast loop", 0)
+    ours = greedy(wrapped, inputs, 22, **options)
+    torch.testing.assert_close(ours, greedy(plain, inputs, 22, **options), msg=str(options))
+    assert wrapped.compiled.stats().generate_calls == {"fast loop": before + 1}
+    return ours
+
+
+@pytest.mark.parametrize("names", [(name,) for name in PROCESSING], ids=str)
+def test_each_equals_huggingface(pair: Any, names: tuple[str, ...], seed: int) -> None:
+    assert_equal_and_fast(pair, [4, 9, 2], seed, eos_token_id=ENDS, **PROCESSING[names[0]])
+
+
+def test_all_pairs_equal_huggingface(pair: Any, seed: int) -> None:
+    for turn, (first, second) in enumerate(itertools.combinations(PROCESSING, 2)):
+        both = PROCESSING[first] | PROCESSING[second]
+        assert_equal_and_fast(pair, [3, 1 + turn % 5], seed + turn, eos_token_id=ENDS, **both)
+
+
+def test_all_together_equal_huggingface(pair: Any, seed: int) -> None:
+    everything = {name: value for options in PROCESSING.values() for name, value in options.items()}
+    for lengths in ([1], [7], [2, 11, 5]):
+        assert_equal_and_fast(pair, lengths, seed, eos_token_id=ENDS, **everything)
+    assert_account_is_empty(pair[1])
+
+
+def test_a_first_token_is_forced_after_prompts_of_one_token(pair: Any, seed: int) -> None:
+    for lengths in ([1, 1], [1, 3]):
+        output = assert_equal_and_fast(pair, lengths, seed, forced_bos_token_id=77, eos_token_id=None)
+        assert (output[:, max(lengths)] == 77).all() == (max(lengths) == 1)
+
+
+def test_drawn_rows_keep_to_them(pair: Any, seed: int) -> None:
+    options = {"suppress_tokens": list(range(64)), "min_new_tokens": 10, "eos_token_id": list(range(64, 90))}
+    drawn = pair[1].generate(**mixed_prompts([4, 9, 2], 128, seed), max_new_tokens=30, do_sample=True, **options)
+    assert drawn[:, 9:19].min() >= 90
+    assert torch.isin(drawn[:, 9:], torch.tensor([*range(64, 128), 0])).all()
+
+
+def test_a_conversation_counts_from_its_own_columns(pair: Any, seed: int) -> None:
+    """What continues a cache is at other positions than its first answer was."""
+    inputs = mixed_prompts([4, 9], 128, seed)
+    results = []
+    for model in pair:
+        first = greedy(model, inputs, 6, return_dict_in_generate=True, eos_token_id=None)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 6, dtype=torch.long)], dim=1)
+        later = {"input_ids": first.sequences, "attention_mask": mask, "past_key_values": first.past_key_values}
+        results.append(greedy(model, later, 9, eos_token_id=ENDS, min_new_tokens=5, begin_suppress_tokens=ENDS[::2]))
+    torch.testing.assert_close(*results)
