@@ -6,12 +6,12 @@ Requests come in as messages, which whoever runs the loop takes between two step
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -19,23 +19,32 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.inbox import Inbox
 from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.metrics import EngineStats, stats_of
 from compiled_llm.engine.model_check import ModelCheck
 from compiled_llm.engine.pace import Pace
 from compiled_llm.engine.request import FinishReason, Request
 from compiled_llm.engine.scheduler import Scheduler
+from compiled_llm.engine.turns import Turns
+from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime
-from compiled_llm.execution.threads.interrupts import check, deferred
+from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.kvcache.pool import PagePool
 
 logger = logging.getLogger("compiled_llm.engine")
 
 _STUCK = 0.005
 """Seconds between two looks for pages that others have."""
-_PATIENCE = 0.2
-"""Seconds after which a thread that waits looks whether Ctrl-C has been pressed."""
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as may; nothing was taken."""
 
 
 class Driver:
     """Runs the loop of one engine.
+
+    What the loop knows of rows and pages changes only while the model's loop lock is held, by whoever runs it, or by a
+    call that lacks pages (``give_back``).
 
     Attributes:
         check: looks at the model.
@@ -65,30 +74,37 @@ class Driver:
         self.loop: Loop | None = None
         self.handles: dict[Request, RequestHandle] = {}
         self.closed = False
-        self._process = os.getpid()
+        self._past = EngineStats()
         self._inbox = Inbox()
         self._changed = self._inbox.changed
+        self._turns = Turns(self._changed)
         weakref.finalize(self, self._inbox.close).atexit = False
-        self._runner: int | None = None  # the thread that runs the loop
-        self._pausing = 0  # threads that want nobody to
         self._thread: threading.Thread | None = None
 
     # ---- messages, from any thread
 
-    def add(self, handle: RequestHandle, requests: Sequence[Request]) -> None:
+    def add(self, handles: Sequence[RequestHandle], most_waiting: int | None = None) -> None:
         """Let requests wait for their turn.
+
+        Args:
+            handles: of the requests.
+            most_waiting: how many requests may wait with them; None for any number.
 
         Raises:
             RuntimeError: the engine is closed.
+            QueueFullError: more would wait; none was added.
         """
+        requests = {request: handle for handle in handles for request in handle.requests}
 
         def add(loop: Loop) -> None:
             for request in requests:
                 loop.scheduler.add(request)
 
         with self._changed:
+            if most_waiting is not None and (waiting := self.waiting) + len(requests) > most_waiting:
+                raise QueueFullError(f"{waiting} requests wait already, and max_queue={most_waiting}; try again later")
             self._inbox.send(add)
-            self.handles.update(dict.fromkeys(requests, handle))
+            self.handles.update(requests)
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """End requests before the next step."""
@@ -99,7 +115,7 @@ class Driver:
     @property
     def open(self) -> bool:
         """Whether it takes requests, in this process."""
-        return not self.closed and os.getpid() == self._process
+        return not self.closed and self._turns.in_this_process
 
     @property
     def busy(self) -> bool:
@@ -121,15 +137,9 @@ class Driver:
         """
         # Without gradients, as ``generate``: each step would have to leave that world otherwise.
         with deferred(), torch.no_grad():
-            while not done():
-                with self._changed:
-                    self._check_elsewhere()
-                    self._wait_until(lambda: done() or (self._runner is None and not self._pausing))
-                    if done():
-                        return
-                    self._runner = threading.get_ident()
+            while self._turns.begin(done):
                 try:
-                    self._run(lambda: bool(done() or self._pausing))
+                    self._run(lambda: bool(done() or self._turns.pausing))
                 finally:
                     self._leave()
 
@@ -153,59 +163,39 @@ class Driver:
     @property
     def here(self) -> bool:
         """Whether this thread runs the loop, or has paused it."""
-        return self._runner == threading.get_ident()
-
-    def _check_elsewhere(self) -> None:
-        if self.here:
-            raise RuntimeError("the engine is paused, or running, in this thread; call this from outside of it")
-
-    def _wait_until(self, ready: Callable[[], object]) -> None:
-        while not ready():
-            self._changed.wait(_PATIENCE)
-            check()
+        return self._turns.here
 
     @contextmanager
-    def paused(self) -> Iterator[Loop | None]:
-        """Let no thread run the loop for the block, once the step that it is in has been launched.
-
-        Returns:
-            Yields the loop.
+    def paused(self) -> Iterator[None]:
+        """Let no thread run the loop for the block, once the step that it is in has been launched and read.
 
         Raises:
             RuntimeError: this thread runs it, or it belongs to another process.
         """
-        self._pause()
+        self._turns.pause()
         try:
             if self.loop is not None:
-                self._inbox.deliver(self.loop)
-            yield self.loop
+                with self._runtime.loop_lock.taken():
+                    self._inbox.deliver(self.loop)
+                    self.drain(self.loop)
+            yield
         finally:
             self._leave()
 
-    @deferred()
-    def _pause(self) -> None:
-        with self._changed:
-            self._check_elsewhere()
-            if os.getpid() != self._process:
-                raise RuntimeError("the engine belongs to the process that made it; make one in this process")
-            self._pausing += 1
-            try:
-                self._wait_until(lambda: self._runner is None)
-                self._runner = threading.get_ident()
-            finally:
-                self._pausing -= 1
-                self._changed.notify_all()
-
     def _receive_unless_running(self) -> None:
         """Take messages, unless somebody runs the loop, who takes them."""
-        with self._changed:
-            if self._runner is None and self.loop is not None:
-                self._inbox.deliver(self.loop)
+        if not (self._inbox and self._turns.begin_if_free()):
+            return
+        try:
+            if self.loop is not None:
+                with self._runtime.loop_lock.taken():
+                    self._inbox.deliver(self.loop)
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
-        with self._changed:
-            self._runner = None
-            self._changed.notify_all()
+        self._runtime.loop_lock.claim_pages(self, None)
+        self._turns.leave()
 
     def start_thread(self) -> None:
         """Let a thread of our own run the loop while there are requests."""
@@ -221,12 +211,11 @@ class Driver:
 
     def close(self) -> None:
         """End all requests and give everything back; nothing is run afterwards."""
-        with self.paused() as loop:
+        with self.paused(), self._runtime.loop_lock.taken():
             self.closed = True
             self._inbox.close()
-            self._end(loop, list(self.handles), "cancelled")
-            if loop is not None:
-                loop.close()
+            self._end(self.loop, list(self.handles), "cancelled")
+            self._drop_loop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -239,15 +228,19 @@ class Driver:
             except Exception as error:  # the model is where it cannot run, or there is no memory for its pages
                 self._give_up(error)
                 continue
-            self._inbox.deliver(loop)
             if loop.idle:
+                self._inbox.deliver(loop)
+            if loop.idle:
+                del loop  # while nothing runs, nobody here holds device memory
                 with self._changed:
-                    self._wait_until(lambda: self._inbox or done())
+                    self._turns.wait_until(lambda: self._inbox or done())
                 continue
-            with self._runtime.loop_lock.taken(fits=lambda: True):
+            with self._runtime.loop_lock.taken():
                 self._work(loop, done)
             self.check.forget()  # whoever waited for what has ended may change it now
-            if loop.stuck:
+            stuck = loop.stuck
+            del loop
+            if stuck:
                 time.sleep(_STUCK)
 
     def _work(self, loop: Loop, done: Callable[[], bool]) -> None:
@@ -274,8 +267,11 @@ class Driver:
         if looked and loop.prefixes is not None and loop.device_model.watch.changed():
             loop.prefixes.clear()
         self._notify(loop.scheduler.expire(time.monotonic()))
-        loop.scheduler.admits = not self._runtime.loop_lock.short_of_pages
+        lock, scheduler = self._runtime.loop_lock, loop.scheduler
+        scheduler.admits_until = lock.pages_wanted_since(apart_from=self)
         self._notify(loop.step(unchanged=not looked))
+        # If nobody else runs who could give pages back, caches have them, and others may well fit.
+        lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)
 
     def model_may_have_changed(self, weights_stay: bool) -> None:
         """Look at the model before the next step; unless its weights stay, forget what was computed with them."""
@@ -300,15 +296,16 @@ class Driver:
         self.check.forget()
         if isinstance(error, Exception):
             logger.error("compiled_llm: %d requests have failed: %s", len(failed), error)
+            if not self._runtime.is_current(loop.device_model):
+                error.__traceback__ = None  # who keeps the error would keep the old device side
             self._end(loop, failed, "error", error)
 
     def _give_up(self, error: Exception) -> None:
         """End all requests; there is no loop to run them."""
-        self._inbox.clear()
-        self._end(self.loop, list(self.handles), "error", error)
-        if self.loop is not None:
-            self.loop.close()
-            self.loop = None
+        with self._runtime.loop_lock.taken():
+            self._inbox.clear()
+            self._end(self.loop, list(self.handles), "error", error)
+            self._drop_loop()
 
     def _end(
         self, loop: Loop | None, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None
@@ -338,14 +335,48 @@ class Driver:
 
     def _current_loop(self) -> Loop:
         """Return the loop on the model as it is placed now; requests that run stay with theirs, and end there."""
-        device_model = self.check.begin()
-        if self.loop is None or (self.loop.device_model is not device_model and self.loop.idle):
-            device_model.prefixes.clear()  # who knows of which weights they are
-            prefixes = device_model.prefixes if self._prefix_cache else None
-            pace = Pace(self._max_step_ms, device_model.config.prefill_tokens)
-            scheduler = Scheduler(device_model.pool, self._max_rows, pace.tokens, prefixes)
-            self.loop = Loop(device_model, scheduler, pace, prefixes)
+        if self.loop is None or self.loop.idle:
+            device_model = self.check.begin()  # lets an old one go first
+            if self.loop is None or self.loop.device_model is not device_model:
+                self._drop_loop()
+                self.loop = self._new_loop(device_model)
         return self.loop
+
+    def _new_loop(self, device_model: DeviceModel) -> Loop:
+        device_model.prefixes.clear()  # who knows of which weights they are
+        prefixes = device_model.prefixes if self._prefix_cache else None
+        pace = Pace(self._max_step_ms, device_model.config.prefill_tokens)
+        scheduler = Scheduler(device_model.pool, self._max_rows, pace.tokens, prefixes)
+        return Loop(device_model, scheduler, pace, prefixes)
+
+    def _drop_loop(self) -> None:
+        """Give all pages back, and hold the device side no more; what has been counted stays."""
+        if self.loop is not None:
+            self._past = stats_of(self.loop, 0, self._past)
+            self.loop.close()
+            self.loop = None
+
+    def stats(self) -> EngineStats:
+        """Return what has happened so far."""
+        loop, waiting, past = self.loop, self.waiting, self._past
+        return replace(past, waiting=waiting) if loop is None else stats_of(loop, waiting, past)
+
+    # ---- used by the runtime
+
+    def let_go(self) -> None:
+        """Hold the device side no more, which is about to be made anew; unless requests run on it, which then end."""
+        with self._changed:
+            if not self._turns.elsewhere and self.loop is not None and self.loop.idle:
+                self._drop_loop()
+                self.check.forget()
+
+    def give_back(self, pages: int, pool: PagePool) -> None:
+        """Let requests that run wait again until so many pages are available; the caller holds the loop lock."""
+        loop = self.loop
+        if loop is not None and loop.device_model.pool is pool and loop.scheduler.running:
+            self.drain(loop)
+            while loop.scheduler.running and pages > pool.available:
+                loop.scheduler.preempt()
 
 
 def _serve(reference: weakref.ref[Driver], inbox: Inbox) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.driver import Driver
+from compiled_llm.engine.driver import QueueFullError as QueueFullError
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import requests_for
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
@@ -21,10 +22,6 @@ from compiled_llm.engine.request import Request
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime, runtime_of
-
-
-class QueueFullError(RuntimeError):
-    """As many requests wait as may; nothing was taken."""
 
 
 class Engine:
@@ -74,6 +71,7 @@ class Engine:
         self._max_queue = max_queue
         self._driver = Driver(model, self._runtime, max_rows, max_step_ms, prefix_cache)
         self._runtime.engine = weakref.ref(self._driver)
+        self._runtime.engines.add(self._driver)
 
     # ---- requests
 
@@ -155,15 +153,9 @@ class Engine:
         )
 
     def _enter(self, groups: Sequence[Sequence[Request]]) -> list[RequestHandle]:
-        driver, new = self._driver, sum(map(len, groups))
-        if self._max_queue is not None and driver.waiting + new > self._max_queue:
-            raise QueueFullError(
-                f"{driver.waiting} requests wait already, and max_queue={self._max_queue}; try again later"
-            )
         decode = None if self._tokenizer is None else self._decode
-        handles = [RequestHandle(group, driver.cancel, decode) for group in groups]
-        for handle, group in zip(handles, groups, strict=True):
-            driver.add(handle, group)
+        handles = [RequestHandle(group, self._driver.cancel, decode) for group in groups]
+        self._driver.add(handles, self._max_queue)
         return handles
 
     def _decode(self, tokens: list[int]) -> str:
@@ -197,25 +189,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""
-        loop, waiting = self._driver.loop, self._driver.waiting
-        if loop is None:
-            return EngineStats(waiting=waiting)
-        scheduler, device_model = loop.scheduler, loop.device_model
-        return EngineStats(
-            running=len(scheduler.running),
-            waiting=waiting,
-            finished=scheduler.finished,
-            steps=loop.steps,
-            preemptions=scheduler.preemptions,
-            prompt_tokens=scheduler.prompt_tokens,
-            cached_tokens=scheduler.cached_tokens,
-            new_tokens=scheduler.new_tokens,
-            cold_starts=len(device_model.events.cold_starts),
-            queue_seconds=scheduler.latencies.queue.latency(),
-            first_token_seconds=scheduler.latencies.first_token.latency(),
-            inter_token_seconds=scheduler.latencies.inter_token.latency(),
-            pages=device_model.pool.account(),
-        )
+        return self._driver.stats()
 
     def describe(self) -> EngineDescription:
         """Return where device memory went, and how many requests of which length fit; allocates what is not there yet.
@@ -245,9 +219,7 @@ class Engine:
         Args:
             weights_stay: the block does not change the model, and the prefix cache may stay.
         """
-        with self._driver.paused() as loop:
-            if loop is not None:
-                self._driver.drain(loop)
+        with self._driver.paused():
             try:
                 yield
             finally:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from compiled_llm.engine.latencies import Latency
+from compiled_llm.engine.loop import Loop
 from compiled_llm.kvcache.pool import PageAccount
 
 
@@ -47,6 +48,32 @@ class EngineStats:
     def prefix_cache_hit_rate(self) -> float | None:
         """``cached_tokens`` in each of ``prompt_tokens``, 0 to 1; None before the first."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+
+def stats_of(loop: Loop, waiting: int, before: EngineStats) -> EngineStats:
+    """Return what has happened in a loop, and before it was made.
+
+    Args:
+        loop: of the engine.
+        waiting: how many requests wait.
+        before: what others have counted that ran on device sides of the model which are no more.
+    """
+    scheduler, device_model = loop.scheduler, loop.device_model
+    return EngineStats(
+        running=len(scheduler.running),
+        waiting=waiting,
+        finished=before.finished + scheduler.finished,
+        steps=before.steps + loop.steps,
+        preemptions=before.preemptions + scheduler.preemptions,
+        prompt_tokens=before.prompt_tokens + scheduler.prompt_tokens,
+        cached_tokens=before.cached_tokens + scheduler.cached_tokens,
+        new_tokens=before.new_tokens + scheduler.new_tokens,
+        cold_starts=len(device_model.events.cold_starts),
+        queue_seconds=scheduler.latencies.queue.latency() or before.queue_seconds,
+        first_token_seconds=scheduler.latencies.first_token.latency() or before.first_token_seconds,
+        inter_token_seconds=scheduler.latencies.inter_token.latency() or before.inter_token_seconds,
+        pages=device_model.pool.account(),
+    )
 
 
 _LENGTHS = (256, 1_024, 4_096, 16_384, 65_536)

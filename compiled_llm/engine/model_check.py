@@ -39,9 +39,12 @@ class ModelCheck:
         Raises:
             RuntimeError: it can serve no request.
         """
+        self._check_no_obstacle()
+        return self._runtime.device_model()
+
+    def _check_no_obstacle(self) -> None:
         if (reason := self.obstacle()) is not None:
             raise RuntimeError(reason)
-        return self._runtime.device_model()
 
     def look_for_request(self) -> DeviceModel:
         """As ``look``, by a caller who is about to submit; a loop that begins at once takes it from there."""
@@ -68,8 +71,10 @@ class ModelCheck:
         if now - self._looked < _SECONDS:
             return False
         begun, self._begun = self._begun, None
-        if device_model is not begun and device_model is not self.look():
-            raise RuntimeError("the model was moved or converted while requests were running; submit them again")
+        if device_model is not begun:
+            self._check_no_obstacle()
+            if not self._runtime.is_current(device_model):  # a new one is made once nothing runs on the old
+                raise RuntimeError("the model was moved or converted while requests were running; submit them again")
         self._looked = now
         return True
 

@@ -80,7 +80,8 @@ class Scheduler:
         cached_tokens: how many of those were in the prefix cache.
         new_tokens: tokens read.
         latencies: how long requests have waited.
-        admits: whether waiting requests may begin to run.
+        admits_until: when others began to wait for pages, on ``time.monotonic``'s clock; later requests wait for them.
+        short_since: when the next request came, if the last plan had too few pages for it; None if it had enough.
     """
 
     def __init__(
@@ -108,7 +109,8 @@ class Scheduler:
         self.preemptions = self.finished = 0
         self.prompt_tokens = self.cached_tokens = self.new_tokens = 0
         self.latencies = Latencies()
-        self.admits = True
+        self.admits_until = math.inf
+        self.short_since: float | None = None
 
     @property
     def waiting(self) -> list[Request]:
@@ -174,6 +176,7 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Return what to run next; nothing if nobody can run."""
+        self.short_since = None
         if self._same and not self._has_room:
             return self._plan
         before = self.preemptions
@@ -191,7 +194,8 @@ class Scheduler:
     @property
     def _has_room(self) -> bool:
         """Whether somebody waits who may begin to run, if there are pages."""
-        return bool(self._waiting) and self.admits and len(self.running) < self._max_rows
+        waiting = self._waiting
+        return bool(waiting) and len(self.running) < self._max_rows and waiting[0].submitted <= self.admits_until
 
     def _decoding_within_pages(self) -> list[Request]:
         """Return the requests that go on by a token, once there are pages for all of them."""
@@ -227,6 +231,7 @@ class Scheduler:
         request = self._waiting[0]
         row = self._row_for(request)
         if row is None:
+            self.short_since = request.submitted
             return None
         request.row = row
         del self._waiting[0]

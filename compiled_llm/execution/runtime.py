@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol
 
 from compiled_llm.compat.forks import in_forked_processes
 from compiled_llm.config import WrapConfig
@@ -19,10 +19,21 @@ from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.stats import Counters, Stats
 from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.execution.threads.loop_lock import LoopLock
+from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.modules import InnerModules
 from compiled_llm.model.sizes import MaxPositions
+
+
+class Engine(Protocol):
+    """What an engine on a model does for others that use it."""
+
+    def let_go(self) -> None:
+        """Hold the device side no more, which is about to be made anew, unless requests run on it."""
+
+    def give_back(self, pages: int, pool: PagePool) -> None:
+        """Let requests that run wait again until so many pages are available; the caller holds the loop lock."""
 
 
 class Runtime:
@@ -36,6 +47,7 @@ class Runtime:
         counters: what ran where; read them through ``stats``.
         events: what happened on the device side; read it through ``explain``.
         engine: returns what runs the loop of an engine on this model; None if there is none.
+        engines: of all engines on this model.
     """
 
     def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
@@ -48,6 +60,7 @@ class Runtime:
         self.loop_lock = LoopLock()
         self._max_rows = config.max_batch_size
         self.engine: Callable[[], object | None] = _no_engine
+        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._positions = MaxPositions()
         self._device_model: DeviceModel | None = None
         # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
@@ -157,15 +170,13 @@ class Runtime:
         """
         model = self.facts.model
         with self._allocation:
-            device_model, made_for = self._device_model, (model.device, model.dtype, self.modules.hooks(model))
-            positions = self._positions.of(model)
-            larger = device_model is not None and (
-                positions > device_model.max_positions or self._max_rows > device_model.config.max_batch_size
-            )
-            if device_model is None or made_for != self._made_for or larger:
+            device_model, made_for = self._device_model, self._made_for_now()
+            if device_model is None or not self._still_fits(device_model, made_for):
                 if device_model is not None:
                     self.events.started_again()
                 device_model = self._device_model = None  # its memory goes back first
+                for engine in list(self.engines):
+                    engine.let_go()
                 check_placement(model, self.config)
                 check_layers(model, self.facts.layers, self.config)
                 thread = executor_for(model.device, self.config)
@@ -174,6 +185,31 @@ class Runtime:
                 )
                 self._device_model, self._made_for = device_model, made_for
             return device_model
+
+    def is_current(self, device_model: DeviceModel) -> bool:
+        """Whether ``device_model`` is the device side of the model as it is now; makes none."""
+        return device_model is self._device_model and self._still_fits(device_model, self._made_for_now())
+
+    def _made_for_now(self) -> tuple[Hashable, ...]:
+        model = self.facts.model
+        return model.device, model.dtype, self.modules.hooks(model)
+
+    def _still_fits(self, device_model: DeviceModel, made_for: tuple[Hashable, ...]) -> bool:
+        return (
+            made_for == self._made_for
+            and self._positions.of(self.facts.model) <= device_model.max_positions
+            and self._max_rows <= device_model.config.max_batch_size
+        )
+
+    def take_back(self, pages: int, pool: PagePool) -> None:
+        """Have engines let their requests wait again, if it takes that to make so many pages of a pool available.
+
+        A loop that begins has waited for those in progress; but requests of an engine keep their pages while it is
+        paused, or passes from thread to thread. The caller holds the loop lock.
+        """
+        if pool.available < pages <= pool.total:
+            for engine in list(self.engines):
+                engine.give_back(pages, pool)
 
     def forget_other_threads(self) -> bool:
         """Begin anew in a process that was forked while other threads used the model; whether they did.

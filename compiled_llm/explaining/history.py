@@ -45,7 +45,7 @@ def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts 
     """
     sizes = (runtime.stats().buckets or [1]) if wanted is True else list(wanted or ())
     runtime.check_sizes("timings", sizes)
-    with runtime.loop_lock.taken(lambda: True):
+    with runtime.loop_lock.taken():
         return measure(runtime.device_model(), runtime.facts.model, sizes, prompts, runtime.config.progress)
 
 

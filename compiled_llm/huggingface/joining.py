@@ -58,7 +58,7 @@ def run_in_engine(
     sequences = Sequences(call)
     requests = _requests(call, sequences, settings)
     handle = RequestHandle(requests, driver.cancel)
-    driver.add(handle, requests)
+    driver.add([handle])
     driver.answer([handle])
     for request in requests:
         if request.error is not None:

@@ -140,11 +140,13 @@ def _alone(call: Call, most_new: int, needed: int) -> Iterator[None]:
     Raises:
         ValueError: it does not fit the model, the batch size or the pages.
     """
-    device_model, cache = call.device_model, call.cache
+    device_model, cache, pool = call.device_model, call.cache, call.device_model.pool
     fresh = not cache.seen or isinstance(cache, StandIn)
     try:
-        with deferred(), call.runtime.loop_lock.taken(fits=lambda: needed <= device_model.pool.available):
+        # What never fits waits for no pages.
+        with deferred(), call.runtime.loop_lock.taken(lambda: not pool.available < needed <= pool.total):
             try:
+                call.runtime.take_back(needed, pool)
                 check_fits(device_model, call.lengths, most_new, needed, call.config.num_beams or 1)
                 yield
             finally:

@@ -134,10 +134,9 @@ def test_ctrl_c_while_the_device_has_failed_hangs_nobody(plain, model, engine, m
     assert engine.generate(PROMPT, greedy(4))[0].token_ids == alone(plain, PROMPT, 4)
 
 
-def test_a_model_that_cannot_be_placed_ends_what_runs(plain, model, engine, monkeypatch):
-    handle = engine.submit(PROMPT, greedy(900))
-    next(iter(handle))
-    with engine.paused(weights_stay=True):
+def test_a_model_that_cannot_be_placed_ends_what_waits(plain, model, engine, monkeypatch):
+    with engine.paused():
+        handle = engine.submit(PROMPT, greedy(4))
         fail_once(monkeypatch, model.compiled, "device_model", ValueError("planted"), after=1)
     with pytest.raises(ValueError, match="planted"):
         handle.result(timeout=60)

@@ -5,6 +5,7 @@ Each request gets the tokens that it gets alone, whatever comes, goes, fails and
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -49,7 +50,7 @@ class Watched(Scheduler):
         assert all(len(request.tokens) <= request.chosen < request.most for request in plan.decode)
         admitted = [request for request in self.running if request not in before]
         assert all(a.order < b.order for a in admitted for b in self._waiting), "somebody has been passed over"
-        assert not admitted or (self.admits and self.preemptions == preempted)
+        assert not admitted or (self.admits_until > 0 and self.preemptions == preempted)
         return plan
 
 
@@ -128,7 +129,7 @@ class Crowd(RuleBasedStateMachine):
 
     @rule()
     def admit_nobody_or_again(self) -> None:
-        self.scheduler.admits = not self.scheduler.admits
+        self.scheduler.admits_until = -self.scheduler.admits_until
 
     # ---- steps
 
@@ -243,7 +244,7 @@ class Crowd(RuleBasedStateMachine):
             return
         while self.others:
             self.others.pop().free()
-        self.scheduler.admits = True
+        self.scheduler.admits_until = math.inf
         steps = sum(len(request.prompt) + request.most + 2 for request in self.alive()) * 3
         while not self.loop.idle:
             self.loop.step()

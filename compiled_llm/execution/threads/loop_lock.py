@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,17 +13,23 @@ from compiled_llm.execution.threads.interrupts import check
 
 _PATIENCE = 0.02
 """Seconds after which a loop that waits goes before one that has just had the lock."""
+_STALLED = 1.0
+"""Seconds without a step after which whoever can go does: a callback may wait for a call that came late."""
 
 
 class _Waiter(NamedTuple):
-    """Who waits for the lock: since when, and whether it could go on if nobody held it."""
+    """Who waits for the lock: since when, and whether it could go on if nobody held it and nobody had come before."""
 
     since: float
     ready: Callable[[], bool]
+    takes_pages: bool = False
 
 
 class LoopLock:
-    """A lock that a loop gives away while a callback of the user's runs, since that may call the model itself."""
+    """A lock that a loop gives away while a callback of the user's runs, since that may call the model itself.
+
+    Loops that take pages begin in the order in which they came: many small ones starve no large one.
+    """
 
     def __init__(self) -> None:
         """Start free."""
@@ -30,6 +37,8 @@ class LoopLock:
         self._holder: object | None = None
         self._waiters: list[_Waiter] = []
         self._loops: dict[object, int] = {}  # and the thread of each
+        self._claims: dict[object, float] = {}
+        self._moved = 0.0  # when a loop had done a step
         self._local = threading.local()
 
     @property
@@ -43,22 +52,54 @@ class LoopLock:
         return bool(self._loops)
 
     @property
-    def short_of_pages(self) -> bool:
-        """Whether somebody waits for pages that loops in progress have."""
+    def shared(self) -> bool:
+        """Whether other loops are in progress beside the one that asks."""
+        return len(self._loops) > 1
+
+    def pages_wanted_since(self, apart_from: object = None) -> float:
+        """Return since when somebody waits for pages, on ``time.monotonic``'s clock: who came later takes none.
+
+        It is ``inf`` if nobody does, or if those who have the pages seem to wait for whoever came later.
+
+        Args:
+            apart_from: whose claim does not count.
+        """
+        if not (self._waiters or self._claims):
+            return math.inf
         with self._condition:
-            return not all(waiter.ready() for waiter in self._waiters)
+            return self._first_taker(apart_from)
+
+    def claim_pages(self, owner: object, since: float | None) -> None:
+        """Keep pages from those who come after ``since``; None to do so no more."""
+        if self._claims.get(owner) == since:
+            return
+        with self._condition:
+            if since is None:
+                del self._claims[owner]
+                self._condition.notify_all()
+            else:
+                self._claims[owner] = since
 
     @contextmanager
-    def taken(self, fits: Callable[[], bool]) -> Iterator[None]:
+    def taken(self, fits: Callable[[], bool] | None = None) -> Iterator[None]:
         """Wait for the lock and hold it.
 
         Args:
-            fits: whether there are enough pages; if not, wait for the loops in progress to end. A call from inside
-                one of their callbacks does not: they wait for it.
+            fits: whether there are enough pages for a loop that takes some; if not, wait for the loops in progress to
+                end. A call from inside one of their callbacks does not: they wait for it.
+
+        Raises:
+            RuntimeError: a loop of this very thread holds it.
         """
         outer, mine = getattr(self._local, "loop", None), object()
         with self._condition:
-            self._wait_until(lambda: bool(outer or not self._loops or fits()))
+            if outer is not None and self._holder is outer:
+                raise RuntimeError(
+                    "generate: a step of this model is running in this thread, as where a listener of the engine is "
+                    "told of a token; call it from another thread, or afterwards"
+                )
+            takes_pages = fits is not None and outer is None
+            self._wait_until(lambda: bool(not takes_pages or not self._loops or (fits and fits())), takes_pages)
             self._holder = mine
             self._loops[mine] = threading.get_ident()
         self._local.loop = mine
@@ -77,7 +118,7 @@ class LoopLock:
         """Let others have the lock while the block runs, in which Ctrl-C may be ``allowed``."""
         mine = self._local.loop
         with self._condition:
-            self._holder = None
+            self._holder, self._moved = None, time.monotonic()
             self._condition.notify_all()
         try:
             yield
@@ -91,21 +132,38 @@ class LoopLock:
         """Forget the loops of threads that this process does not have; whether there were any."""
         own = {loop: thread for loop, thread in self._loops.items() if thread == threading.get_ident()}
         cut = len(own) < len(self._loops)
-        self._condition, self._waiters, self._loops = threading.Condition(), [], own
+        self._condition, self._waiters, self._claims, self._loops = threading.Condition(), [], {}, own
         if self._holder not in own:
             self._holder = None
         return cut
 
-    def _wait_until(self, ready: Callable[[], bool], gone: Callable[[], bool] = lambda: False) -> None:
+    def _wait_until(
+        self, ready: Callable[[], bool], takes_pages: bool = False, gone: Callable[[], bool] = lambda: False
+    ) -> None:
         """Wait until nobody holds the lock, this one is ready, and nobody who is has waited for long; or it is gone."""
-        self._waiters.append(waiter := _Waiter(time.monotonic(), ready))
+        waiter = _Waiter(time.monotonic(), ready, takes_pages)
+        if not self._waiters:  # steps that nobody waited for were not noted
+            self._moved = waiter.since
+        self._waiters.append(waiter)
         try:
-            while not (gone() or (self._holder is None and ready() and self._may_go(waiter))):
+            while not (gone() or (self._holder is None and self._may_go(waiter))):
                 self._condition.wait(timeout=0.2)
                 check()
         finally:
             self._waiters.remove(waiter)
 
     def _may_go(self, waiter: _Waiter) -> bool:
-        late = min(waiter.since, time.monotonic() - _PATIENCE)
-        return not any(other.since < late and other.ready() for other in self._waiters if other is not waiter)
+        first, late = self._first_taker(), min(waiter.since, time.monotonic() - _PATIENCE)
+
+        def can_go(other: _Waiter) -> bool:
+            return not (other.takes_pages and other.since > first) and other.ready()
+
+        return can_go(waiter) and not any(
+            other.since < late and can_go(other) for other in self._waiters if other is not waiter
+        )
+
+    def _first_taker(self, apart_from: object = None) -> float:
+        if time.monotonic() - self._moved > _STALLED:
+            return math.inf
+        claims = [since for owner, since in self._claims.items() if owner is not apart_from]
+        return min([waiter.since for waiter in self._waiters if waiter.takes_pages] + claims, default=math.inf)

@@ -1,0 +1,101 @@
+"""Which thread runs an engine's loop: one at a time, and none while another has paused it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from compiled_llm.execution.threads.interrupts import check, deferred
+
+_PATIENCE = 0.2
+"""Seconds after which a thread that waits looks whether Ctrl-C has been pressed."""
+
+
+class Turns:
+    """Gives one thread at a time the loop.
+
+    Attributes:
+        pausing: how many threads want nobody to run it; whoever does lets go soon.
+    """
+
+    def __init__(self, changed: threading.Condition) -> None:
+        """Begin with nobody.
+
+        Args:
+            changed: the lock of the engine's state, notified when something has changed.
+        """
+        self._changed = changed
+        self._process = os.getpid()
+        self._runner: int | None = None
+        self.pausing = 0
+
+    @property
+    def in_this_process(self) -> bool:
+        """Whether this process made the engine; in one that was forked its threads do not exist."""
+        return os.getpid() == self._process
+
+    @property
+    def here(self) -> bool:
+        """Whether this thread runs the loop, or has paused it."""
+        return self._runner == threading.get_ident()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another thread runs the loop, or has paused it."""
+        return self._runner not in (None, threading.get_ident())
+
+    def begin(self, done: Callable[[], bool]) -> bool:
+        """Wait until no other thread runs the loop, or until ``done``; whether this one does now.
+
+        Raises:
+            RuntimeError: this thread runs it already, or has paused it.
+        """
+        with self._changed:
+            self._check_elsewhere()
+            self.wait_until(lambda: done() or (self._runner is None and not self.pausing))
+            return not done() and self._take()
+
+    def begin_if_free(self) -> bool:
+        """Run the loop in this thread unless somebody does; whether it does now."""
+        with self._changed:
+            return self._runner is None and self._take()
+
+    @deferred()
+    def pause(self) -> None:
+        """Let no other thread run the loop from now on.
+
+        Raises:
+            RuntimeError: this thread runs it, or it belongs to another process.
+        """
+        with self._changed:
+            self._check_elsewhere()
+            if not self.in_this_process:
+                raise RuntimeError("the engine belongs to the process that made it; make one in this process")
+            self.pausing += 1
+            try:
+                self.wait_until(lambda: self._runner is None)
+                self._take()
+            finally:
+                self.pausing -= 1
+                self._changed.notify_all()
+
+    def leave(self) -> None:
+        """Let others run it."""
+        with self._changed:
+            self._runner = None
+            self._changed.notify_all()
+
+    def wait_until(self, ready: Callable[[], object]) -> None:
+        """Wait, with the lock of the engine's state, which others may have meanwhile."""
+        while not ready():
+            self._changed.wait(_PATIENCE)
+            check()
+
+    def _take(self) -> bool:
+        self._runner = threading.get_ident()
+        return True
+
+    def _check_elsewhere(self) -> None:
+        if self.here:
+            raise RuntimeError("the engine is paused, or running, in this thread; call this from outside of it")
