@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.engine import scheduler
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.params import SamplingParams
 from support.parity import assert_account_is_empty
 from support.twins import DEVICE, OPTIONS, SMALL, in_float32, small_qwen3
@@ -61,15 +63,43 @@ def test_tokens_are_the_most_likely_ones_also_after_rows_lost_their_pages(
         assert engine.stats().cached_tokens > 0
     stats = model.compiled.stats()
     assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
+    check_greedy(seed, [answered for tokens in given for answered in zip(asked, tokens, strict=True)])
+    assert_account_is_empty(model)
+
+
+def check_greedy(seed: int, answered: list[tuple[Asked, list[int]]]) -> None:
     exact = in_float32(small_qwen3(seed))
-    for tokens in given:
-        for (prompt, params), answer in zip(asked, tokens, strict=True):
-            if params.temperature == 0:
-                ids = torch.tensor([prompt + answer], device=DEVICE)
-                with torch.no_grad():
-                    logits = exact(ids).logits[0, len(prompt) - 1 : -1]
-                behind = logits.amax(dim=1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
-                assert float(behind.max()) < 0.3, f"token {int(behind.argmax())} of an answer to {len(prompt)} tokens"
+    for (prompt, params), answer in answered:
+        if params.temperature == 0 and answer:
+            ids = torch.tensor([prompt + answer], device=DEVICE)
+            with torch.no_grad():
+                logits = exact(ids).logits[0, len(prompt) - 1 : -1]
+            behind = logits.amax(dim=1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            assert float(behind.max()) < 0.3, f"token {int(behind.argmax())} of an answer to {len(prompt)} tokens"
+
+
+def test_two_thousand_steps_of_requests_that_come_and_go(
+    model: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above; some are cancelled, and what they have got by then is judged too."""
+    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+    draw, asked = random.Random(seed), iter(some_requests(seed + 2, 5000))
+    handles: list[tuple[Asked, RequestHandle]] = []
+    with Engine(model, max_rows=12) as engine:
+        while engine.stats().steps < 2000:
+            running = [handle for _, handle in handles if not handle.done]
+            if len(running) < draw.randint(1, 24):
+                prompt, params = request = next(asked)
+                handles.append((request, engine.submit(prompt, params, priority=draw.randrange(2))))
+            elif draw.random() < 0.05:
+                draw.choice(running).cancel()
+            else:
+                time.sleep(0.005 * draw.random())
+        answered = [(request, handle.result().token_ids) for request, handle in handles]
+        assert engine.stats().preemptions > 0
+    stats = model.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
+    check_greedy(seed, answered)
     assert_account_is_empty(model)
 
 
