@@ -40,6 +40,7 @@ transforms and tracing | the same |
 | the names of functions in ``async_compile``, ``graph``, ``compile_fx`` and ``triton_heuristics`` of Inductor | what \
 takes so long | torch tells how far it is |
 | ``cpu_vec_isa.VecISA._avx_py_load`` | running nothing of the current folder | torch's probes leave it out |
+| ``torch.cuda._is_in_bad_fork`` | refusing calls in a forked process, where CUDA never works | torch says it publicly |
 | ``_C._profiler._ExperimentalConfig`` | profiling all threads | ``torch.profiler.profile`` takes it by name |
 
 Public in spite of the underscore, and used anywhere: ``torch._dynamo.config``, ``mark_dynamic``,

@@ -5,9 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import torch
+
 
 def in_forked_processes(forget: Callable[[], None]) -> Callable[[], None]:
     """Let every process that is forked from this one begin with ``forget``, in its only thread."""
     if hasattr(os, "register_at_fork"):  # where processes can be forked
         os.register_at_fork(after_in_child=forget)
     return forget
+
+
+def cuda_is_lost() -> bool:
+    """Whether this process was forked from one that had used CUDA: it can never use it."""
+    return torch.cuda._is_in_bad_fork()

@@ -370,6 +370,18 @@ class Driver:
                 self._drop_loop()
                 self.check.forget()
 
+    def forget_other_threads(self) -> bool:
+        """End in a forked process, which has none of its threads; whether requests had pages."""
+        had_pages = self.loop is not None and bool(self.loop.scheduler.running)
+        self._inbox.forget_other_threads()
+        self._changed, self._thread = self._inbox.changed, None
+        self._turns.forget_other_threads(self._changed)
+        for handle in set(self.handles.values()):
+            handle.forget_other_threads()
+        self.handles.clear()
+        self.loop = None
+        return had_pages
+
     def give_back(self, pages: int, pool: PagePool) -> None:
         """Let requests that run wait again until so many pages are available; the caller holds the loop lock."""
         loop = self.loop

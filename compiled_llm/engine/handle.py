@@ -184,6 +184,18 @@ class RequestHandle:
 
     # ---- used by the engine
 
+    def forget_other_threads(self) -> None:
+        """End in a forked process, which does not have the thread that runs the engine."""
+        self._changed, self._waiting = threading.Condition(), 0
+        self._listeners.clear()
+        for request in self.requests:
+            if not request.done:
+                request.finish_reason = "error"
+                request.error = RuntimeError(
+                    "the request runs in the process that this one was forked from; wait for it there, or submit it "
+                    "to an engine that is made here"
+                )
+
     @property
     def awaited(self) -> bool:
         """Whether anybody waits for a token or for the end; in each step of many requests nobody does for most."""

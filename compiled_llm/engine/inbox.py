@@ -62,6 +62,11 @@ class Inbox:
                 self.changed.wait(_PATIENCE)
             return not self.closed
 
+    def forget_other_threads(self) -> None:
+        """Take no more messages in a forked process, where another thread may have had the lock."""
+        self.changed, self.closed = threading.Condition(), True
+        self._messages.clear()
+
     def close(self) -> None:
         """Take no more messages."""
         with self.changed:

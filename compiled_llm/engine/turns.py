@@ -45,6 +45,12 @@ class Turns:
         """Whether another thread runs the loop, or has paused it."""
         return self._runner not in (None, threading.get_ident())
 
+    def forget_other_threads(self, changed: threading.Condition) -> None:
+        """Know in a forked process that no other thread runs the loop, or ever will; ``changed`` is the lock now."""
+        self._changed, self.pausing = changed, 0
+        if not self.here:
+            self._runner = None
+
     def begin(self, done: Callable[[], bool]) -> bool:
         """Wait until no other thread runs the loop, or until ``done``; whether this one does now.
 
@@ -69,9 +75,9 @@ class Turns:
             RuntimeError: this thread runs it, or it belongs to another process.
         """
         with self._changed:
-            self._check_elsewhere()
             if not self.in_this_process:
                 raise RuntimeError("the engine belongs to the process that made it; make one in this process")
+            self._check_elsewhere()
             self.pausing += 1
             try:
                 self.wait_until(lambda: self._runner is None)

@@ -20,7 +20,7 @@ from compiled_llm.execution.stats import Counters, Stats
 from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.kvcache.pool import PagePool
-from compiled_llm.model.checks import check_layers, check_placement
+from compiled_llm.model.checks import check_layers, check_placement, check_process
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.modules import InnerModules
 from compiled_llm.model.sizes import MaxPositions
@@ -34,6 +34,10 @@ class Engine(Protocol):
 
     def give_back(self, pages: int, pool: PagePool) -> None:
         """Let requests that run wait again until so many pages are available; the caller holds the loop lock."""
+
+    def forget_other_threads(self) -> bool:
+        """End in a forked process, which has none of its threads; whether requests had pages."""
+        ...
 
 
 class Runtime:
@@ -66,6 +70,7 @@ class Runtime:
         # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
         self._made_for: tuple[Hashable, ...] = ()
         self._allocation = threading.Lock()
+        self._forked = False
         _runtimes.add(self)
 
     def __repr__(self) -> str:
@@ -216,17 +221,29 @@ class Runtime:
 
         Their rows would keep their pages for ever, and a step of theirs may have been half done.
         """
-        device_model = self._device_model
+        device_model, self._forked = self._device_model, True
         cut = self.loop_lock.forget_other_threads()
+        for engine in list(self.engines):
+            cut = engine.forget_other_threads() or cut
         if device_model is not None:
             cut = device_model.forget_other_threads() or cut
         self.facts.attention.forget_other_threads()
         self.counters.forget_other_threads()
         self.events.forget_other_threads()
         self._allocation = threading.Lock()
-        if cut:
+        if device_model is not None and (cut or device_model.device.type == "cuda"):
+            _left_behind.append(device_model)
             self._device_model = None
         return cut
+
+    def check_process(self) -> None:
+        """Check that this process can use the device: one that was forked may not.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+        if self._forked:
+            check_process(self.facts.model)
 
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""
@@ -271,6 +288,8 @@ def _no_engine() -> None:
 
 
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_left_behind: list[object] = []
+"""What a forked process uses no more; CUDA memory of the process before it must not be given back here."""
 
 
 @in_forked_processes

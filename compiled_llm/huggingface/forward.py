@@ -39,6 +39,7 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     if torch.compiler.is_compiling() or dynamo_watches():  # the user's own torch.compile or torch.export
         return original(self, *args, **kwargs)
     arguments, runtime = by_name(original, args, kwargs), self.compiled
+    runtime.check_process()
     cache = arguments.get("past_key_values")
     if isinstance(cache, StandIn) and cache.prefill is not None:
         return _run_prefill(original, self, arguments, cache)

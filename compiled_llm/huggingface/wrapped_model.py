@@ -56,6 +56,7 @@ class WrappedModel:
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """HuggingFace's ``generate``, checked first."""
         model = cast(PreTrainedModel, self)
+        self.compiled.check_process()
         if kwargs.get("cache_implementation") != "paged":  # generate_batch, which calls eval()
             check_ready(model)
         forget_restored_forward(model)

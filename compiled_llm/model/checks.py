@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from compiled_llm.compat import cpp_compilers, default_inductor_cache
+from compiled_llm.compat.forks import cuda_is_lost
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.layer_probe import Layer, accepts_logits_to_keep
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -60,8 +61,9 @@ def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
 
     Raises:
         ValueError: parameters on several devices, offloaded, on a device of another kind, or fp32 on CUDA.
-        RuntimeError: something that compiling needs is not installed.
+        RuntimeError: something that compiling needs is not installed, or the device cannot be used in this process.
     """
+    check_process(model)
     devices = sorted({str(tensor.device) for tensor in model.parameters()})
     mapped = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
     if devices == ["meta"] and not mapped:
@@ -80,6 +82,19 @@ def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
     if kind not in ("cuda", "cpu"):
         raise ValueError(f"wrap: the model is on {devices[0]}; only CUDA devices and the CPU are supported")
     check_device(kind, model.dtype, config)
+
+
+def check_process(model: PreTrainedModel) -> None:
+    """Check that this process can use the model's device.
+
+    Raises:
+        RuntimeError: it was forked from one that had used CUDA.
+    """
+    if model.device.type == "cuda" and cuda_is_lost():
+        raise RuntimeError(
+            "the model is on CUDA, which does not work in a process that was forked after CUDA had been used; start "
+            'processes by multiprocessing.get_context("spawn"), and load the model there'
+        )
 
 
 def check_device(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +19,7 @@ import compiled_llm
 from compiled_llm.compat import huggingface
 from compiled_llm.execution.threads import calling_thread, device_thread
 from compiled_llm.execution.threads.interrupts import deferred
+from support.forking import PATIENCE, forked
 from support.in_threads import in_thread, start
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -30,32 +29,11 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here"),
 ]
 
-_PATIENCE = 20
-
 
 @pytest.fixture
 def model() -> PreTrainedModel:
     options: dict[str, Any] = {"page_size": 4, "kv_memory": "400 tokens", "max_batch_size": 4, "progress": False}
     return compiled_llm.wrap(tiny_qwen3(eos_token_id=None, num_hidden_layers=1), mode="eager", **options)
-
-
-def forked(function: Callable[[], Any]) -> None:
-    """Run in a forked process, which must end soon, and check that it succeeded."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads that a fork loses
-        child = os.fork()
-    if child == 0:
-        signal.alarm(_PATIENCE)
-        try:
-            function()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
-    assert not os.WIFSIGNALED(status), "it hangs"
-    assert os.WEXITSTATUS(status) == 0
 
 
 class Held(BaseStreamer):
@@ -83,7 +61,7 @@ def another_thread(work: Callable[[Held], Any]) -> Iterator[None]:
         yield
     finally:
         held.go_on.set()
-        running.result(timeout=_PATIENCE)
+        running.result(timeout=PATIENCE)
 
 
 def assert_works(model: PreTrainedModel, inputs: dict[str, Tensor], expected: Tensor) -> None:
@@ -158,7 +136,7 @@ def test_a_callback_may_fork(model, seed):
             if value.dim() == 1 and self.child is None:
                 self.child = os.fork()
                 if self.child == 0:
-                    signal.alarm(_PATIENCE)
+                    signal.alarm(PATIENCE)
 
         def end(self) -> None:
             pass
