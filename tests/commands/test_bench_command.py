@@ -111,6 +111,8 @@ def test_missing_matplotlib_is_said_before_measuring(monkeypatch: pytest.MonkeyP
 
 def test_choosing_contenders() -> None:
     assert [contender.name for contender in contenders.choose("default", "cpu")] == list(contenders.ON_CPU)
+    assert [one.name for one in contenders.choose("ours", "cpu")] == ["compiled-llm:compile"]
+    assert [one.name for one in contenders.choose("hf-eager,ours", "cuda")] == ["hf-eager", "compiled-llm:cuda-graphs"]
     assert contenders.choose("all", "cpu") == contenders.ALL
     left_out = set(contenders.ALL) - set(contenders.choose("default", "cuda"))
     assert [contender.name for contender in left_out] == ["compiled-llm:cuda-graphs:flashinfer"]

@@ -19,7 +19,7 @@ from compiled_llm.commands.bench.report import Report
 from compiled_llm.commands.bench.tables import tables_of
 from compiled_llm.commands.bench.timing import Spread, Timing
 from compiled_llm.commands.bench.workload import Workload
-from compiled_llm.config import Backend
+from compiled_llm.config import Backend, Mode
 from compiled_llm.explaining.profile.step_bytes import step_bytes
 from support.bench import CPU, FakeContender, FakeSession, new_report, new_setup, one_latency
 
@@ -140,8 +140,15 @@ def test_a_backend_is_handed_to_wrap(backend: Backend, monkeypatch: pytest.Monke
         raise RuntimeError(f"backend={given['backend']}")
 
     monkeypatch.setattr("compiled_llm.commands.bench.contenders.ours.compiled_llm.wrap", wrap)
-    contender, setup = Ours("cuda-graphs", backend), new_setup([Workload(1, 8, 4)])
+    contender, setup = Ours("compile", backend), new_setup([Workload(1, 8, 4)])
     with pytest.raises(RuntimeError, match=f"backend={backend}"), contender.opened(setup):
         pass
     assert (contender.obstacle(setup) is None) == (backend == "auto")
     assert contender.obstacle(replace(setup, device=torch.device("cuda"))) is None
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "cuda-graphs"])
+def test_a_mode_that_a_cpu_does_not_have_is_named_as_what_it_is_there(mode: Mode) -> None:
+    setup = new_setup([Workload(1, 8, 4)])
+    assert "this mode is compiled-llm:compile there" in (Ours(mode).obstacle(setup) or "")
+    assert Ours(mode).obstacle(replace(setup, device=torch.device("cuda"))) is None

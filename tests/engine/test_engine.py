@@ -15,10 +15,12 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm.engine import scheduler
 from compiled_llm.engine.engine import Engine, QueueFullError
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
 from support.failing_calls import fail_once
+from support.families import FAMILIES, make
 from support.parity import assert_account_is_empty, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -76,6 +78,25 @@ def test_tokens_equal_huggingface(plain, engine, seed):
         assert [output.token_ids for output in outputs] == expected
         assert {output.finish_reason for output in outputs} == {"stop", "length"}
     assert all(output.cached_tokens == (len(output.prompt_token_ids) - 1) // 16 * 16 for output in outputs)
+
+
+def test_capped_logits_and_windows_under_hits_and_preemption(monkeypatch, one_thread, seed):
+    """A Gemma 2, whose every other layer sees eight tokens."""
+    monkeypatch.setattr(Loop, "asynchronous", True)
+    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer than that: requests are preempted
+    capped: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    plain, model = (make("Gemma2", {**FAMILIES["Gemma2"], **capped}, seed) for _ in range(2))
+    compiled_llm.wrap(model, mode="eager", kv_memory="200 tokens", page_size=4, max_batch_size=4, progress=False)
+    prompts = [range(3, 40), range(3, 25), range(3, 40), range(50, 55), range(3, 33)]
+    expected = [alone(plain, list(prompt), 30) for prompt in prompts]
+    with Engine(model) as engine:
+        for _ in range(2):
+            outputs = engine.generate([list(prompt) for prompt in prompts], SamplingParams(**GREEDY, max_tokens=30))
+            assert [output.token_ids for output in outputs] == expected
+        stats = engine.stats()
+        assert stats.preemptions > 0
+        assert stats.cached_tokens > 60
+    assert_account_is_empty(model)
 
 
 def test_draws_depend_on_the_seed_alone(engine, seed):

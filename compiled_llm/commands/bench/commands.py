@@ -111,7 +111,7 @@ def roofline(
     prompts: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "128",
     new: Annotated[int, typer.Option(min=4, help="New tokens; those in the middle are profiled.")] = 64,
     decoding: Annotated[Decoding, typer.Option(help="How tokens are chosen.")] = Decoding.greedy,
-    contenders: ContenderNames = "compiled-llm:cuda-graphs",
+    contenders: ContenderNames = "ours",
     runs: Runs = 5,
     device: DeviceName = Device.auto,
     json: Json = None,
@@ -135,9 +135,12 @@ def roofline(
 @app.command()
 def beams_and_drafts(
     model: ModelName = "demo",
-    mode: Annotated[str, typer.Option(help="This package's mode: eager, compile, reduce-overhead or cuda-graphs.")] = (
-        "cuda-graphs"
-    ),
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help="This package's mode: eager, compile, reduce-overhead or cuda-graphs; wrap's default if none."
+        ),
+    ] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens in each prompt.")] = 128,
     new: Annotated[int, typer.Option(min=2, help="New tokens of each row, in each turn of the chat.")] = 128,
     beams: Annotated[int, typer.Option(min=2, help="Beams of the beam search.")] = 4,
@@ -157,7 +160,9 @@ def beams_and_drafts(
 
         run.use(device)
         sizes = experiment.Sizes(prompt, new, turns, beams, drafted, rows)
-        run.prepare(model, f"hf-eager,compiled-llm:{mode}", [sizes.workload()], None, None)
+        run.prepare(
+            model, "hf-eager," + ("ours" if mode is None else f"compiled-llm:{mode}"), [sizes.workload()], None, None
+        )
         experiment.measure(run.contenders, run.setup, sizes, runs, run.report, run.save)
 
 

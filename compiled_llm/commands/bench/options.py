@@ -38,8 +38,8 @@ ContenderNames = Annotated[
         "--contenders",
         help="Comma-separated: hf-eager, hf-static, compiled-llm:eager, compiled-llm:compile, "
         "compiled-llm:reduce-overhead, compiled-llm:cuda-graphs, compiled-llm:cuda-graphs:flashinfer (which decodes "
-        "with FlashInfer, too), vllm, sglang; `all`; or `default`: on CUDA all but that one, HuggingFace and ours on a "
-        "CPU.",
+        "with FlashInfer, too), vllm, sglang, `ours` (wrap's own mode: cuda-graphs, on a CPU compile); `all`; or "
+        "`default`: on CUDA all but that one, HuggingFace and ours on a CPU.",
     ),
 ]
 EngineNames = Annotated[

@@ -22,8 +22,8 @@ ALL: list[Contender] = [
     VLLM(),
     SGLang(),
 ]
-ON_CPU = ("hf-eager", "compiled-llm:cuda-graphs")
-"""What runs on a CPU by default: there, the other modes are slower or the same."""
+ON_CPU = ("hf-eager", "compiled-llm:compile")
+"""What runs on a CPU by default: there, the mode that ``wrap`` has by default is this one."""
 NOT_BY_DEFAULT = ("compiled-llm:cuda-graphs:flashinfer",)
 """What no user gets by default; it runs if it is named."""
 
@@ -32,7 +32,8 @@ def choose(names: str, device_type: str) -> list[Contender]:
     """Return contenders by name, in the order of ``ALL``.
 
     Args:
-        names: comma-separated names; ``all``; or ``default``: ``ON_CPU`` on a CPU, on CUDA all but ``NOT_BY_DEFAULT``.
+        names: comma-separated names, ``ours`` for what ``wrap`` does by default; ``all``; or ``default``: ``ON_CPU`` on
+            a CPU, on CUDA all but ``NOT_BY_DEFAULT``.
         device_type: ``cuda`` or ``cpu``.
 
     Raises:
@@ -41,7 +42,8 @@ def choose(names: str, device_type: str) -> list[Contender]:
     if names == "all":
         return list(ALL)
     if names != "default":
-        return _named([name.strip() for name in names.split(",")])
+        ours = ON_CPU[-1] if device_type == "cpu" else "compiled-llm:cuda-graphs"
+        return _named([ours if name.strip() == "ours" else name.strip() for name in names.split(",")])
     if device_type == "cpu":
         return [contender for contender in ALL if contender.name in ON_CPU]
     return [contender for contender in ALL if contender.name not in NOT_BY_DEFAULT]
@@ -50,5 +52,5 @@ def choose(names: str, device_type: str) -> list[Contender]:
 def _named(names: Sequence[str]) -> list[Contender]:
     known = [contender.name for contender in ALL]
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"--contenders: no {', '.join(unknown)}; there are {', '.join(known)}, all and default")
+        raise ValueError(f"--contenders: no {', '.join(unknown)}; there are {', '.join(known)}, ours, all and default")
     return [contender for contender in ALL if contender.name in names]

@@ -31,9 +31,11 @@ class Ours:
             self.summary += f", backend {backend}"
 
     def obstacle(self, setup: Setup) -> str | None:
-        """Return why the backend cannot run there; what a model lacks, ``wrap`` says."""
+        """Return why the mode or the backend cannot run there; what a model lacks, ``wrap`` says."""
         if self.backend != "auto" and setup.device.type != "cuda":
             return f"backend {self.backend} runs on CUDA only"
+        if self.mode in ("reduce-overhead", "cuda-graphs") and setup.device.type != "cuda":
+            return "a CPU has no CUDA graphs: this mode is compiled-llm:compile there"
         return None
 
     @contextmanager
