@@ -27,11 +27,6 @@ def mask_of(
     return None if bits.all() else np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def allows_any(mask: NDArray[np.int32], vocabulary: int) -> bool:
-    """Return whether there is a token left."""
-    return bool(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocabulary].any())
-
-
 def _known(tokens: Iterable[int], vocabulary: int) -> NDArray[np.int64]:
     ids = np.fromiter(tokens, dtype=np.int64)
     return ids[(ids >= 0) & (ids < vocabulary)]

@@ -9,10 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from compiled_llm.engine.choosing import samplings_for
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.prompts import Prompt, token_ids
 from compiled_llm.engine.request import Request
 from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.model.sizes import logits_width
 
 
 def requests_for(
@@ -39,15 +41,18 @@ def requests_for(
         salt: requests with equal ones may read each other's cached pages.
 
     Raises:
-        ValueError: the prompt is impossible, or with its answer never fits the positions or the pages; or how it is
-            to wait is impossible.
+        ValueError: the prompt is impossible, or with its answer never fits the positions or the pages; how it is to
+            wait is impossible; or its settings do not fit the model.
     """
     _check_waiting(priority, timeout, salt)
     ids, now = token_ids(prompt, tokenizer, device_model.vocabulary), time.monotonic()
     most = _most_new(len(ids), params.max_tokens, device_model)
-    ends = frozenset(params.stop_token_ids) | (frozenset[int]() if params.ignore_eos else end_tokens(model))
+    if params.min_tokens > most:
+        raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")
+    stops, eos = frozenset(params.stop_token_ids or ()), end_tokens(model)
+    ends = stops if params.ignore_eos else stops | eos
     requests: list[Request] = []
-    for index, sampling in enumerate(params.samplings(ids)):
+    for index, sampling in enumerate(samplings_for(params, ids, stops | eos, logits_width(model), tokenizer)):
         request = Request(
             prompt=ids,
             sampling=sampling,

@@ -1,60 +1,97 @@
-"""How a request chooses its tokens, and how many."""
+"""What a user says of how a request chooses its tokens, and how many."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from compiled_llm.compilation.sampling import Sampling
+MOST_BIASED = 300
+"""How many tokens ``logit_bias`` may have, as in OpenAI's API."""
 
 _LATER = (
-    *("stop", "min_tokens", "bad_words", "logit_bias", "allowed_token_ids"),
-    *("presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs"),
+    *("stop", "include_stop_str_in_output", "skip_special_tokens", "logprobs", "prompt_logprobs"),
     *("structured_outputs", "guided_decoding", "logits_processors", "best_of"),
 )
 """Names that vLLM's users know and the engine does not serve."""
 
-_SEEDS = 2**62
+SEEDS = 2**62
+"""Seeds are below this."""
+
+
+class _Rule(NamedTuple):
+    kind: type
+    holds: Callable[[Any], bool]
+    must: str
+
+
+_RULES = {
+    "n": _Rule(Integral, lambda value: value >= 1, "must be 1 or more"),
+    "presence_penalty": _Rule(Real, lambda value: -2 <= value <= 2, "must be from -2 to 2; 0 is none"),
+    "frequency_penalty": _Rule(Real, lambda value: -2 <= value <= 2, "must be from -2 to 2; 0 is none"),
+    "repetition_penalty": _Rule(Real, lambda value: 0 < value < math.inf, "must be above 0; 1 is none"),
+    "temperature": _Rule(Real, lambda value: 0 <= value < math.inf, "must be 0 or more; 0 is greedy"),
+    "top_p": _Rule(Real, lambda value: 0 < value <= 1, "must be above 0 and at most 1; 1 is all tokens"),
+    "top_k": _Rule(Integral, lambda value: value >= -1, "must be 0 or more; 0 or -1 is all tokens"),
+    "min_p": _Rule(Real, lambda value: 0 <= value <= 1, "must be from 0 to 1; 0 is all tokens"),
+    "seed": _Rule(Integral, lambda value: -1 <= value < SEEDS, "must be from 0 to 2**62 - 1; -1 or None draws one"),
+    "max_tokens": _Rule(Integral, lambda value: value >= 1, "must be 1 or more, or None for no limit"),
+    "min_tokens": _Rule(Integral, lambda value: value >= 0, "must be 0 or more"),
+}
+_MAY_BE_NONE = ("seed", "max_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request chooses its tokens, and how many.
+    """How a request chooses its tokens, and how many; names and defaults are vLLM's.
+
+    What changes logits does so in this order: ``logit_bias``, ``repetition_penalty``, ``frequency_penalty`` and
+    ``presence_penalty``, ``allowed_token_ids`` and ``bad_words``, ``temperature``, ``top_k``, ``top_p``, ``min_p``.
 
     Attributes:
+        n: how many answers to draw; they share the pages of their prompt, and answer i has the seed ``seed + i``.
+        presence_penalty: subtracted from logits of tokens that the answer has; from -2 to 2.
+        frequency_penalty: subtracted for each time that the answer has a token; from -2 to 2.
+        repetition_penalty: divides positive logits of tokens that the prompt or the answer has, multiplies negative
+            ones; 1.0 for none.
         temperature: divides the logits; 0.0 takes the most likely token.
-        top_k: draw among the k most likely; 0 or -1 for all.
         top_p: draw among the most likely that together exceed this probability; 1.0 for all.
+        top_k: draw among the k most likely; 0 or -1 for all.
         min_p: draw among those at least this times as likely as the most likely; 0.0 for all.
-        repetition_penalty: divides positive logits of tokens seen before, multiplies negative ones; 1.0 for none.
         seed: decides the draws, whatever else runs beside the request; if None, one is drawn from torch's default
             generator when the request comes.
-        max_tokens: most tokens to generate; None for as many as there are positions and pages for.
-        ignore_eos: go on after an end-of-sequence token.
         stop_token_ids: other tokens that end an answer; the one that did is its last.
-        n: how many answers to draw; they share the pages of their prompt, and answer i has the seed ``seed + i``.
+        ignore_eos: go on after an end-of-sequence token.
+        max_tokens: most tokens to generate; None for as many as there are positions and pages for.
+        min_tokens: as many come before an end-of-sequence token or one of ``stop_token_ids``.
+        logit_bias: added to logits of tokens: at most 300, from -100 to 100.
+        allowed_token_ids: the only tokens to choose from; None for all.
+        bad_words: words never to write, at the beginning of a text or inside; each has to be one token.
 
     Raises:
-        ValueError: a value is impossible, or the engine does not serve what a name of vLLM's stands for.
+        ValueError: a value is impossible, two contradict each other, or the engine does not serve what a name of vLLM's
+            stands for.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    ignore_eos: bool = False
-    stop_token_ids: Sequence[int] = ()
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
 
     def __new__(cls, **values: Any) -> SamplingParams:
         """Refuse by name what the engine does not serve."""
@@ -64,41 +101,51 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        at_least_0 = "must be 0 or more"
-        self._check("temperature", Real, lambda value: 0 <= value < math.inf, f"{at_least_0}; 0 is greedy")
-        self._check("top_k", Integral, lambda value: value >= -1, f"{at_least_0}; 0 or -1 is all tokens")
-        self._check("top_p", Real, lambda value: 0 < value <= 1, "must be above 0 and at most 1; 1 is all tokens")
-        self._check("min_p", Real, lambda value: 0 <= value <= 1, "must be from 0 to 1; 0 is all tokens")
-        self._check("repetition_penalty", Real, lambda value: 0 < value < math.inf, "must be above 0; 1 is none")
-        if self.seed is not None:
-            self._check("seed", Integral, lambda value: 0 <= value < _SEEDS, "must be from 0 to 2**62 - 1, or None")
-        if self.max_tokens is not None:
-            self._check("max_tokens", Integral, lambda value: value >= 1, "must be 1 or more, or None for no limit")
-        for token in self.stop_token_ids:
-            if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
-                raise ValueError(f"SamplingParams: stop_token_ids={self.stop_token_ids!r} must be token ids")
-        self._check("n", Integral, lambda value: value >= 1, "must be 1 or more")
+        for name, rule in _RULES.items():
+            value = getattr(self, name)
+            if not (value is None and name in _MAY_BE_NONE):
+                self._check(name, _is(rule.kind, value) and rule.holds(value), rule.must)
+        self._keep("stop_token_ids", tuple, _are_tokens, "must be token ids")
+        self._keep("allowed_token_ids", tuple, _are_some_tokens, "must be token ids, one at least, or None for all")
+        self._keep("bad_words", tuple, _are_words, "must be words, none of them empty")
+        self._keep("logit_bias", dict, _are_biases, f"must be from -100 to 100, for {MOST_BIASED} tokens at most")
+        fewer = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        self._check("min_tokens", fewer, f"must be at most max_tokens={self.max_tokens}")
 
-    def _check(self, name: str, kind: type, holds: Any, must: str) -> None:
+    def _keep(self, name: str, kind: Callable[[Any], Any], holds: Callable[[Any], bool], must: str) -> None:
+        """Check a collection, and keep it as one that does not change with the user's."""
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not holds(value):
-            raise ValueError(f"SamplingParams: {name}={value!r} {must}")
+        if value is None:
+            return
+        self._check(name, holds(value), must)
+        object.__setattr__(self, name, kind(value))
 
-    def samplings(self, prompt: NDArray[np.int64]) -> Sequence[Sampling | None]:
-        """Return how each of the ``n`` answers chooses; None for the most likely token."""
-        if self.temperature == 0 and self.repetition_penalty == 1:
-            return [None] * self.n
-        seed = int(torch.randint(_SEEDS, (), device="cpu")) if self.seed is None else int(self.seed)
-        seen = np.unique(prompt) if self.repetition_penalty != 1 else prompt[:0]
-        return [
-            Sampling(
-                temperature=float(self.temperature),
-                top_k=max(0, int(self.top_k)),
-                top_p=float(self.top_p),
-                min_p=float(self.min_p),
-                repetition_penalty=float(self.repetition_penalty),
-                seed=(seed + number) % _SEEDS,
-                seen=seen,
-            )
-            for number in range(self.n)
-        ]
+    def _check(self, name: str, holds: bool, must: str) -> None:
+        if not holds:
+            raise ValueError(f"SamplingParams: {name}={reprlib.repr(getattr(self, name))} {must}")
+
+
+def _is(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _are_tokens(values: Any) -> bool:
+    return _is_list(values) and all(_is(Integral, token) and token >= 0 for token in values)
+
+
+def _are_some_tokens(values: Any) -> bool:
+    return _are_tokens(values) and len(values) > 0
+
+
+def _are_words(values: Any) -> bool:
+    return _is_list(values) and all(isinstance(word, str) and word.strip() for word in values)
+
+
+def _is_list(values: Any) -> bool:
+    return isinstance(values, Iterable) and not isinstance(values, (str, Mapping))
+
+
+def _are_biases(values: Any) -> bool:
+    if not (isinstance(values, Mapping) and len(values) <= MOST_BIASED and _are_tokens(list(values))):
+        return False
+    return all(_is(Real, bias) and -100 <= bias <= 100 for bias in values.values())

@@ -185,8 +185,17 @@ class NormedLinear(NamedTuple):
     overlap: bool = False
 
 
-COUNTED, MASKED, CLEANED, BIASED = 1, 2, 4, 8
-"""What an entry of ``edits`` is the sum of: penalties, a mask, infinities made finite; and the last for each bias."""
+COUNTED = 1
+"""Part of a row's edits, of ``sample_tokens``: penalties by what it has counted."""
+
+MASKED = 2
+"""Part of a row's edits: a mask says which tokens are allowed."""
+
+CLEANED = 4
+"""Part of a row's edits: NaN becomes 0, and infinities become finite."""
+
+BIASED = 8
+"""Part of a row's edits for each of its biases; they are its largest part."""
 
 MOST_BIASES = 512
 """How many biases a row can have."""

@@ -67,6 +67,8 @@ def some_requests(draw: random.Random, count: int) -> list[tuple[list[int], Samp
     for number in range(count):
         prompt = draw.choice(stems) + [draw.randrange(3, 128) for _ in range(draw.randint(1, 60))]
         sampled = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": number}
+        if number % 2:  # once they have been preempted, rows count, and know how long they are, as before
+            sampled |= {"frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {3: 2.0}, "min_tokens": 1}
         how: dict[str, Any] = sampled if draw.random() < 0.3 else {"temperature": 0.0}
         requests.append((prompt, SamplingParams(max_tokens=draw.randint(1, 40), n=draw.choice([1, 1, 1, 3]), **how)))
     return requests

@@ -1,0 +1,94 @@
+"""How the answers to one prompt choose their tokens: what ``SamplingParams`` say, as settings of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from compiled_llm.compilation.bias import BARRED, Bias, packed
+from compiled_llm.compilation.masks import mask_of
+from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.engine.params import SEEDS, SamplingParams
+from compiled_llm_ops import MOST_BIASES
+
+
+def samplings_for(
+    params: SamplingParams, prompt: NDArray[np.int64], ends: frozenset[int], vocabulary: int, tokenizer: Any
+) -> list[Sampling | None]:
+    """Return how each of the ``n`` answers chooses; None for the most likely token.
+
+    Args:
+        params: what the user says.
+        prompt: ``[T]`` int64.
+        ends: tokens that end an answer, or would if they were not ignored.
+        vocabulary: how many logits a token has.
+        tokenizer: for words; None if there is none.
+
+    Raises:
+        ValueError: a token is not one of the model's, a word not one token, or no token is left.
+    """
+    _check_tokens(params, vocabulary)
+    banned = list(_bad_words(params.bad_words or (), tokenizer))
+    shared = Sampling(
+        temperature=float(params.temperature),
+        top_k=max(0, int(params.top_k)),
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        repetition_penalty=float(params.repetition_penalty),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        seen=np.unique(prompt) if params.repetition_penalty != 1 else prompt[:0],
+        biases=_biases(params, ends),
+        mask=mask_of(vocabulary, params.allowed_token_ids, banned),
+    )
+    _check_left(params, shared.mask, ends, vocabulary)
+    if shared.temperature == 0:
+        return [shared if shared.edits else None] * params.n
+    seed = params.seed if params.seed not in (None, -1) else int(torch.randint(SEEDS, (), device="cpu"))
+    return [replace(shared, seed=(int(seed) + number) % SEEDS) for number in range(params.n)]
+
+
+def _check_tokens(params: SamplingParams, vocabulary: int) -> None:
+    for name in ("logit_bias", "allowed_token_ids"):
+        foreign = [token for token in getattr(params, name) or () if token >= vocabulary]
+        if foreign:
+            raise ValueError(f"{name}: token ids are from 0 to {vocabulary - 1}; got {foreign[0]}")
+
+
+def _biases(params: SamplingParams, ends: Iterable[int]) -> NDArray[np.int32]:
+    biases = [Bias(int(token), float(value)) for token, value in (params.logit_bias or {}).items()]
+    if params.min_tokens:
+        biases += [Bias(int(token), BARRED, 0, int(params.min_tokens)) for token in ends]
+    if len(biases) > MOST_BIASES:
+        raise ValueError(
+            f"min_tokens={params.min_tokens}: {len(biases)} tokens are biased or end an answer, and there can be "
+            f"{MOST_BIASES}; give fewer stop_token_ids"
+        )
+    return packed(biases)
+
+
+def _bad_words(words: Iterable[str], tokenizer: Any) -> Iterator[int]:
+    """Yield the tokens that words are, at the beginning of a text and after a space."""
+    for word in words:
+        if tokenizer is None:
+            raise ValueError("bad_words: words need a tokenizer; give compiled_llm.Engine(model, tokenizer=tokenizer)")
+        first, inside = (tokenizer.encode(before + word.lstrip(), add_special_tokens=False) for before in ("", " "))
+        for tokens in (first, inside) if len(inside) == len(first) else (first,):
+            if len(tokens) != 1:
+                raise ValueError(f"bad_words: {word!r} is {len(tokens)} tokens, and the engine bars single ones")
+            yield tokens[0]
+
+
+def _check_left(params: SamplingParams, mask: NDArray[np.int32] | None, ends: frozenset[int], vocabulary: int) -> None:
+    if mask is None:
+        return
+    left = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocabulary]
+    if params.min_tokens:
+        left[[token for token in ends if token < vocabulary]] = 0
+    if not left.any():
+        raise ValueError("allowed_token_ids, bad_words and min_tokens leave no token to choose; allow another one")

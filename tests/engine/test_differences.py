@@ -1,0 +1,109 @@
+"""Each line of the table of differences from vLLM says what the engine does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import compiled_llm
+from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm_ops import sample_tokens
+from support.pages import DOCS
+from support.sampling_cases import arguments
+from support.tiny_models import tiny_qwen3
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    model = tiny_qwen3(eos_token_id=None, num_hidden_layers=1)
+    compiled_llm.wrap(model, mode="eager", kv_memory="200 tokens", page_size=4, progress=False)
+    with Engine(model) as engine:
+        yield engine
+
+
+def drawn(probabilities: list[float], **settings: Any) -> set[int]:
+    """The tokens that can be drawn."""
+    uniform = torch.linspace(0, 0.9999, 500, dtype=torch.float64)
+    logits = torch.tensor([probabilities]).log().expand(500, -1)
+    return set(sample_tokens(*arguments(logits, uniform, [Sampling(**settings)] * 500)).tolist())
+
+
+def min_p_comes_last(engine: Engine) -> None:
+    """Before top-p it would leave the first two alone, and the first has more than half of their mass."""
+    assert drawn([0.33, 0.27, 0.2, 0.2], top_p=0.5, min_p=0.7) == {0, 1}
+
+
+def ties_are_kept(engine: Engine) -> None:
+    assert drawn([0.4, 0.2, 0.2, 0.2], top_p=0.5) == {0, 1, 2, 3}
+
+
+def small_temperatures_count(engine: Engine) -> None:
+    nearly = torch.tensor([0.5, 0.5]).log() + torch.tensor([0.0, -1e-6])
+    assert drawn(nearly.exp().tolist(), temperature=1e-6) == {0, 1}
+
+
+def seeds_have_a_range(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="seed"):
+        SamplingParams(seed=2**62)
+    first, second = (engine.generate([5, 6], SamplingParams(seed=2**62 - 1))[0].token_ids for _ in range(2))
+    assert first == second
+
+
+def greedy_answers_are_equal(engine: Engine) -> None:
+    output = engine.generate([5, 6], SamplingParams(temperature=0, n=3, max_tokens=4))[0]
+    assert len({tuple(answer.token_ids) for answer in output.outputs}) == 1
+
+
+def pages_are_a_limit(engine: Engine) -> None:
+    output = engine.generate([5, 6], SamplingParams(temperature=0, max_tokens=None))[0]
+    assert len(output.token_ids) < 250
+
+
+def biases_are_limited(engine: Engine) -> None:
+    for bias in (dict.fromkeys(range(301), 1.0), {5: 101.0}):
+        with pytest.raises(ValueError, match="logit_bias"):
+            SamplingParams(logit_bias=bias)
+
+
+def words_are_single_tokens(engine: Engine) -> None:
+    class Letters:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [ord(letter) for letter in text.strip()]
+
+    with Engine(engine._model, tokenizer=Letters()) as other, pytest.raises(ValueError, match="'ab' is 2 tokens"):
+        other.submit([5], SamplingParams(bad_words=["ab"]))
+
+
+def nothing_left_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="leave no token"):
+        engine.submit([5], SamplingParams(allowed_token_ids=[9], stop_token_ids=[9], min_tokens=1))
+
+
+DIFFERENCES: dict[str, Callable[[Engine], None]] = {
+    "min_p": min_p_comes_last,
+    "top_p": ties_are_kept,
+    "temperature": small_temperatures_count,
+    "seed": seeds_have_a_range,
+    "n": greedy_answers_are_equal,
+    "max_tokens=None": pages_are_a_limit,
+    "logit_bias": biases_are_limited,
+    "bad_words": words_are_single_tokens,
+    "allowed_token_ids": nothing_left_is_refused,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_each_difference(name: str, engine: Engine) -> None:
+    DIFFERENCES[name](engine)
+
+
+def test_the_table_has_them_all() -> None:
+    page = (DOCS / "how-to" / "engine.md").read_text()
+    table = page.partition("<!-- differences from vLLM -->")[2].partition("<!-- end of differences -->")[0]
+    assert re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE) == list(DIFFERENCES)

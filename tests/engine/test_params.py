@@ -1,0 +1,236 @@
+"""``SamplingParams``: what they do to tokens is what HuggingFace's processors do, and what is impossible is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
+
+import compiled_llm
+from compiled_llm.engine import scheduler
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.params import SamplingParams
+from support.tiny_models import tiny_qwen3
+
+ENDS = [2, 5, 31, 77, 90, 101]
+VOCABULARY = 128
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.9},
+    "repetition": {"repetition_penalty": 1.6},
+    "bias": {"logit_bias": {3: 4.0, 40: -100, 77: 1.5}},
+    "allowed": {"allowed_token_ids": list(range(0, VOCABULARY, 3))},
+    "bad words": {"bad_words": ["9", "12", "57"]},
+    "min_tokens": {"min_tokens": 9},
+    "stops": {"stop_token_ids": list(range(60, 70)), "ignore_eos": True},
+}
+
+
+class Numbers:
+    """A tokenizer of words that are token ids."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [int(word) for word in text.split()]
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, tokens))
+
+
+class OpenAiPenalties(LogitsProcessor):
+    """As OpenAI's API describes them: only what was generated counts."""
+
+    def __init__(self, prompt: int, params: SamplingParams) -> None:
+        self.prompt, self.params = prompt, params
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        times = torch.stack([torch.bincount(row[self.prompt :], minlength=scores.shape[1]) for row in input_ids])
+        return scores - self.params.frequency_penalty * times - self.params.presence_penalty * (times > 0)
+
+
+def by_huggingface(model: Any, prompt: list[int], params: SamplingParams) -> list[int]:
+    """What ``generate`` makes of a greedy request."""
+    ends = [*(params.stop_token_ids or ()), *([] if params.ignore_eos else ENDS)]
+    allowed = params.allowed_token_ids or range(VOCABULARY)
+    options: dict[str, Any] = {
+        "sequence_bias": {(token,): float(bias) for token, bias in (params.logit_bias or {}).items()} or None,
+        "bad_words_ids": [[int(word)] for word in params.bad_words or ()] or None,
+        "suppress_tokens": [token for token in range(VOCABULARY) if token not in allowed] or None,
+        "eos_token_id": ends,
+        "logits_processor": LogitsProcessorList(
+            [
+                OpenAiPenalties(len(prompt), params),
+                MinNewTokensLengthLogitsProcessor(len(prompt), params.min_tokens, [*ENDS, *ends]),
+            ]
+        ),
+    }
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=params.max_tokens,
+        do_sample=False,
+        repetition_penalty=params.repetition_penalty,
+        **{name: value for name, value in options.items() if value is not None},
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return tiny_qwen3(eos_token_id=ENDS)
+
+
+def make_engine(tokens: int = 4000, **options: Any) -> Engine:
+    model = tiny_qwen3(eos_token_id=ENDS)
+    compiled_llm.wrap(
+        model, mode="eager", max_batch_size=16, page_size=16, kv_memory=f"{tokens} tokens", progress=False
+    )
+    return Engine(model, tokenizer=Numbers(), **options)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with make_engine() as engine:
+        yield engine
+
+
+def test_every_pair_of_settings_equals_huggingface_in_one_batch(plain: Any, engine: Engine, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    requests = []
+    for first, second in itertools.combinations_with_replacement(SETTINGS, 2):
+        length = int(torch.randint(1, 20, (), generator=generator))
+        prompt = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        requests.append((prompt, SamplingParams(**SETTINGS[first] | SETTINGS[second], temperature=0, max_tokens=14)))
+    outputs = engine.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    for (prompt, params), output in zip(requests, outputs, strict=True):
+        assert output.token_ids == by_huggingface(plain, prompt, params), params
+
+
+def test_preempted_requests_go_on_with_what_they_have_counted(
+    plain: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(Loop, "asynchronous", True)
+    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer than that: requests are preempted
+    everything = {name: value for settings in SETTINGS.values() for name, value in settings.items()}
+    each = [everything, {}, SETTINGS["frequency"], SETTINGS["min_tokens"], SETTINGS["presence"], everything]
+    params = [SamplingParams(**settings, temperature=0, max_tokens=40) for settings in each]
+    prompts = torch.randint(3, VOCABULARY, (len(each), 12), generator=torch.Generator().manual_seed(seed)).tolist()
+    with make_engine(tokens=112, max_rows=6) as engine:
+        outputs = engine.generate(prompts, params)
+        assert engine.stats().preemptions > 0
+    for prompt, own, output in zip(prompts, params, outputs, strict=True):
+        assert output.token_ids == by_huggingface(plain, prompt, own), own
+
+
+def test_several_answers_count_their_own_tokens(engine: Engine) -> None:
+    together = {"frequency_penalty": 2.0, "presence_penalty": 1.0, "logit_bias": {7: 5.0}, "min_tokens": 4}
+    answers = engine.generate([5, 6, 7], SamplingParams(n=4, seed=3, max_tokens=12, **together))[0].outputs
+    for answer in answers:
+        (alone,) = engine.generate([5, 6, 7], SamplingParams(seed=3 + answer.index, max_tokens=12, **together))
+        assert answer.token_ids == alone.token_ids
+
+
+@pytest.mark.whole
+def test_ten_thousand_draws_follow_the_distribution(plain: Any, engine: Engine) -> None:
+    """The first token; what it has not written yet costs an answer nothing."""
+    prompt, bias = [5, 6, 7], {7: 2.0, 9: -1.0, 44: 3.0}
+    how = {"temperature": 1.3, "presence_penalty": 1.5, "frequency_penalty": -0.5, "logit_bias": bias, "min_tokens": 1}
+    params = SamplingParams(**how, bad_words=["12"], max_tokens=1, n=16)
+    counts = torch.zeros(VOCABULARY)
+    for seed in range(0, 10_000, 16):
+        output = engine.generate(prompt, dataclasses.replace(params, seed=seed))[0]
+        counts += torch.bincount(torch.tensor([answer.token_ids[0] for answer in output.outputs]), minlength=VOCABULARY)
+    with torch.no_grad():
+        logits = plain(torch.tensor([prompt])).logits[0, -1].double()
+    for token, value in bias.items():
+        logits[token] += value
+    logits[[*ENDS, 12]] = -torch.inf
+    expected = (logits / 1.3).softmax(dim=0) * counts.sum()
+    assert counts[expected == 0].sum() == 0
+    large = expected >= 5
+    statistic = float(((counts - expected)[large] ** 2 / expected[large]).sum())
+    freedom = int(large.sum()) - 1
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5, (statistic, freedom)
+
+
+# ---- what is impossible
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"n": 0}, "n=0 must be 1 or more"),
+    ({"presence_penalty": 2.5}, "presence_penalty=2.5 must be from -2 to 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty=-3 must be from -2 to 2"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty=nan must be from -2 to 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty=0 must be above 0"),
+    ({"temperature": -1}, "temperature=-1 must be 0 or more"),
+    ({"temperature": "hot"}, "temperature='hot' must be 0 or more"),
+    ({"top_p": 0}, "top_p=0 must be above 0 and at most 1"),
+    ({"top_k": -2}, "top_k=-2 must be 0 or more"),
+    ({"top_k": 1.5}, "top_k=1.5 must be 0 or more"),
+    ({"min_p": True}, "min_p=True must be from 0 to 1"),
+    ({"seed": -2}, "seed=-2 must be from 0 to 2"),
+    ({"max_tokens": 0}, "max_tokens=0 must be 1 or more"),
+    ({"min_tokens": -1}, "min_tokens=-1 must be 0 or more"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 must be at most max_tokens=4"),
+    ({"stop_token_ids": ["x"]}, "stop_token_ids=['x'] must be token ids"),
+    ({"stop_token_ids": 5}, "stop_token_ids=5 must be token ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids=[] must be token ids, one at least"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids=[-1] must be token ids"),
+    ({"bad_words": "word"}, "bad_words='word' must be words"),
+    ({"bad_words": [" "]}, "bad_words=[' '] must be words, none of them empty"),
+    ({"logit_bias": {5: 101}}, "logit_bias={5: 101} must be from -100 to 100, for 300 tokens at most"),
+    ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} must be from"),
+    ({"logit_bias": dict.fromkeys(range(301), 1)}, "for 300 tokens at most"),
+    *(({name: None}, f"{name}: the engine does not serve this") for name in ("stop", "logprobs", "prompt_logprobs")),
+    *(({name: True}, f"{name}: the engine") for name in ("include_stop_str_in_output", "skip_special_tokens")),
+    *(({name: []}, f"{name}: the engine") for name in ("logits_processors", "structured_outputs")),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_impossible_settings_name_field_value_and_range(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        SamplingParams(**values)
+    assert str(caught.value).startswith("SamplingParams: ")
+
+
+AT_SUBMIT: list[tuple[dict[str, Any], str]] = [
+    ({"logit_bias": {VOCABULARY: 1}}, "logit_bias: token ids are from 0 to 127; got 128"),
+    ({"allowed_token_ids": [3, 900]}, "allowed_token_ids: token ids are from 0 to 127; got 900"),
+    ({"bad_words": ["3 4"]}, "bad_words: '3 4' is 2 tokens"),
+    ({"allowed_token_ids": [9], "bad_words": ["9"]}, "leave no token to choose"),
+    ({"allowed_token_ids": ENDS, "min_tokens": 1}, "leave no token to choose"),
+    ({"min_tokens": 1023, "max_tokens": None}, "min_tokens=1023: there is room for 1022"),
+    ({"min_tokens": 1, "stop_token_ids": range(600)}, "min_tokens=1: 600 tokens are biased or end an answer"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), AT_SUBMIT, ids=lambda value: str(value)[:40])
+def test_what_does_not_fit_the_model_is_refused_by_submit(engine: Engine, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        engine.submit([5, 6], SamplingParams(**values))
+    assert engine.submit([5, 6], SamplingParams(max_tokens=2)).result(timeout=60).outputs
+
+
+def test_words_need_a_tokenizer() -> None:
+    model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode="eager", progress=False)
+    with Engine(model) as engine, pytest.raises(ValueError, match="bad_words: words need a tokenizer"):
+        engine.submit([5, 6], SamplingParams(bad_words=["x"]))
+
+
+def test_params_do_not_change_with_what_they_were_made_of() -> None:
+    bias, stops = {5: 1.0}, [7]
+    params = SamplingParams(logit_bias=bias, stop_token_ids=stops)
+    bias[6], stops[0] = 2.0, 8
+    assert params == SamplingParams(logit_bias={5: 1.0}, stop_token_ids=[7])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 1.0  # type: ignore[misc]
