@@ -49,6 +49,7 @@ class Driver:
     Attributes:
         check: looks at the model.
         loop: runs steps on the model as it is placed now; None before the first request.
+        turns: which thread runs the loop.
         handles: of the requests that have not ended.
         closed: whether it runs no more.
     """
@@ -77,7 +78,7 @@ class Driver:
         self._past = EngineStats()
         self._inbox = Inbox()
         self._changed = self._inbox.changed
-        self._turns = Turns(self._changed)
+        self.turns = Turns(self._changed)
         weakref.finalize(self, self._inbox.close).atexit = False
         self._thread: threading.Thread | None = None
 
@@ -115,7 +116,7 @@ class Driver:
     @property
     def open(self) -> bool:
         """Whether it takes requests, in this process."""
-        return not self.closed and self._turns.in_this_process
+        return not self.closed and self.turns.in_this_process
 
     @property
     def busy(self) -> bool:
@@ -137,9 +138,9 @@ class Driver:
         """
         # Without gradients, as ``generate``: each step would have to leave that world otherwise.
         with deferred(), torch.no_grad():
-            while self._turns.begin(done):
+            while self.turns.begin(done):
                 try:
-                    self._run(lambda: bool(done() or self._turns.pausing))
+                    self._run(lambda: bool(done() or self.turns.pausing))
                 finally:
                     self._leave()
 
@@ -160,11 +161,6 @@ class Driver:
                     handle.cancel()
                 self._receive_unless_running()
 
-    @property
-    def here(self) -> bool:
-        """Whether this thread runs the loop, or has paused it."""
-        return self._turns.here
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let no thread run the loop for the block, once the step that it is in has been launched and read.
@@ -172,7 +168,7 @@ class Driver:
         Raises:
             RuntimeError: this thread runs it, or it belongs to another process.
         """
-        self._turns.pause()
+        self.turns.pause()
         try:
             if self.loop is not None:
                 with self._runtime.loop_lock.taken():
@@ -184,7 +180,7 @@ class Driver:
 
     def _receive_unless_running(self) -> None:
         """Take messages, unless somebody runs the loop, who takes them."""
-        if not (self._inbox and self._turns.begin_if_free()):
+        if not (self._inbox and self.turns.begin_if_free()):
             return
         try:
             if self.loop is not None:
@@ -195,7 +191,7 @@ class Driver:
 
     def _leave(self) -> None:
         self._runtime.loop_lock.claim_pages(self, None)
-        self._turns.leave()
+        self.turns.leave()
 
     def start_thread(self) -> None:
         """Let a thread of our own run the loop while there are requests."""
@@ -233,7 +229,7 @@ class Driver:
             if loop.idle:
                 del loop  # while nothing runs, nobody here holds device memory
                 with self._changed:
-                    self._turns.wait_until(lambda: self._inbox or done())
+                    self.turns.wait_until(lambda: self._inbox or done())
                 continue
             with self._runtime.loop_lock.taken():
                 self._work(loop, done)
@@ -366,7 +362,7 @@ class Driver:
     def let_go(self) -> None:
         """Hold the device side no more, which is about to be made anew; unless requests run on it, which then end."""
         with self._changed:
-            if not self._turns.elsewhere and self.loop is not None and self.loop.idle:
+            if not self.turns.elsewhere and self.loop is not None and self.loop.idle:
                 self._drop_loop()
                 self.check.forget()
 
@@ -375,7 +371,7 @@ class Driver:
         had_pages = self.loop is not None and bool(self.loop.scheduler.running)
         self._inbox.forget_other_threads()
         self._changed, self._thread = self._inbox.changed, None
-        self._turns.forget_other_threads(self._changed)
+        self.turns.forget_other_threads(self._changed)
         for handle in set(self.handles.values()):
             handle.forget_other_threads()
         self.handles.clear()

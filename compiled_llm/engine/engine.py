@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral, Real
 from types import TracebackType
 from typing import Any
 
@@ -58,12 +59,12 @@ class Engine:
             ValueError: a number is impossible.
         """
         self._runtime = _wrapped(model)
-        if max_rows < 1:
-            raise ValueError(f"max_rows={max_rows}: give 1 or more")
-        if max_step_ms is not None and not max_step_ms > 0:
-            raise ValueError(f"max_step_ms={max_step_ms}: give milliseconds above 0, or None for no limit")
-        if max_queue is not None and max_queue < 1:
-            raise ValueError(f"max_queue={max_queue}: give 1 or more, or None for no limit")
+        if not _is_count(max_rows):
+            raise ValueError(f"max_rows={max_rows!r}: give 1 or more")
+        if max_step_ms is not None and not (isinstance(max_step_ms, Real) and max_step_ms > 0):
+            raise ValueError(f"max_step_ms={max_step_ms!r}: give milliseconds above 0, or None for no limit")
+        if max_queue is not None and not _is_count(max_queue):
+            raise ValueError(f"max_queue={max_queue!r}: give 1 or more, or None for no limit")
         self._runtime.make_room(max_rows)
         self._model = model
         self._max_rows = max_rows
@@ -154,7 +155,9 @@ class Engine:
 
     def _enter(self, groups: Sequence[Sequence[Request]]) -> list[RequestHandle]:
         decode = None if self._tokenizer is None else self._decode
-        handles = [RequestHandle(group, self._driver.cancel, decode) for group in groups]
+        handles = [
+            RequestHandle(group, self._driver.cancel, decode, self._driver.turns.check_elsewhere) for group in groups
+        ]
         self._driver.add(handles, self._max_queue)
         return handles
 
@@ -170,20 +173,21 @@ class Engine:
 
     # ---- around them
 
-    def warmup(self, rows: Sequence[int] | None = None) -> None:
+    def warmup(self, rows: int | Sequence[int] | None = None) -> None:
         """Compile and record what steps of these sizes need, so that no request waits for it.
 
         Args:
-            rows: how many requests will run at once, several numbers; 1 to ``max_rows`` if None.
+            rows: how many requests will run at once, one number or several; 1 to ``max_rows`` if None.
 
         Raises:
-            ValueError: a number is not between 1 and ``max_rows``.
+            ValueError: one is no whole number between 1 and ``max_rows``.
         """
         self._check_open()
         self._driver.check.look()
-        sizes = buckets_up_to(self._max_rows) if rows is None else list(rows)
-        if wrong := [size for size in sizes if not 1 <= size <= self._max_rows]:
-            raise ValueError(f"rows: {wrong[0]!r} is not between 1 and max_rows={self._max_rows}")
+        given = buckets_up_to(self._max_rows) if rows is None else rows
+        sizes = list(given) if isinstance(given, Iterable) else [given]
+        if wrong := [size for size in sizes if not (_is_count(size) and size <= self._max_rows)]:
+            raise ValueError(f"rows: {wrong[0]!r} is not a whole number between 1 and max_rows={self._max_rows}")
         with self._driver.paused():
             self._runtime.prepare(sizes)
 
@@ -244,6 +248,10 @@ class Engine:
     ) -> None:
         """Close it."""
         self.close()
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _wrapped(model: object) -> Runtime:

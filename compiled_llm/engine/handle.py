@@ -30,6 +30,7 @@ class RequestHandle:
         requests: Sequence[Request],
         cancel: Callable[[Sequence[Request]], None],
         decode: Callable[[list[int]], str] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait for requests.
 
@@ -37,10 +38,12 @@ class RequestHandle:
             requests: the answers to one prompt.
             cancel: ends requests.
             decode: turns tokens into text.
+            check: raises an error in a thread that must not wait, because the engine does not run meanwhile.
         """
         self.requests = requests
         self._cancel = cancel
         self._decode = decode
+        self._check = check
         self._changed = threading.Condition()
         self._waiting = 0  # threads
         self._listeners: set[Callable[[], object]] = set()
@@ -51,7 +54,9 @@ class RequestHandle:
         return f"<{type(self).__name__}: {', '.join(map(str, tokens))} tokens, {', '.join(reasons)}>"
 
     def _reasons(self) -> list[str]:
-        return [request.finish_reason or "running" for request in self.requests]
+        rows = [request.row for request in self.requests]
+        both = zip(self.requests, rows, strict=True)
+        return [request.finish_reason or ("waiting" if row is None else "running") for request, row in both]
 
     @property
     def done(self) -> bool:
@@ -74,6 +79,7 @@ class RequestHandle:
 
         Raises:
             TimeoutError: it has not ended by then; it goes on.
+            RuntimeError: it cannot end meanwhile, because this thread has paused the engine, or runs it.
             Exception: what ended an answer with the finish reason ``"error"``.
         """
         if not self._wait_until(lambda: self.done, timeout):
@@ -112,6 +118,8 @@ class RequestHandle:
             raise error
 
     def _wait_until(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        if not ready():
+            self._check()
         with self._changed:
             self._waiting += 1  # whoever does not see this has changed everything before, and ``ready`` is asked now
             try:

@@ -44,6 +44,8 @@ def requests_for(
         ValueError: the prompt is impossible, or with its answer never fits the positions or the pages; how it is to
             wait is impossible; or its settings do not fit the model.
     """
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params: give SamplingParams(...); got a {type(params).__name__}")
     _check_waiting(priority, timeout, salt)
     ids, now = token_ids(prompt, tokenizer, device_model.vocabulary), time.monotonic()
     most = _most_new(len(ids), params.max_tokens, device_model)
@@ -85,12 +87,13 @@ def _most_new(prompt: int, max_tokens: int | None, device_model: DeviceModel) ->
         ValueError: they never fit.
     """
     left, pool = device_model.max_positions - prompt, device_model.pool
+    _check_prompt(prompt, device_model)
     room = pool.total * pool.page_size - prompt + 1  # the last token is never stored
     most = min(left, max(1, room)) if max_tokens is None else int(max_tokens)
-    if left < 1 or most > left:
+    if most > left:
         raise ValueError(
             f"max_tokens={max_tokens}: with a prompt of {prompt} tokens that is more than the model's "
-            f"{device_model.max_positions} positions; shorten the prompt, or give at most {max(0, left)}"
+            f"{device_model.max_positions} positions; shorten the prompt, or give at most {left}"
         )
     needed = pool.pages_for(prompt + most - 1)
     if needed > pool.total:
@@ -99,6 +102,20 @@ def _most_new(prompt: int, max_tokens: int | None, device_model: DeviceModel) ->
             f"{pool.page_size} tokens, and there are {pool.total}; give fewer, or wrap with a larger kv_memory"
         )
     return most
+
+
+def _check_prompt(tokens: int, device_model: DeviceModel) -> None:
+    """Check that there is room for one token after a prompt."""
+    positions, pool = device_model.max_positions, device_model.pool
+    if tokens >= positions:
+        raise ValueError(
+            f"prompt: {tokens} tokens leave no room for an answer in the model's {positions} positions; shorten it"
+        )
+    if (needed := pool.pages_for(tokens)) > pool.total:
+        raise ValueError(
+            f"prompt: {tokens} tokens and an answer of one need {needed} pages of {pool.page_size} tokens, and there "
+            f"are {pool.total}; shorten it, or wrap with a larger kv_memory"
+        )
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:

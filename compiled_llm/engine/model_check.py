@@ -29,6 +29,8 @@ class ModelCheck:
         """Return why the model can serve no request now, and what to do."""
         if runtime_of(self._model) is not self._runtime:
             return "the model was unwrapped; wrap it, and make another engine"
+        if self._model.training:
+            return "the wrapped model is in training mode, where dropout changes tokens; call model.eval() first"
         if (reason := self._runtime.obstacle()) is not None:
             return f"the engine cannot run this model now ({reason.id}: {reason}). {reason.advice}"
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _is_one(prompts: Any) -> bool:
     if isinstance(prompts, (torch.Tensor, np.ndarray)):
         return prompts.ndim < 2
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer, Mapping)))
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+        return True  # what is no prompt is refused as one
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], (Real, Mapping))
 
 
 def token_ids(prompt: Prompt, tokenizer: Any, vocabulary: int) -> NDArray[np.int64]:
@@ -36,6 +39,8 @@ def token_ids(prompt: Prompt, tokenizer: Any, vocabulary: int) -> NDArray[np.int
         ValueError: there are no tokens, there is one that the model does not have, or no tokenizer.
     """
     ids = np.asarray(_ids(prompt, tokenizer))
+    if ids.ndim > 1 and ids.dtype.kind == "f":
+        raise ValueError("prompt: embeddings are not served; give token ids, or call model.generate(inputs_embeds=...)")
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"prompt: give one sequence of token ids; got {ids.dtype} of shape {list(ids.shape)}")
     if ids.size == 0:
@@ -47,16 +52,46 @@ def token_ids(prompt: Prompt, tokenizer: Any, vocabulary: int) -> NDArray[np.int
 
 def _ids(prompt: Prompt, tokenizer: Any) -> Any:
     if isinstance(prompt, torch.Tensor):
-        return prompt.cpu().numpy()
-    text = isinstance(prompt, str)
-    chat = not text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-    if not (text or chat):
+        return (prompt.float() if prompt.is_floating_point() else prompt).detach().cpu().numpy()
+    if isinstance(prompt, np.ndarray):
         return prompt
+    if isinstance(prompt, str):
+        return _with_tokenizer(tokenizer, "text needs")(prompt)["input_ids"]
+    _check_kind(prompt)
+    if not (len(prompt) > 0 and isinstance(prompt[0], Mapping)):
+        return prompt
+    _check_is_text(prompt)
+    chat = _with_tokenizer(tokenizer, "messages need").apply_chat_template
+    return chat(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def _check_kind(prompt: Any) -> None:
+    if not isinstance(prompt, Sequence):
+        kind = type(prompt).__name__
+        ids = ' (["input_ids"] of it)' if isinstance(prompt, Mapping) else ""
+        raise ValueError(
+            f"prompt: got a{'n' * (kind[0] in 'aeiou')} {kind}; give token ids{ids}, text or the messages of a chat"
+        )
+    if prompt and isinstance(prompt[0], (str, Sequence, np.ndarray)):
+        kinds = "texts" if isinstance(prompt[0], str) else "sequences"
+        raise ValueError(f"prompt: got several {kinds}; engine.generate takes several prompts, submit one")
+
+
+def _check_is_text(messages: Sequence[Any]) -> None:
+    """Check that no message has an image or the like: tokenizers may drop it, or write a token in its place."""
+    for message in messages:
+        parts = message.get("content") if isinstance(message, Mapping) else None
+        for part in parts if isinstance(parts, Sequence) and not isinstance(parts, str) else ():
+            if isinstance(part, Mapping) and part.get("type", "text") != "text":
+                raise ValueError(
+                    f"prompt: a message has a part of type {part['type']!r}; the engine serves text alone, and "
+                    "model.generate takes what the model's processor returns"
+                )
+
+
+def _with_tokenizer(tokenizer: Any, what: str) -> Any:
     if tokenizer is None:
         raise ValueError(
-            f"prompt: {'text needs' if text else 'messages need'} a tokenizer; give "
-            "compiled_llm.Engine(model, tokenizer=tokenizer), or token ids"
+            f"prompt: {what} a tokenizer; give compiled_llm.Engine(model, tokenizer=tokenizer), or token ids"
         )
-    if text:
-        return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return tokenizer

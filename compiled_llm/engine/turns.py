@@ -58,7 +58,7 @@ class Turns:
             RuntimeError: this thread runs it already, or has paused it.
         """
         with self._changed:
-            self._check_elsewhere()
+            self.check_elsewhere()
             self.wait_until(lambda: done() or (self._runner is None and not self.pausing))
             return not done() and self._take()
 
@@ -77,7 +77,7 @@ class Turns:
         with self._changed:
             if not self.in_this_process:
                 raise RuntimeError("the engine belongs to the process that made it; make one in this process")
-            self._check_elsewhere()
+            self.check_elsewhere()
             self.pausing += 1
             try:
                 self.wait_until(lambda: self._runner is None)
@@ -102,6 +102,11 @@ class Turns:
         self._runner = threading.get_ident()
         return True
 
-    def _check_elsewhere(self) -> None:
+    def check_elsewhere(self) -> None:
+        """Check that this thread may wait for the loop.
+
+        Raises:
+            RuntimeError: it runs it, or has paused it.
+        """
         if self.here:
             raise RuntimeError("the engine is paused, or running, in this thread; call this from outside of it")

@@ -26,7 +26,7 @@ def engine_to_join(call: Call) -> Driver | None:
     driver = call.runtime.engine()
     if not isinstance(driver, Driver) or not driver.open or not (driver.busy or call.runtime.loop_lock.busy):
         return None
-    if driver.here or not _fits(call):  # inside ``engine.paused()``; or it will be refused
+    if driver.turns.here or not _fits(call):  # inside ``engine.paused()``; or it will be refused
         return None
     alone = call.returns_cache or call.waits is not None or call.cache.runner.rows or callbacks_of(call)
     return None if alone else driver
@@ -57,7 +57,7 @@ def run_in_engine(
     check_fits(call.device_model, call.lengths, call.most_new, needed=0)
     sequences = Sequences(call)
     requests = _requests(call, sequences, settings)
-    handle = RequestHandle(requests, driver.cancel)
+    handle = RequestHandle(requests, driver.cancel, check=driver.turns.check_elsewhere)
     driver.add([handle])
     driver.answer([handle])
     for request in requests:

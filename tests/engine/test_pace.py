@@ -89,5 +89,5 @@ def test_warmup_prepares_all_sizes(seed):
     with compiled_llm.Engine(model, max_rows=20) as engine:
         engine.warmup()
         assert model.compiled.stats().buckets == [1, 2, 4, 8, 16, 20]
-        with pytest.raises(ValueError, match="rows: 21 is not between 1 and max_rows=20"):
+        with pytest.raises(ValueError, match="rows: 21 is not a whole number between 1 and max_rows=20"):
             engine.warmup([21])

@@ -1,0 +1,174 @@
+"""What an engine cannot do is refused before anything changes, and said with the way out; the next request works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import BatchEncoding, GenerationConfig, PreTrainedModel
+
+import compiled_llm
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.params import SamplingParams
+from support.parity import assert_account_is_empty
+from support.tiny_models import tiny_qwen3
+
+PATIENCE = 60
+LONG = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+IMAGE: Any = [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What?"}]}]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    model = tiny_qwen3(eos_token_id=None, num_hidden_layers=1)
+    options: dict[str, Any] = {"mode": "eager", "max_batch_size": 4, "page_size": 16, "progress": False}
+    return compiled_llm.wrap(model, kv_memory="640 tokens", **options)
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel, one_thread: None) -> Iterator[Engine]:
+    with Engine(model) as engine:
+        yield engine
+        assert len(engine.generate([5, 6], SamplingParams(max_tokens=2))[0].token_ids) == 2
+    assert_account_is_empty(model)
+
+
+class Tokenizer:
+    """Would be asked for a chat."""
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([], "it is empty"),
+        ([5, 128], "from 0 to 127; got 5 to 128"),
+        ([-1], "got -1 to -1"),
+        ([1.5], r"token ids; got float64 of shape \[1\]"),
+        ([True, False], "got bool"),
+        ([[1, 2], [3]], "several sequences; engine.generate takes several prompts"),
+        (torch.ones(2, 3, dtype=torch.long), r"got int64 of shape \[2, 3\]"),
+        (torch.randn(3, 64), "embeddings are not served; give token ids"),
+        (torch.randn(1, 3, 64, dtype=torch.bfloat16), "embeddings are not served; give token ids"),
+        (np.ones((3, 64), dtype=np.float32), "embeddings are not served; give token ids"),
+        (BatchEncoding({"input_ids": [5, 6]}), r"a BatchEncoding; give token ids \(\[\"input_ids\"\] of it\)"),
+        ({"prompt": "x", "multi_modal_data": {"image": None}}, "a dict; give token ids"),
+        (None, "a NoneType; give token ids, text or the messages of a chat"),
+        (5, "an int; give token ids, text or the messages of a chat"),
+        (["a", "b"], "several texts; engine.generate takes several prompts"),
+        ("text", "text needs a tokenizer"),
+        (IMAGE, "a message has a part of type 'image'; the engine serves text alone"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
+)
+def test_prompts(engine, prompt, said):
+    with pytest.raises(ValueError, match=f"prompt: .*{said}"):
+        engine.submit(prompt)
+    with pytest.raises(ValueError, match=f"prompt: .*{said}"):
+        engine.generate([[5, 6], prompt])
+    assert engine.stats().waiting == 0
+
+
+def test_a_message_with_an_image_is_refused_whatever_the_tokenizer_would_do(model, one_thread):
+    with Engine(model, tokenizer=Tokenizer()) as engine, pytest.raises(ValueError, match="part of type 'image'"):
+        engine.submit(IMAGE)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"input_ids": [5]}, BatchEncoding({"input_ids": [[5]]})])
+def test_what_is_no_list_of_prompts(engine, prompts):
+    with pytest.raises(ValueError, match=r"prompt: got .*; give token ids"):
+        engine.generate(prompts)
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "said"),
+    [
+        (10, 1020, "max_tokens=1020: .*1024 positions; shorten the prompt, or give at most 1014"),
+        (10, 800, "max_tokens=800: .*51 pages of 16 tokens, and there are 40; give fewer"),
+        (1024, 1, "prompt: 1024 tokens leave no room for an answer in the model's 1024 positions; shorten it"),
+        (700, None, "prompt: 700 tokens and an answer of one need 44 pages of 16 tokens, and there are 40; shorten it"),
+    ],
+)
+def test_what_never_fits_is_refused_with_numbers(engine, length, most, said):
+    with pytest.raises(ValueError, match=said):
+        engine.submit([5] * length, SamplingParams(max_tokens=most))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.submit([5], {"max_tokens": 3}),
+        lambda engine: engine.generate([5], GenerationConfig(max_new_tokens=3)),
+        lambda engine: engine.generate([[5]], [{}]),
+    ],
+)
+def test_settings_of_another_kind(engine, call):
+    with pytest.raises(ValueError, match=r"params: give SamplingParams\(\.\.\.\); got a (dict|GenerationConfig)"):
+        call(engine)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"max_rows": value} for value in (0, 1.5, "8", True)),
+        *({"max_queue": value} for value in (0, 1.5, "8", True)),
+        *({"max_step_ms": value} for value in (0, -1, float("nan"), "8")),
+    ],
+    ids=str,
+)
+def test_options(model, options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r}: give "):
+        Engine(model, **options)
+
+
+def test_sizes_to_warm_up(engine):
+    for rows in ([0], [1.5], 300, [True]):
+        with pytest.raises(ValueError, match="is not a whole number between 1 and max_rows=256"):
+            engine.warmup(rows)
+    engine.warmup(2)
+
+
+def test_a_model_in_training_mode(model, engine):
+    handle = engine.submit([5, 6], LONG)
+    next(iter(handle))
+    try:
+        with engine.paused(weights_stay=True):
+            model.train()
+        with pytest.raises(RuntimeError, match=r"call model.eval\(\) first"):
+            handle.result(timeout=PATIENCE)
+        with pytest.raises(RuntimeError, match=r"call model.eval\(\) first"):
+            engine.submit([5, 6])
+    finally:
+        model.eval()
+
+
+def test_waiting_where_the_engine_cannot_run(engine):
+    def refused(call: Callable[[], Any]) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        return str(caught.value)
+
+    errors: list[str] = []
+    with engine.paused(weights_stay=True):
+        handle = engine.submit([5, 6], LONG)
+        for wait in (handle.result, lambda: next(iter(handle))):
+            assert "paused, or running, in this thread" in refused(wait)
+        handle.when_changed(lambda: None if handle.done or errors else errors.append(refused(handle.result)))
+    assert len(handle.result(timeout=PATIENCE).token_ids) == 500
+    assert "paused, or running, in this thread" in errors[0]
+    with engine.paused(weights_stay=True):
+        assert handle.result().finish_reason == "length"  # nobody has to wait
+
+
+def test_how_far_a_handle_is(engine):
+    with engine.paused(weights_stay=True):
+        handle = engine.submit([5, 6], SamplingParams(n=2, max_tokens=3))
+        assert repr(handle) == "<RequestHandle: 0, 0 tokens, waiting, waiting>"
+    handle.result(timeout=PATIENCE)
+    assert repr(handle) == "<RequestHandle: 3, 3 tokens, length, length>"
