@@ -18,12 +18,10 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.inbox import Inbox
-from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.loop import Loop, LoopSettings
 from compiled_llm.engine.metrics import EngineStats, stats_of
 from compiled_llm.engine.model_check import ModelCheck
-from compiled_llm.engine.pace import Pace
 from compiled_llm.engine.request import FinishReason, Request
-from compiled_llm.engine.scheduler import Scheduler
 from compiled_llm.engine.turns import Turns
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime
@@ -54,23 +52,17 @@ class Driver:
         closed: whether it runs no more.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, runtime: Runtime, max_rows: int, max_step_ms: float | None, prefix_cache: bool
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, runtime: Runtime, settings: LoopSettings) -> None:
         """Begin without requests.
 
         Args:
             model: wrapped.
             runtime: its compiled side.
-            max_rows: how many requests run at once.
-            max_step_ms: how long a step may take; None for as long as it takes.
-            prefix_cache: keep pages of texts.
+            settings: what the user says of its loop.
         """
         self._model = model
         self._runtime = runtime
-        self._max_rows = max_rows
-        self._max_step_ms = max_step_ms
-        self._prefix_cache = prefix_cache
+        self._settings = settings
         self.check = ModelCheck(model, runtime)
         self.loop: Loop | None = None
         self.handles: dict[Request, RequestHandle] = {}
@@ -340,10 +332,7 @@ class Driver:
 
     def _new_loop(self, device_model: DeviceModel) -> Loop:
         device_model.prefixes.clear()  # who knows of which weights they are
-        prefixes = device_model.prefixes if self._prefix_cache else None
-        pace = Pace(self._max_step_ms, device_model.config.prefill_tokens)
-        scheduler = Scheduler(device_model.pool, self._max_rows, pace.tokens, prefixes)
-        return Loop(device_model, scheduler, pace, prefixes)
+        return Loop.of(device_model, self._settings)
 
     def _drop_loop(self) -> None:
         """Give all pages back, and hold the device side no more; what has been counted stays."""

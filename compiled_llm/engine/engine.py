@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 from transformers import PreTrainedModel
 
@@ -15,6 +15,8 @@ from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.driver import QueueFullError as QueueFullError
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import requests_for
+from compiled_llm.engine.logprobs import LogprobsMode, check_mode
+from compiled_llm.engine.loop import LoopSettings
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.output import RequestOutput
 from compiled_llm.engine.params import SamplingParams
@@ -42,6 +44,7 @@ class Engine:
         max_step_ms: float | None = None,
         prefix_cache: bool = True,
         max_queue: int | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         """Serve a wrapped model; nothing runs yet.
 
@@ -53,10 +56,12 @@ class Engine:
                 far as steps so far tell. None for chunks of ``prefill_tokens``, however long they take.
             prefix_cache: keep pages of texts, for later ones that begin like them.
             max_queue: how many requests may wait; None for any number.
+            logprobs_mode: what log-probabilities are of, as in vLLM: ``"raw_logprobs"``, what the model says, or
+                ``"processed_logprobs"``, what tokens are drawn from, after temperature, top-k, top-p and min-p.
 
         Raises:
             TypeError: the model is not wrapped.
-            ValueError: a number is impossible.
+            ValueError: a number is impossible, or there is no such mode.
         """
         self._runtime = _wrapped(model)
         if not _is_count(max_rows):
@@ -65,12 +70,15 @@ class Engine:
             raise ValueError(f"max_step_ms={max_step_ms!r}: give milliseconds above 0, or None for no limit")
         if max_queue is not None and not _is_count(max_queue):
             raise ValueError(f"max_queue={max_queue!r}: give 1 or more, or None for no limit")
+        if logprobs_mode not in get_args(LogprobsMode):
+            raise ValueError(f"logprobs_mode={logprobs_mode!r}: give one of {', '.join(get_args(LogprobsMode))}")
         self._runtime.make_room(max_rows)
         self._model = model
         self._max_rows = max_rows
         self._tokenizer = tokenizer
         self._max_queue = max_queue
-        self._driver = Driver(model, self._runtime, max_rows, max_step_ms, prefix_cache)
+        self._logprobs_mode = logprobs_mode
+        self._driver = Driver(model, self._runtime, LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode))
         self._runtime.engine = weakref.ref(self._driver)
         self._runtime.engines.add(self._driver)
 
@@ -149,9 +157,11 @@ class Engine:
         timeout: float | None = None,
         salt: Hashable = None,
     ) -> list[Request]:
-        return requests_for(
+        requests = requests_for(
             prompt, params, self._model, device_model, self._tokenizer, priority=priority, timeout=timeout, salt=salt
         )
+        check_mode(self._logprobs_mode, requests)
+        return requests
 
     def _enter(self, groups: Sequence[Sequence[Request]]) -> list[RequestHandle]:
         decode = None if self._tokenizer is None else self._decode

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from contextlib import contextmanager
 from typing import Any
 
+from compiled_llm.engine.logprobs import cumulative, token_logprobs
 from compiled_llm.engine.output import Completion, RequestOutput
 from compiled_llm.engine.request import Request, RequestError
 
@@ -104,7 +105,16 @@ class RequestHandle:
     def _completion(self, request: Request) -> Completion:
         tokens = list(request.tokens)
         text = None if self._decode is None else self._decode(tokens)
-        return Completion(request.index, tokens, request.finish_reason or "cancelled", text, request.error)
+        logprobs = token_logprobs(request, tokens)
+        return Completion(
+            index=request.index,
+            token_ids=tokens,
+            finish_reason=request.finish_reason or "cancelled",
+            text=text,
+            error=request.error,
+            logprobs=logprobs,
+            cumulative_logprob=None if logprobs is None else cumulative(logprobs, tokens),
+        )
 
     def raise_failure(self) -> None:
         """Raise what ended all requests, if this is how it ended."""

@@ -64,6 +64,7 @@ def requests_for(
             deadline=None if timeout is None else now + timeout,
             salt=salt,
             index=index,
+            logprobs=params.logprobs,
             leader=requests[0] if requests else None,
             submitted=now,
         )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.engine.logprobs import Arriving, LogprobsMode, Watch
 from compiled_llm.engine.pace import Pace
 from compiled_llm.engine.request import Request
 from compiled_llm.engine.scheduler import Chunk, Plan, Scheduler
@@ -23,11 +24,28 @@ from compiled_llm.kvcache.prefix_tree import PrefixTree
 
 
 class _Launched(NamedTuple):
-    """A step whose tokens have not been read: what it ran, where its tokens arrive, and how long it takes."""
+    """A step whose tokens have not been read: what it ran, what arrives of it where, and how long it takes."""
 
     plan: Plan
     readback: Readback
     timer: DeviceTimer | None
+    logprobs: list[Arriving]
+
+
+class LoopSettings(NamedTuple):
+    """What the user of an engine says of its loop.
+
+    Attributes:
+        max_rows: how many requests run at once.
+        max_step_ms: how long a step may take; None for as long as it takes.
+        prefix_cache: keep pages of texts.
+        logprobs_mode: of which distribution log-probabilities are.
+    """
+
+    max_rows: int
+    max_step_ms: float | None = None
+    prefix_cache: bool = True
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
 
 class Loop:
@@ -42,7 +60,12 @@ class Loop:
     """
 
     def __init__(
-        self, device_model: DeviceModel, scheduler: Scheduler, pace: Pace, prefixes: PrefixTree | None = None
+        self,
+        device_model: DeviceModel,
+        scheduler: Scheduler,
+        pace: Pace,
+        prefixes: PrefixTree | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         """Begin with nothing launched.
 
@@ -51,16 +74,26 @@ class Loop:
             scheduler: who runs when.
             pace: learns how long steps take.
             prefixes: keeps pages of texts that have been computed.
+            logprobs_mode: of which distribution log-probabilities are.
         """
         self._pace = pace
         self.device_model = device_model
         self.scheduler = scheduler
         self.prefixes = prefixes
         self._persistent = PersistentBatch(device_model.state, device_model.decode)
-        self._planned: tuple[Plan, Batch] | None = None  # the last plan, and what runs it
+        self._logprobs_mode = logprobs_mode
+        self._planned: tuple[Plan, Batch, Watch] | None = None  # the last plan, and what runs it
         self._launched: deque[_Launched] = deque()
         self.steps = 0
         self.stuck = False
+
+    @classmethod
+    def of(cls, device_model: DeviceModel, settings: LoopSettings) -> Loop:
+        """Return a loop on a model as it is placed now."""
+        prefixes = device_model.prefixes if settings.prefix_cache else None
+        pace = Pace(settings.max_step_ms, device_model.config.prefill_tokens)
+        scheduler = Scheduler(device_model.pool, settings.max_rows, pace.tokens, prefixes)
+        return cls(device_model, scheduler, pace, prefixes, settings.logprobs_mode)
 
     @property
     def idle(self) -> bool:
@@ -123,22 +156,25 @@ class Loop:
             self._admit(plan.extend)
         timer = DeviceTimer(self.device_model.device) if self._pace.bounded else None
         prepared = 0.0 if timer is None else self.device_model.events.preparing.seconds
-        step = self.device_model.run(self._batch_of(plan), self._persistent, unchanged)
+        batch, watch = self._batch_of(plan)
+        step = self.device_model.run(batch, self._persistent, unchanged)
         if timer is not None:
             timer.stop()
             if self.device_model.events.preparing.seconds > prepared:  # that takes longer than the device does
                 timer = None
-        self._launched.append(_Launched(plan, self.device_model.readbacks.start(step.tokens), timer))
+        readback = self.device_model.readbacks.start(step.tokens)
+        self._launched.append(_Launched(plan, readback, timer, watch.taken()))
 
-    def _batch_of(self, plan: Plan) -> Batch:
+    def _batch_of(self, plan: Plan) -> tuple[Batch, Watch]:
         """Return what runs a plan; the scheduler gives the same one again while nobody comes or goes."""
         if self._planned is None or self._planned[0] is not plan:
             rows, extend = (
                 [request.running_row for request in plan.decode],
                 [_extension(chunk) for chunk in plan.extend],
             )
-            self._planned = plan, Batch(rows, extend)
-        return self._planned[1]
+            watch = Watch(self.device_model, (plan.decode, plan.ending), self._logprobs_mode)
+            self._planned = plan, Batch(rows, extend, observer=watch.see if watch else None), watch
+        return self._planned[1:]
 
     def _admit(self, chunks: Sequence[Chunk]) -> None:
         """Give new rows slots, with their settings."""
@@ -162,6 +198,8 @@ class Loop:
 
     def _read(self, step: _Launched) -> list[Request]:
         tokens = step.readback.result()
+        for arriving in step.logprobs:
+            arriving.hand_out()  # before the tokens: whoever sees one finds what belongs to it
         if step.timer is not None:
             self._pace.ran(len(step.plan.decode), sum(len(chunk.ids) for chunk in step.plan.extend), step.timer.seconds)
         return self.scheduler.read(step.plan.choosing, tokens, time.monotonic())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from compiled_llm.engine.logprobs import Logprob
 from compiled_llm.engine.request import FinishReason
 
 
@@ -18,6 +19,9 @@ class Completion:
             ``"timeout"``, or ``"error"``.
         text: the tokens decoded, special ones left out; None if the engine has no tokenizer.
         error: what ended it, with ``"error"``.
+        logprobs: for each token, with ``SamplingParams(logprobs=...)``: by token id, its own entry first, then those of
+            the likeliest tokens.
+        cumulative_logprob: the sum over its tokens.
     """
 
     index: int
@@ -25,6 +29,8 @@ class Completion:
     finish_reason: FinishReason
     text: str | None = None
     error: BaseException | None = field(default=None, repr=False)
+    logprobs: list[dict[int, Logprob]] | None = field(default=None, repr=False)
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ MOST_BIASED = 300
 """How many tokens ``logit_bias`` may have, as in OpenAI's API."""
 
 _LATER = (
-    *("stop", "include_stop_str_in_output", "skip_special_tokens", "logprobs", "prompt_logprobs"),
+    *("stop", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
     *("structured_outputs", "guided_decoding", "logits_processors", "best_of"),
 )
 """Names that vLLM's users know and the engine does not serve."""
@@ -40,8 +40,9 @@ _RULES = {
     "seed": _Rule(Integral, lambda value: -1 <= value < SEEDS, "must be from 0 to 2**62 - 1; -1 or None draws one"),
     "max_tokens": _Rule(Integral, lambda value: value >= 1, "must be 1 or more, or None for no limit"),
     "min_tokens": _Rule(Integral, lambda value: value >= 0, "must be 0 or more"),
+    "logprobs": _Rule(Integral, lambda value: 0 <= value <= 20, "must be from 0 to 20, or None for none"),
 }
-_MAY_BE_NONE = ("seed", "max_tokens")
+_MAY_BE_NONE = ("seed", "max_tokens", "logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,8 @@ class SamplingParams:
         ignore_eos: go on after an end-of-sequence token.
         max_tokens: most tokens to generate; None for as many as there are positions and pages for.
         min_tokens: as many come before an end-of-sequence token or one of ``stop_token_ids``.
+        logprobs: give each token's log-probability, and those of so many of the likeliest tokens, at most 20; None for
+            none.
         logit_bias: added to logits of tokens: at most 300, from -100 to 100.
         allowed_token_ids: the only tokens to choose from; None for all.
         bad_words: words never to write, at the beginning of a text or inside; each has to be one token.
@@ -89,6 +92,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
+    logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None

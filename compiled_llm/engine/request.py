@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled_llm.compilation.logprobs import TopLogprobs
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.kvcache.row import Row
 
@@ -37,10 +38,13 @@ class Request:
         deadline: on ``time.monotonic``'s clock, when it ends with what it has; None for never.
         salt: requests with equal ones may read each other's cached pages.
         index: which of its prompt's answers it is.
+        logprobs: of how many of the likeliest tokens it wants log-probabilities, beside those that are chosen; None for
+            none at all.
         leader: the answer whose prompt this one shares, and waits for; None for the first.
         arrival: counts requests as they come.
         row: its pages while it runs.
         tokens: chosen and read.
+        scored: where the log-probabilities of each token are, and in which row; one may be there before its token.
         generation: of the prefix cache when it was last admitted; others may not begin with its pages in another one.
         cached: how many of its prompt's tokens came from the prefix cache when it first ran.
         finish_reason: why it has ended; None while it has not.
@@ -61,11 +65,13 @@ class Request:
     deadline: float | None = None
     salt: Hashable = None
     index: int = 0
+    logprobs: int | None = None
     leader: Request | None = None
     submitted: float = 0.0
     arrival: int = field(default_factory=_arrivals.__next__)
     row: Row | None = None
     tokens: list[int] = field(default_factory=list)
+    scored: list[tuple[TopLogprobs, int]] = field(default_factory=list)
     generation: int = 0
     cached: int | None = None
     finish_reason: FinishReason | None = None

@@ -62,7 +62,12 @@ class Plan(NamedTuple):
         """The requests that a token is chosen for, in the order in which a step returns them."""
         if not self.extend:
             return self.decode
-        return [*self.decode, *(chunk.request for chunk in self.extend if chunk.ends)]
+        return [*self.decode, *self.ending]
+
+    @property
+    def ending(self) -> list[Request]:
+        """The requests among them whose prompts end in this step."""
+        return [chunk.request for chunk in self.extend if chunk.ends]
 
 
 class Scheduler:

@@ -5,7 +5,7 @@ Shapes: Q new tokens of a row, N rows that a token is chosen for, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,12 +47,14 @@ class Batch(NamedTuple):
         tokens: ``[len(decode)]`` int64 on the device, what the rows of ``decode`` feed in; None for the tokens that
             were chosen for them.
         promise: pages that the rows may take together, beside those promised to each.
+        observer: called with each launch's own step, in the model's executor, while its logits are what they are.
     """
 
     decode: Sequence[Row] = ()
     extend: Sequence[Extension] = ()
     tokens: Tensor | None = None
     promise: Promise | None = None
+    observer: Callable[[Step], object] | None = None
 
 
 class Step(NamedTuple):

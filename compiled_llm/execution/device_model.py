@@ -102,7 +102,7 @@ class DeviceModel:
         self.state = DeviceState(facts, config, self.max_positions, room.pages)
         self.pool = self.state.pool
         self.prefixes = PrefixTree(self.pool)
-        self.readbacks = Readbacks(self.device)
+        self.readbacks = Readbacks()
         self._planner = Planner(
             attention_geometries(self.state.stored_layers, config.page_size, model.dtype),
             config,
@@ -132,9 +132,8 @@ class DeviceModel:
         """
         if batch.extend:
             return self._extend(batch, persistent, unchanged)
-        if unchanged and batch.tokens is None and persistent.can_advance(batch.decode):
-            return persistent.advance()
-        return self._decode(batch, persistent, unchanged)
+        advances = unchanged and batch.tokens is None and persistent.can_advance(batch.decode)
+        return _observed(batch, persistent.advance() if advances else self._decode(batch, persistent, unchanged))
 
     def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> Step:
         rows, decode = batch.decode, self.decode
@@ -162,13 +161,15 @@ class DeviceModel:
         rows = _rows(batch.extend)
         persistent.leave(rows)
         with self._grown_by(batch.extend, batch.promise):
-            decoded = self._decode(batch, persistent, unchanged) if batch.decode else None
+            decoded = _observed(batch, self._decode(batch, persistent, unchanged)) if batch.decode else None
             # Recorded graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             chosen = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
             logits, tokens = self.prefill.run(batch.extend)
         extended = Step(_rows([extension for extension in batch.extend if extension.ends]), logits, tokens)
         persistent.chose(extended)
+        if extended.rows:
+            _observed(batch, extended)
         if decoded is None or chosen is None:
             return extended
         return Step([*decoded.rows, *extended.rows], None, torch.cat([chosen, tokens]))
@@ -285,6 +286,12 @@ class DeviceModel:
             "buffers": self.state.buffer_bytes + self.decode.table_bytes,
             "graphs": self.readiness.recordings.nbytes,
         }
+
+
+def _observed(batch: Batch, step: Step) -> Step:
+    if batch.observer is not None:
+        batch.observer(step)
+    return step
 
 
 def _rows(extensions: Sequence[Extension]) -> list[Row]:

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -67,43 +66,51 @@ def _aligned(nbytes: int) -> int:
 
 
 class Readback:
-    """Tokens on their way to the host; ``result`` waits for this copy alone, not for what was queued after it."""
+    """Numbers on their way to the host; reading them waits for this copy alone, not for what was queued after it."""
 
-    def __init__(self, rows: int, device: torch.device, idle: list[Readback]) -> None:
-        """Allocate for ``rows`` tokens; ``idle`` gets this back once they have been read."""
-        cuda = device.type == "cuda"
-        self._host = torch.empty(rows, dtype=torch.int64, pin_memory=cuda, device="cpu")
-        self._array: NDArray[np.int64] = self._host.numpy()
+    def __init__(self, source: Tensor, idle: list[Readback]) -> None:
+        """Allocate for as many numbers as ``source`` has; ``idle`` gets this back once they have been read."""
+        cuda = source.device.type == "cuda"
+        self._host = torch.empty(len(source), dtype=source.dtype, pin_memory=cuda, device="cpu")
+        self._array: NDArray[Any] = self._host.numpy()
         self._event = torch.cuda.Event() if cuda else None
         self._idle = idle
 
-    def start(self, tokens: Tensor) -> None:
-        """Start copying ``tokens`` ``[B]`` int64; they may be overwritten by later work on the stream."""
-        self._host.copy_(tokens, non_blocking=True)
+    def start(self, source: Tensor) -> None:
+        """Start copying ``source``; it may be overwritten by later work on the stream."""
+        self._host.copy_(source, non_blocking=True)
         if self._event is not None:
             self._event.record()
 
     def result(self) -> list[int]:
-        """Return the tokens, once."""
-        if self._event is not None:
-            self._event.synchronize()
+        """Return tokens, once."""
+        self._wait()
         tokens: list[int] = self._array.tolist()
         self._idle.append(self)
         return tokens
+
+    def array(self) -> NDArray[Any]:
+        """Return a copy of the numbers, once."""
+        self._wait()
+        numbers: NDArray[Any] = self._array.copy()
+        self._idle.append(self)
+        return numbers
+
+    def _wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class Readbacks:
     """Those of one model: to allocate pinned memory and an event takes longer than to copy a step's tokens."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         """Allocate nothing yet."""
-        self._device = device
-        self._idle: defaultdict[int, list[Readback]] = defaultdict(list)
+        self._idle: defaultdict[tuple[int, torch.dtype], list[Readback]] = defaultdict(list)
 
-    def start(self, tokens: Tensor) -> Readback:
-        """Start copying ``tokens`` ``[B]`` int64."""
-        rows = tokens.shape[0]
-        idle = self._idle[rows]
-        readback = idle.pop() if idle else Readback(rows, self._device, idle)
-        readback.start(tokens)
+    def start(self, source: Tensor) -> Readback:
+        """Start copying ``source`` ``[N]``, of any type."""
+        idle = self._idle[source.shape[0], source.dtype]
+        readback = idle.pop() if idle else Readback(source, idle)
+        readback.start(source)
         return readback

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import compiled_llm
+from compiled_llm.compilation.logprobs import TopLogprobs, top_logprobs
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.logprobs import Logprob, logprobs_of
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm_ops import sample_tokens
 from support.pages import DOCS
@@ -85,6 +87,13 @@ def nothing_left_is_refused(engine: Engine) -> None:
         engine.submit([5], SamplingParams(allowed_token_ids=[9], stop_token_ids=[9], min_tokens=1))
 
 
+def equally_likely_tokens_share_a_rank(engine: Engine) -> None:
+    numbers = top_logprobs(torch.tensor([[0.0, 1.0, 1.0, -1.0]]), torch.tensor([2]), 3).numpy()
+    entries = logprobs_of(TopLogprobs.unpacked(numbers, 1), row=0, token=2, most=3)
+    assert {token: entry.rank for token, entry in entries.items()} == {2: 1, 1: 1, 0: 3}
+    assert Logprob._fields == ("logprob", "rank")
+
+
 DIFFERENCES: dict[str, Callable[[Engine], None]] = {
     "min_p": min_p_comes_last,
     "top_p": ties_are_kept,
@@ -95,6 +104,7 @@ DIFFERENCES: dict[str, Callable[[Engine], None]] = {
     "logit_bias": biases_are_limited,
     "bad_words": words_are_single_tokens,
     "allowed_token_ids": nothing_left_is_refused,
+    "logprobs": equally_likely_tokens_share_a_rank,
 }
 
 

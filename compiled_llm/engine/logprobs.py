@@ -1,0 +1,177 @@
+"""Log-probabilities that requests want of their tokens: computed beside a step, and read with its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from compiled_llm.compilation.logprobs import Filters, TopLogprobs, neutral, top_logprobs
+from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.engine.request import Request
+from compiled_llm.execution.batch import Step
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.staging import Readback
+from compiled_llm.kvcache.row import Row
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""Of what the model says, or of what tokens are drawn from: after temperature, top-k, top-p and min-p."""
+
+
+class Logprob(NamedTuple):
+    """How likely a token was.
+
+    Attributes:
+        logprob: the natural logarithm of its probability.
+        rank: 1 and how many tokens were likelier; tokens that were equally likely have the same.
+    """
+
+    logprob: float
+    rank: int
+
+
+def logprobs_of(scored: TopLogprobs, row: int, token: int, most: int) -> dict[int, Logprob]:
+    """Return the entries of one place: the token that stands there first, then the ``most`` likeliest ones.
+
+    Args:
+        scored: of several places.
+        row: which of them.
+        token: that was chosen.
+        most: how many others, at most as many as ``scored`` has.
+    """
+    found = {token: Logprob(float(scored.chosen[row]), int(scored.ranks[row]))}
+    others, values = scored.tokens[row, :most].tolist(), scored.values[row, :most].tolist()
+    rank, before = 1, None
+    for place, value in enumerate(values):
+        rank, before = (rank if value == before else place + 1), value
+        found.setdefault(others[place], Logprob(value, rank))
+    return found
+
+
+def token_logprobs(request: Request, tokens: Sequence[int]) -> list[dict[int, Logprob]] | None:
+    """Return the entries of each of a request's first tokens; None if it does not want them."""
+    if request.logprobs is None:
+        return None
+    places = zip(request.scored, tokens, strict=False)
+    return [logprobs_of(scored, row, token, request.logprobs) for (scored, row), token in places]
+
+
+def cumulative(logprobs: Sequence[dict[int, Logprob]], tokens: Sequence[int]) -> float:
+    """Return the sum of what ``tokens`` have."""
+    return sum((entries[token].logprob for entries, token in zip(logprobs, tokens, strict=True)), 0.0)
+
+
+def check_mode(mode: LogprobsMode, requests: Iterable[Request]) -> None:
+    """Check that log-probabilities can be computed as ``mode`` says.
+
+    Raises:
+        ValueError: what tokens are drawn from depends on settings that have changed once a token is chosen.
+    """
+    if mode == "raw_logprobs":
+        return
+    if any(request.logprobs is not None and request.sampling and request.sampling.edits for request in requests):
+        raise ValueError(
+            "logprobs: with logprobs_mode='processed_logprobs' they cover temperature, top_k, top_p and min_p, and "
+            "this request has penalties, biases or barred tokens; leave those out, or make the engine with "
+            "'raw_logprobs'"
+        )
+
+
+class Arriving(NamedTuple):
+    """Log-probabilities on their way to the host.
+
+    Attributes:
+        requests: whose they are.
+        readback: the numbers.
+    """
+
+    requests: Sequence[Request]
+    readback: Readback
+
+    def hand_out(self) -> None:
+        """Give them to requests that have not ended; a token that comes for one that has is dropped, too."""
+        scored = TopLogprobs.unpacked(self.readback.array(), len(self.requests))
+        for row, request in enumerate(self.requests):
+            if not request.done:
+                request.scored.append((scored, row))
+
+
+class Watch:
+    """Has log-probabilities computed in each step of one plan."""
+
+    def __init__(
+        self, device_model: DeviceModel, launches: Iterable[Sequence[Request]], mode: LogprobsMode = "raw_logprobs"
+    ) -> None:
+        """Look who wants them.
+
+        Args:
+            device_model: what runs the plan.
+            launches: of each launch of the plan, the requests that it chooses tokens for, in this order.
+            mode: of which distribution.
+        """
+        self._device_model = device_model
+        groups = [_Group(requests, mode) for requests in launches if requests]
+        self._groups = {group.first: group for group in groups if group.requests}
+        self._arriving: list[Arriving] = []
+
+    def __bool__(self) -> bool:
+        """Whether anybody wants them."""
+        return bool(self._groups)
+
+    def see(self, step: Step) -> None:
+        """Compute what is wanted of a launch; in the model's executor."""
+        group = self._groups.get(step.rows[0])
+        if group is not None and step.logits is not None:
+            numbers = group.compute(self._device_model, step.logits, step.tokens)
+            self._arriving.append(Arriving(group.requests, self._device_model.readbacks.start(numbers)))
+
+    def taken(self) -> list[Arriving]:
+        """Return what has been computed since it was last asked for."""
+        arriving, self._arriving = self._arriving, []
+        return arriving
+
+
+class _Group:
+    """The requests of one launch that want log-probabilities.
+
+    Attributes:
+        first: the first row of the launch, which no other launch of the plan has.
+        requests: who wants them.
+    """
+
+    def __init__(self, all_of_them: Sequence[Request], mode: LogprobsMode) -> None:
+        self.first: Row = all_of_them[0].running_row
+        self.requests = [request for request in all_of_them if request.logprobs is not None]
+        self._most = max((request.logprobs or 0 for request in self.requests), default=0)
+        self._at = [at for at, request in enumerate(all_of_them) if request.logprobs is not None]
+        self._all = len(self._at) == len(all_of_them)
+        self._filtered = mode == "processed_logprobs" and any(_filters(request.sampling) for request in self.requests)
+        self._there: Tensor | None = None  # where on the device, once that has been uploaded
+        self._filters: Filters | None = None
+
+    def compute(self, device_model: DeviceModel, logits: Tensor, tokens: Tensor) -> Tensor:
+        if not self._all:
+            if self._there is None:
+                (self._there,) = device_model.state.staging.to_device([np.array(self._at, dtype=np.int64)])
+            logits, tokens = logits.index_select(0, self._there), tokens.index_select(0, self._there)
+        if self._filtered and self._filters is None:
+            self._filters = self._uploaded(device_model, logits.shape[1])
+        return top_logprobs(logits, tokens, min(self._most, logits.shape[1]), self._filters)
+
+    def _uploaded(self, device_model: DeviceModel, vocabulary: int) -> Filters:
+        each = [neutral(vocabulary) | _filters(request.sampling) for request in self.requests]
+        columns = [
+            np.array([filters[name] for filters in each], dtype=np.int64 if name == "top_k" else np.float32)
+            for name in Filters._fields
+        ]
+        return Filters(*device_model.state.staging.to_device(columns))
+
+
+def _filters(sampling: Sampling | None) -> dict[str, float]:
+    """Return what a row leaves out of its distribution; nothing if it takes the likeliest token."""
+    if sampling is None or sampling.temperature == 0:
+        return {}
+    set_ones = {name: getattr(sampling, name) for name in Filters._fields}
+    return {name: value for name, value in set_ones.items() if not (name == "top_k" and value == 0)}

@@ -1,0 +1,163 @@
+"""The engine's log-probabilities are those of HuggingFace's forward over the whole text, whatever runs beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.compilation.logprobs import Filters, TopLogprobs, processed, top_logprobs
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.logprobs import Logprob, logprobs_of
+from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.output import Completion
+from compiled_llm.engine.params import SamplingParams
+from engine.test_engine import GREEDY, some_prompts, tiny, wrapped
+from support.parity import assert_account_is_empty
+
+
+@pytest.fixture(scope="module")
+def plain() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture(params=["read at once", "read a step late"])
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    late = request.param == "read a step late"
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
+    return wrapped(prefill_tokens=64)
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel) -> Iterator[Engine]:
+    with Engine(model) as engine:
+        yield engine
+    assert_account_is_empty(model)
+
+
+def table(plain: PreTrainedModel, text: list[int]) -> torch.Tensor:
+    """``[T, V]``, how likely each token would be after each place of a text, in one forward of HuggingFace's."""
+    with torch.no_grad():
+        return torch.log_softmax(plain(torch.tensor([text])).logits[0].float(), dim=-1)
+
+
+def check(plain: PreTrainedModel, prompt: list[int], answer: Completion, most: int) -> None:
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == len(answer.token_ids)
+    expected = table(plain, prompt + answer.token_ids)[len(prompt) - 1 : -1]
+    for token, entries, values in zip(answer.token_ids, answer.logprobs, expected, strict=True):
+        check_entries(entries, token, values, most)
+    total = expected.gather(1, torch.tensor(answer.token_ids)[:, None]).sum()
+    assert answer.cumulative_logprob == pytest.approx(float(total), abs=1e-4)
+
+
+def check_entries(entries: dict[int, Logprob], token: int, values: torch.Tensor, most: int) -> None:
+    assert next(iter(entries)) == token
+    assert len(entries) - most in (0, 1)
+    best = sorted((logprob for logprob, _ in entries.values()), reverse=True)[:most]
+    assert best == pytest.approx(values.topk(most).values.tolist(), abs=1e-5)
+    for other, (logprob, rank) in entries.items():
+        assert logprob == pytest.approx(float(values[other]), abs=1e-5)
+        above, below = ((values > values[other] + margin).sum().item() for margin in (1e-5, -1e-5))
+        assert 1 + above <= rank <= below
+
+
+def test_they_are_those_of_huggingfaces_forward(plain, engine, seed):
+    prompts = some_prompts(9, seed, longest=150)  # chunks inside prompts, page boundaries
+    wants = [None if n % 4 == 3 else (0, 3, 20)[n % 3] for n in range(9)]
+    params = [SamplingParams(**GREEDY, max_tokens=20, logprobs=most) for most in wants]
+    for _ in range(2):  # the second time, prompts are in the prefix cache
+        for prompt, most, output in zip(prompts, wants, engine.generate(prompts, params), strict=True):
+            (answer,) = output.outputs
+            if most is None:
+                assert answer.logprobs is answer.cumulative_logprob is None
+            else:
+                check(plain, prompt, answer, most)
+
+
+def test_answers_that_are_drawn(plain, engine, seed):
+    prompts = some_prompts(3, seed)
+    settings = SamplingParams(temperature=1.5, repetition_penalty=1.3, n=2, seed=seed, max_tokens=12, logprobs=2)
+    for prompt, output in zip(prompts, engine.generate(prompts, settings), strict=True):
+        for answer in output.outputs:
+            check(plain, prompt, answer, 2)
+            assert any(next(iter(entries.values())).rank > 1 for entries in answer.logprobs or [])
+
+
+def test_requests_that_lose_their_pages(plain, seed, monkeypatch):
+    monkeypatch.setattr("compiled_llm.engine.scheduler._FIRST_GUESS", 8)
+    with Engine(wrapped(tokens=16 * 9), prefix_cache=False) as engine:
+        prompts = some_prompts(4, seed, longest=20)
+        outputs = engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=40, ignore_eos=True, logprobs=4))
+        assert engine.stats().preemptions > 0
+        for prompt, output in zip(prompts, outputs, strict=True):
+            check(plain, prompt, output.outputs[0], 4)
+
+
+def test_what_is_drawn_from(plain, model, seed):
+    (prompt,) = some_prompts(1, seed)
+    settings = {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.01}
+    with Engine(model, logprobs_mode="processed_logprobs") as engine:
+        drawn, greedy = engine.generate(
+            [prompt, prompt],
+            [SamplingParams(**settings, max_tokens=9, seed=seed, logprobs=20), SamplingParams(**GREEDY, logprobs=1)],
+        )
+        with pytest.raises(ValueError, match="processed_logprobs"):
+            engine.submit(prompt, SamplingParams(repetition_penalty=1.2, logprobs=1))
+        engine.generate(prompt, SamplingParams(repetition_penalty=1.2, max_tokens=1))
+    check(plain, prompt, greedy.outputs[0], 1)
+    raw = table(plain, prompt + drawn.token_ids)[len(prompt) - 1 : -1]
+    for token, entries, values in zip(drawn.token_ids, drawn.outputs[0].logprobs or [], raw, strict=True):
+        kept = {other: logprob for other, (logprob, _) in entries.items() if logprob > -math.inf}
+        assert token in kept
+        assert sum(math.exp(logprob) for logprob in kept.values()) == pytest.approx(1, abs=1e-5)
+        assert set(kept) == set(values.topk(len(kept)).indices.tolist())
+        two = sorted(kept, key=kept.__getitem__)[-2:]
+        assert kept[two[1]] - kept[two[0]] == pytest.approx(float(values[two[1]] - values[two[0]]) / 0.7, abs=1e-4)
+
+
+def test_filters_keep_what_tokens_are_drawn_from(seed):
+    from compiled_llm_ops.sampling import smallest_kept
+
+    logits = torch.randn(6, 333).mul(4).round().div(4)  # many are equally likely
+    columns = [
+        torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7, 1.3]),
+        torch.tensor([333, 5, 40, 333, 1, 12]),
+        torch.tensor([1.0, 1.0, 0.9, 0.3, 0.5, 0.01]),
+        torch.tensor([0.0, 0.2, 0.0, 0.01, 0.0, 0.3]),
+    ]
+    scores = logits / columns[0][:, None]
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    smallest = smallest_kept(scores, weights, columns[1].int(), columns[2], columns[3])
+    expected = scores.masked_fill(scores < smallest[:, None], -math.inf)
+    assert torch.equal(processed(logits, Filters(*columns)), expected)
+
+
+@pytest.mark.parametrize("vocabulary", [64, 3000, 5 * 128])
+def test_ranks_of_tokens_that_are_equally_likely(vocabulary, seed):
+    logits = torch.randn(5, vocabulary).mul(2).round().bfloat16()
+    tokens = torch.randint(vocabulary, (5,))
+    scored = TopLogprobs.unpacked(top_logprobs(logits, tokens, 4).numpy(), 5)
+    expected = torch.log_softmax(logits.float(), dim=-1)
+    assert np.allclose(scored.values, expected.topk(4).values, atol=1e-6)
+    for row, token in enumerate(tokens.tolist()):
+        for other, (logprob, rank) in logprobs_of(scored, row, token, 4).items():
+            assert logprob == float(expected[row, other])
+            assert rank == 1 + int((expected[row] > expected[row, other]).sum())
+
+
+def test_many_rows_are_computed_some_at_a_time(monkeypatch, seed):
+    logits, tokens = torch.randn(7, 500), torch.randint(500, (7,))
+    whole = top_logprobs(logits, tokens, 3)
+    monkeypatch.setattr("compiled_llm.compilation.logprobs._AT_ONCE", 1000)
+    assert torch.equal(top_logprobs(logits, tokens, 3), whole)
+
+
+def test_an_unknown_mode():
+    with pytest.raises(ValueError, match="logprobs_mode='raw_logits'"):
+        compiled_llm.Engine(wrapped(), logprobs_mode="raw_logits")  # type: ignore[arg-type]
