@@ -17,13 +17,15 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.handle import RequestHandle
+from compiled_llm.engine.handles import Handles
 from compiled_llm.engine.inbox import Inbox
+from compiled_llm.engine.intake import QueueFullError
 from compiled_llm.engine.loop import Loop, LoopSettings
 from compiled_llm.engine.metrics import EngineStats, stats_of
 from compiled_llm.engine.model_check import ModelCheck
 from compiled_llm.engine.request import FinishReason, Request
+from compiled_llm.engine.serving import serving_thread
 from compiled_llm.engine.turns import Turns
-from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import PagePool
@@ -32,10 +34,6 @@ logger = logging.getLogger("compiled_llm.engine")
 
 _STUCK = 0.005
 """Seconds between two looks for pages that others have."""
-
-
-class QueueFullError(RuntimeError):
-    """As many requests wait as may; nothing was taken."""
 
 
 class Driver:
@@ -60,14 +58,14 @@ class Driver:
             runtime: its compiled side.
             settings: what the user says of its loop.
         """
-        self._model = model
         self._runtime = runtime
         self._settings = settings
         self.check = ModelCheck(model, runtime)
         self.loop: Loop | None = None
-        self.handles: dict[Request, RequestHandle] = {}
+        self.handles = Handles()
         self.closed = False
         self._past = EngineStats()
+        self._parked: list[Request] = []  # that go on in the next loop
         self._inbox = Inbox()
         self._changed = self._inbox.changed
         self.turns = Turns(self._changed)
@@ -84,7 +82,7 @@ class Driver:
             most_waiting: how many requests may wait with them; None for any number.
 
         Raises:
-            RuntimeError: the engine is closed.
+            RuntimeError: the engine is closed, or asleep.
             QueueFullError: more would wait; none was added.
         """
         requests = {request: handle for handle in handles for request in handle.requests}
@@ -94,6 +92,7 @@ class Driver:
                 loop.scheduler.add(request)
 
         with self._changed:
+            self.check.check_awake()
             if most_waiting is not None and (waiting := self.waiting) + len(requests) > most_waiting:
                 raise QueueFullError(f"{waiting} requests wait already, and max_queue={most_waiting}; try again later")
             self._inbox.send(add)
@@ -102,7 +101,9 @@ class Driver:
     def cancel(self, requests: Sequence[Request]) -> None:
         """End requests before the next step."""
         with self._changed:
-            if requests and not self.closed:
+            if self._inbox.resting:
+                self._end(None, requests, "cancelled")
+            elif requests and not self.closed:
                 self._inbox.send(lambda loop: self._end(loop, requests, "cancelled"))
 
     @property
@@ -189,13 +190,17 @@ class Driver:
         """Let a thread of our own run the loop while there are requests."""
         with self._changed:
             if self._thread is None:
-                arguments = weakref.ref(self), self._inbox
-                self._thread = threading.Thread(target=_serve, args=arguments, name="compiled_llm engine", daemon=True)
+                self._thread = serving_thread(self, self._inbox)
                 self._thread.start()
 
     def serve(self) -> None:
-        """Run the loop until no request is left."""
-        self.run(lambda: self.closed or not (self._inbox or (self.loop is not None and not self.loop.idle)))
+        """Run the loop until no request is left, or the model falls asleep."""
+
+        def done() -> bool:
+            busy = self._inbox or self._parked or (self.loop is not None and not self.loop.idle)
+            return self.closed or self._inbox.resting or not busy
+
+        self.run(done)
 
     def close(self) -> None:
         """End all requests and give everything back; nothing is run afterwards."""
@@ -308,16 +313,7 @@ class Driver:
 
     def _notify(self, changed: Sequence[Request]) -> None:
         """Tell whoever waits for these requests."""
-        ended = [request for request in changed if request.finish_reason is not None]
-        handles = list(map(self.handles.get, changed))
-        now = time.monotonic()
-        for request in ended:
-            request.finished = request.finished or now
-            self.handles.pop(request, None)
-        for handle in handles:
-            if handle is not None and handle.awaited:
-                handle.notify()
-        if ended:  # nobody waits here for a token
+        if self.handles.notify(changed):  # nobody waits here for a token
             with self._changed:
                 self._changed.notify_all()
 
@@ -327,17 +323,16 @@ class Driver:
             device_model = self.check.begin()  # lets an old one go first
             if self.loop is None or self.loop.device_model is not device_model:
                 self._drop_loop()
-                self.loop = self._new_loop(device_model)
+                device_model.prefixes.clear()  # who knows of which weights they are
+                self.loop = Loop.of(device_model, self._settings)
+                while self._parked:
+                    self.loop.scheduler.add(self._parked.pop(0))
         return self.loop
-
-    def _new_loop(self, device_model: DeviceModel) -> Loop:
-        device_model.prefixes.clear()  # who knows of which weights they are
-        return Loop.of(device_model, self._settings)
 
     def _drop_loop(self) -> None:
         """Give all pages back, and hold the device side no more; what has been counted stays."""
         if self.loop is not None:
-            self._past = stats_of(self.loop, 0, self._past)
+            self._past = replace(stats_of(self.loop, 0, self._past), pages=None)
             self.loop.close()
             self.loop = None
 
@@ -345,6 +340,29 @@ class Driver:
         """Return what has happened so far."""
         loop, waiting, past = self.loop, self.waiting, self._past
         return replace(past, waiting=waiting) if loop is None else stats_of(loop, waiting, past)
+
+    # ---- asleep, while the loop is paused
+
+    def park(self) -> None:
+        """Have no loop; what runs and waits goes on in the next one. The caller holds the loop lock."""
+        if self.loop is not None:
+            self._parked += self.loop.scheduler.park()
+            self._drop_loop()
+
+    def rest(self, ends: bool) -> None:
+        """Run nothing until ``go_on``; if ``ends``, nothing is left that could."""
+        self.check.forget()
+        with self._changed:
+            self._inbox.resting = self.turns.resting = True
+            if ends:
+                self._end(None, list(self.handles), "cancelled")
+
+    def go_on(self) -> None:
+        """Run what waits."""
+        with self._changed:
+            self._inbox.resting = self.turns.resting = False
+            if self._parked:
+                self._inbox.send(lambda _: None)  # for the thread of our own, which looks for messages alone
 
     # ---- used by the runtime
 
@@ -374,12 +392,3 @@ class Driver:
             self.drain(loop)
             while loop.scheduler.running and pages > pool.available:
                 loop.scheduler.preempt()
-
-
-def _serve(reference: weakref.ref[Driver], inbox: Inbox) -> None:
-    """Run the loop while there are requests; the thread of an engine that nobody holds any more ends."""
-    while inbox.wait():
-        if (driver := reference()) is None:
-            return
-        driver.serve()
-        del driver

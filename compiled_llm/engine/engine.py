@@ -7,13 +7,13 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.driver import Driver
-from compiled_llm.engine.driver import QueueFullError as QueueFullError
 from compiled_llm.engine.handle import RequestHandle
+from compiled_llm.engine.intake import QueueFullError as QueueFullError
 from compiled_llm.engine.intake import requests_for
 from compiled_llm.engine.logprobs import LogprobsMode, check_mode
 from compiled_llm.engine.loop import LoopSettings
@@ -22,6 +22,7 @@ from compiled_llm.engine.output import RequestOutput
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.prompts import Prompt, as_list
 from compiled_llm.engine.request import Request
+from compiled_llm.engine.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime, runtime_of
@@ -81,6 +82,12 @@ class Engine:
         self._driver = Driver(model, self._runtime, LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode))
         self._runtime.engine = weakref.ref(self._driver)
         self._runtime.engines.add(self._driver)
+
+    def __repr__(self) -> str:
+        """How much it has to do."""
+        stats = self.stats()
+        state = "closed" if self.closed else "asleep" if self.asleep else f"{stats.running} requests running"
+        return f"<{type(self).__name__}: {state}, {stats.waiting} waiting>"
 
     # ---- requests
 
@@ -176,6 +183,10 @@ class Engine:
         return text
 
     def _check_open(self) -> None:
+        self._check_usable()
+        self._driver.check.check_awake()
+
+    def _check_usable(self) -> None:
         if self._driver.closed:
             raise RuntimeError("the engine is closed; make another one")
         if not self._driver.open:
@@ -209,7 +220,7 @@ class Engine:
         """Return where device memory went, and how many requests of which length fit; allocates what is not there yet.
 
         Raises:
-            RuntimeError: the engine is closed, or the model cannot be run now.
+            RuntimeError: the engine is closed or asleep, or the model cannot be run now.
         """
         self._check_open()
         device_model = self._driver.check.look()
@@ -239,15 +250,66 @@ class Engine:
             finally:
                 self._driver.model_may_have_changed(weights_stay)
 
+    # ---- asleep
+
+    def sleep(self, *, requests: Literal["park", "end"] = "park", weights: bool = False) -> int:
+        """Give the device's memory to others, until ``wake``: pages, the prefix cache, recordings and workspaces.
+
+        What was compiled stays, and so do requests with the tokens that they have got. It is the model that sleeps,
+        with all of its engines: they take no requests, and ``model.generate`` and ``model(...)`` run HuggingFace's own
+        code over its own cache, which take none of this memory. Calls of ``generate`` in progress end first. Asleep
+        already, it does nothing more, but for weights that are to follow.
+
+        Args:
+            requests: ``"park"`` lets those that run wait, with others, and go on after ``wake`` with the same draws;
+                their deadlines stay. ``"end"`` ends all with the finish reason ``"cancelled"`` and what they have.
+            weights: move parameters and buffers to host memory, too: the same ``Parameter`` objects, with other
+                ``data``; gradients stay. Until ``wake`` the model cannot be called. On a CPU they are there already.
+
+        Returns:
+            How many bytes of device memory were given back.
+
+        Raises:
+            RuntimeError: caches that you hold lie in the pages; or the engine is closed, or paused or running in this
+                thread. Nothing has changed, except that requests compute again what they need.
+            ValueError: ``requests`` is something else, or weights cannot be moved.
+        """
+        if requests not in ("park", "end"):
+            raise ValueError(f"requests={requests!r}: give 'park' or 'end'")
+        self._check_usable()
+        return put_to_sleep(self._runtime, requests == "end", weights)
+
+    def wake(self) -> None:
+        """Take weights, as many pages as before, and workspaces again, and record what was recorded; nothing compiles.
+
+        Requests that wait go on. Any engine of the model may wake it; awake, it does nothing.
+
+        Raises:
+            RuntimeError: the engine is closed, or running in this thread.
+            torch.OutOfMemoryError: there is too little memory. As after Ctrl-C, the model is asleep still; free some,
+                and call this again.
+        """
+        self._check_usable()
+        wake_up(self._runtime)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether device memory was given back by ``sleep``."""
+        return self._runtime.asleep
+
     @property
     def closed(self) -> bool:
         """Whether it serves no more."""
         return self._driver.closed
 
     def close(self) -> None:
-        """End all requests; the engine serves no more. Closing it again does nothing."""
+        """End all requests; the engine serves no more. Closing it again does nothing.
+
+        The last engine of a model that is asleep brings its weights back; the next call takes the other memory again.
+        """
         if self._driver.open:
             self._driver.close()
+            let_rise(self._runtime)
 
     def __enter__(self) -> Engine:
         """Return the engine; it is closed at the end of the block."""

@@ -22,12 +22,13 @@ class Inbox:
     Attributes:
         changed: the lock of the engine's state, notified when something has changed.
         closed: whether nothing comes any more.
+        resting: whether messages stay where they are, and nobody need wake for them.
     """
 
     def __init__(self) -> None:
         """Begin empty."""
         self.changed = threading.Condition()
-        self.closed = False
+        self.closed = self.resting = False
         self._messages: deque[Message] = deque()
 
     def __bool__(self) -> bool:
@@ -58,7 +59,7 @@ class Inbox:
     def wait(self) -> bool:
         """Wait for a message; whether there is one."""
         with self.changed:
-            while not (self._messages or self.closed):
+            while not ((self._messages and not self.resting) or self.closed):
                 self.changed.wait(_PATIENCE)
             return not self.closed
 

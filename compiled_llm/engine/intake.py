@@ -17,6 +17,10 @@ from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.model.sizes import logits_width
 
 
+class QueueFullError(RuntimeError):
+    """As many requests wait as may; nothing was taken."""
+
+
 def requests_for(
     prompt: Prompt,
     params: SamplingParams,

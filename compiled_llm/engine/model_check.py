@@ -35,6 +35,15 @@ class ModelCheck:
             return f"the engine cannot run this model now ({reason.id}: {reason}). {reason.advice}"
         return None
 
+    def check_awake(self) -> None:
+        """Check that requests may come.
+
+        Raises:
+            RuntimeError: the model is asleep.
+        """
+        if self._runtime.asleep:
+            raise RuntimeError("the engine is asleep, and has no pages; call its wake() first")
+
     def look(self) -> DeviceModel:
         """Look at the model, and return what runs it now.
 

@@ -294,6 +294,13 @@ class Scheduler:
         self.add(victim)
         logger.debug("request %d gives its pages back after %d tokens", victim.arrival, len(victim.tokens))
 
+    def park(self) -> list[Request]:
+        """Take the pages of all that run, and return all requests, to go on in another one of these."""
+        for request in tuple(self.running):
+            self._retire(request)
+            self.add(request)
+        return self.waiting
+
     def again(self, requests: Sequence[Request]) -> None:
         """Let requests wait once more that gave their pages back before their last token was read; it is lost."""
         for request in requests:
@@ -303,11 +310,7 @@ class Scheduler:
     # ---- what has happened
 
     def launched(self, plan: Plan) -> list[Request]:
-        """Note that a plan is queued on the device, and the rows have grown.
-
-        Returns:
-            Requests that this was the last step of; their pages are given back.
-        """
+        """Note that a plan is queued; return whose last step it was, and give back their pages."""
         if self._same:
             self._same -= 1
             return []

@@ -17,6 +17,7 @@ class Turns:
 
     Attributes:
         pausing: how many threads want nobody to run it; whoever does lets go soon.
+        resting: whether nobody runs it until it is allowed again; it can be paused.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -29,6 +30,7 @@ class Turns:
         self._process = os.getpid()
         self._runner: int | None = None
         self.pausing = 0
+        self.resting = False
 
     @property
     def in_this_process(self) -> bool:
@@ -59,7 +61,7 @@ class Turns:
         """
         with self._changed:
             self.check_elsewhere()
-            self.wait_until(lambda: done() or (self._runner is None and not self.pausing))
+            self.wait_until(lambda: done() or (self._runner is None and not (self.pausing or self.resting)))
             return not done() and self._take()
 
     def begin_if_free(self) -> bool:

@@ -72,6 +72,7 @@ class DeviceModel:
         events: Events | None = None,
         programs: Programs | None = None,
         max_rows: int = 0,
+        weights: FusedWeights | None = None,
     ) -> None:
         """Allocate pages and buffers; nothing is compiled yet.
 
@@ -82,6 +83,7 @@ class DeviceModel:
             events: what to note things in.
             programs: what to run in place of what ``config`` says.
             max_rows: make room for so many rows, if that is more than ``config`` says.
+            weights: which of the model's lie side by side, if they have been laid out before.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -93,8 +95,9 @@ class DeviceModel:
         self.thread = thread
         self.events = Events() if events is None else events
         self._facts = facts
-        with facts.attention.moving_weights(thread.caller):
-            weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
+        if weights is None:
+            with facts.attention.moving_weights(thread.caller):
+                weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
         self.max_positions = max_positions_of(model)
         weights_of_layer = weights_of_a_layer(model, len(facts.layers))
         shapes = RecordedShapes(config.max_batch_size, weights_of_layer, self.max_positions, config.prefill_tokens)
@@ -264,6 +267,14 @@ class DeviceModel:
         """Forget what threads had that a forked process does not have; whether they were in the midst of something."""
         taking = self.pool.forget_other_threads()
         return self.thread.forget_other_threads() or taking
+
+    def release(self) -> None:
+        """Give device memory back, whoever holds this still; nobody has rows here, and nothing runs afterwards."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.readiness.release()
+        self.state.release()
+        self._planner.release()
 
     @property
     def windows(self) -> tuple[int, ...]:

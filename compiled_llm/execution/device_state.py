@@ -17,7 +17,7 @@ from compiled_llm.execution.arena import Arena
 from compiled_llm.execution.decode_buffers import DecodeBuffers
 from compiled_llm.execution.slots import Slots
 from compiled_llm.execution.staging import Staging
-from compiled_llm.kvcache.memory import allocate_pages, as_stored, pages_to_allocate
+from compiled_llm.kvcache.memory import allocate_pages, as_stored, free, pages_to_allocate
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.model.facts import ModelFacts
@@ -87,6 +87,13 @@ class DeviceState:
     def buffer_bytes(self) -> int:
         """Size of everything else, in bytes."""
         return self.arena.nbytes + self.slots.nbytes + self.prefill_indices.nbytes
+
+    def release(self) -> None:
+        """Give back what takes most of the memory; nothing may be run afterwards."""
+        for tensor in self.pages:
+            free(tensor)
+        self.pages.clear()
+        self.slots.release()
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages in all layers, in stream order."""

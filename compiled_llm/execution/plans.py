@@ -15,7 +15,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.prefill_room import PrefillRoom
-from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.memory import free, mark_static
 from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.attention import AttentionPlans
 from compiled_llm_ops import Geometry, plan_paged_attention
@@ -84,6 +84,10 @@ class Planner:
     def workspace_bytes(self) -> int:
         """Size of the backend's workspace, in bytes."""
         return self._workspace.buffer.nbytes
+
+    def release(self) -> None:
+        """Give the workspace back; nothing may be planned afterwards."""
+        free(self._workspace.buffer)
 
     @property
     def variants(self) -> tuple[int, ...]:

@@ -63,6 +63,7 @@ class Readiness:
         # Without a compiler there is nothing to wait for on a CPU.
         waits = state.device.type == "cuda" or state.config.mode != "eager"
         self._progress = ProgressDisplay(state.config.progress and waits)
+        self._released = False
         # How often the model has been looked at, and the recordings that were found valid since the last time.
         self._glance = 0
         self._valid: set[Key] = set()
@@ -82,7 +83,13 @@ class Readiness:
     # ---- is it still valid?
 
     def check_model(self) -> None:
-        """Drop recordings of weights that are no longer there; compile again what was replaced or cannot be fused."""
+        """Drop recordings of weights that are no longer there; compile again what was replaced or cannot be fused.
+
+        Raises:
+            RuntimeError: the model was put to sleep, and lies over other pages by now.
+        """
+        if self._released:
+            raise RuntimeError("the pages of this call, cache or runner were given back by sleep(); begin anew")
         self._glance += 1
         self._valid.clear()
         self.programs.look_again()
@@ -137,6 +144,13 @@ class Readiness:
                 return False
         self._valid.add(key)
         return True
+
+    def release(self) -> None:
+        """Drop all recordings, and let go of all tensors; what was compiled stays, for another one of these."""
+        self._released = True
+        self.ready.clear()
+        self.recordings.forget()
+        self.programs.drop_tensors()
 
     def _start_again(self) -> None:
         """Forget what was compiled and recorded; rows and pages stay."""

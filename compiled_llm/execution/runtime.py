@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -13,24 +12,20 @@ from compiled_llm.compat.forks import in_forked_processes
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_side import DeviceSide, Holder, prepare
 from compiled_llm.execution.events import Events
 from compiled_llm.execution.runner import Runner
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.stats import Counters, Stats
-from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.kvcache.pool import PagePool
-from compiled_llm.model.checks import check_layers, check_placement, check_process
+from compiled_llm.model.checks import check_process
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.modules import InnerModules
-from compiled_llm.model.sizes import MaxPositions
 
 
-class Engine(Protocol):
+class Engine(Holder, Protocol):
     """What an engine on a model does for others that use it."""
-
-    def let_go(self) -> None:
-        """Hold the device side no more, which is about to be made anew, unless requests run on it."""
 
     def give_back(self, pages: int, pool: PagePool) -> None:
         """Let requests that run wait again until so many pages are available; the caller holds the loop lock."""
@@ -50,6 +45,7 @@ class Runtime:
         loop_lock: lets one decoding loop run at a time.
         counters: what ran where; read them through ``stats``.
         events: what happened on the device side; read it through ``explain``.
+        device_side: what lies on the device, if it is not asleep.
         engine: returns what runs the loop of an engine on this model; None if there is none.
         engines: of all engines on this model.
     """
@@ -62,20 +58,16 @@ class Runtime:
         self.events = Events()
         self.modules = InnerModules(walked=facts.attention.find_configs)
         self.loop_lock = LoopLock()
-        self._max_rows = config.max_batch_size
         self.engine: Callable[[], object | None] = _no_engine
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._positions = MaxPositions()
-        self._device_model: DeviceModel | None = None
-        # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
-        self._made_for: tuple[Hashable, ...] = ()
-        self._allocation = threading.Lock()
+        self.device_side = DeviceSide(facts, config, self.modules, self.events, self.engines)
         self._forked = False
         _runtimes.add(self)
 
     def __repr__(self) -> str:
         """Its mode, and what is ready."""
-        device_model, state = self._device_model, "nothing is compiled or allocated yet"
+        asleep, device_model = self.asleep, self._device_model
+        state = "asleep until wake()" if asleep else "nothing is compiled or allocated yet"
         if device_model is not None:
             pages, buckets = device_model.pool.account(), device_model.readiness.ready_buckets
             ready = f"batch sizes {', '.join(map(str, buckets))} ready" if buckets else "no batch size ready"
@@ -101,15 +93,9 @@ class Runtime:
     def prepare(self, sizes: Sequence[int]) -> None:
         """Compile, and on CUDA record, what steps of so many rows need; the device side has room for them."""
         device_model = self.device_model()
-        thread, prefill, decode = device_model.thread, device_model.prefill, device_model.decode
-        thread.call(device_model.readiness.make_room)
-        thread.call(prefill.make_ready)
-        buckets = sorted({decode.bucket_for(size) for size in sizes})
-        missing = [bucket for bucket in buckets if bucket not in decode.ready]
-        for bucket in buckets:
-            thread.call(decode.make_ready, bucket, number=_number(bucket, missing))
-        for shapes in {tuple(prefill.recorded_shapes(size)) for size in sizes}:
-            thread.call(prefill.make_recorded, shapes)
+        device_model.thread.call(device_model.readiness.make_room)
+        buckets = sorted({device_model.decode.bucket_for(size) for size in sizes})
+        prepare(device_model, buckets, {tuple(device_model.prefill.recorded_shapes(size)) for size in sizes})
         self.events.warmed_up()
 
     def stats(self) -> Stats:
@@ -147,6 +133,15 @@ class Runtime:
         )
 
     @property
+    def asleep(self) -> bool:
+        """Whether the pages and all else on the device but the weights were given back, until an engine's ``wake``."""
+        return self.device_side.asleep
+
+    @property
+    def _device_model(self) -> DeviceModel | None:
+        return self.device_side.present
+
+    @property
     def graphs(self) -> dict[str, int]:
         """How many graphs each program is compiled into."""
         return {} if self._device_model is None else self._device_model.readiness.programs.graph_counts()
@@ -166,45 +161,21 @@ class Runtime:
 
     def make_room(self, rows: int) -> None:
         """Let the device side have room for so many rows; one that has less is made anew when it is next needed."""
-        self._max_rows = max(self._max_rows, rows)
+        self.device_side.make_room(rows)
 
     def device_model(self) -> DeviceModel:
         """Return the device side; made at the first call, and again if the model was moved, converted or hooked.
 
         And if its config says that it has more positions than before, or more rows are to have room.
+
+        Raises:
+            RuntimeError: it is asleep.
         """
-        model = self.facts.model
-        with self._allocation:
-            device_model, made_for = self._device_model, self._made_for_now()
-            if device_model is None or not self._still_fits(device_model, made_for):
-                if device_model is not None:
-                    self.events.started_again()
-                device_model = self._device_model = None  # its memory goes back first
-                for engine in list(self.engines):
-                    engine.let_go()
-                check_placement(model, self.config)
-                check_layers(model, self.facts.layers, self.config)
-                thread = executor_for(model.device, self.config)
-                device_model = thread.call(
-                    DeviceModel, self.facts, self.config, thread, self.events, max_rows=self._max_rows
-                )
-                self._device_model, self._made_for = device_model, made_for
-            return device_model
+        return self.device_side.current()
 
     def is_current(self, device_model: DeviceModel) -> bool:
         """Whether ``device_model`` is the device side of the model as it is now; makes none."""
-        return device_model is self._device_model and self._still_fits(device_model, self._made_for_now())
-
-    def _made_for_now(self) -> tuple[Hashable, ...]:
-        model = self.facts.model
-        return model.device, model.dtype, self.modules.hooks(model)
-
-    def _still_fits(self, device_model: DeviceModel, made_for: tuple[Hashable, ...]) -> bool:
-        return (
-            made_for == self._made_for
-            and self._positions.of(self.facts.model) <= device_model.max_positions
-            and self._max_rows <= device_model.config.max_batch_size
-        )
+        return self.device_side.is_current(device_model)
 
     def take_back(self, pages: int, pool: PagePool) -> None:
         """Have engines let their requests wait again, if it takes that to make so many pages of a pool available.
@@ -221,19 +192,17 @@ class Runtime:
 
         Their rows would keep their pages for ever, and a step of theirs may have been half done.
         """
-        device_model, self._forked = self._device_model, True
+        self._forked = True
         cut = self.loop_lock.forget_other_threads()
         for engine in list(self.engines):
             cut = engine.forget_other_threads() or cut
-        if device_model is not None:
-            cut = device_model.forget_other_threads() or cut
+        cut = self.device_side.forget_other_threads() or cut
         self.facts.attention.forget_other_threads()
         self.counters.forget_other_threads()
         self.events.forget_other_threads()
-        self._allocation = threading.Lock()
-        if device_model is not None and (cut or device_model.device.type == "cuda"):
-            _left_behind.append(device_model)
-            self._device_model = None
+        if (left := self._device_model) is not None and (cut or left.device.type == "cuda"):
+            _left_behind.append(left)
+            self.device_side.present = None
         return cut
 
     def check_process(self) -> None:
@@ -247,8 +216,7 @@ class Runtime:
 
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""
-        if (device_model := self._device_model) is not None:
-            device_model.thread.call(device_model.readiness.separate_weights)
+        self.device_side.separate_weights()
 
     def programs(self) -> dict[str, Callable[..., Any]]:
         """Return the functions that have been compiled, by name."""
@@ -276,11 +244,6 @@ class Runtime:
     def runner(self) -> Runner:
         """Return a new runner."""
         return Runner(self.device_model())
-
-
-def _number(bucket: int, missing: Sequence[int]) -> str:
-    """Return which of the missing buckets this one is, to be shown; nothing if there are no others."""
-    return f" ({missing.index(bucket) + 1} of {len(missing)})" if bucket in missing and len(missing) > 1 else ""
 
 
 def _no_engine() -> None:

@@ -21,7 +21,7 @@ from compiled_llm.compilation.bias import from_position
 from compiled_llm.compilation.sampling import GREEDY, NUMBERS, Sampling, SamplingTables, wide_tables
 from compiled_llm.execution.arena import Arena
 from compiled_llm.execution.staging import Staging
-from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.memory import free, mark_static
 
 _MOST_COUNTED = (2**15 - 1) // 2
 
@@ -53,6 +53,11 @@ class SlotSettings:
     def nbytes(self) -> int:
         """Size of what is not in the arena, in bytes."""
         return self.tables.counts.nbytes + self.tables.allowed.nbytes + self.tables.biases.nbytes
+
+    def release(self) -> None:
+        """Give back the memory of what is not in the arena."""
+        for table in (self.tables.counts, self.tables.allowed, self.tables.biases):
+            free(table)
 
     def fit(self, vocabulary: int) -> None:
         """Follow a model whose vocabulary has changed."""

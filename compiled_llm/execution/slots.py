@@ -80,6 +80,10 @@ class Slots:
         """Size of what is not in the arena, in bytes."""
         return self._settings.nbytes
 
+    def release(self) -> None:
+        """Give back the memory of what is not in the arena; nothing may be run afterwards."""
+        self._settings.release()
+
     # ---- rows come and go
 
     def admit(self, rows: Sequence[Row], settings: Sequence[Sampling | None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 SlowPath = Literal[
+    "asleep",
     "assisted_generation",
     "attention_mask_shape",
     "autocast",
@@ -68,6 +69,7 @@ class Wording(NamedTuple):
 
 
 WORDINGS: dict[SlowPath, Wording] = {
+    "asleep": Wording("the model is asleep, and has no pages", "Call wake() on its engine."),
     "assisted_generation": Wording(
         "HuggingFace's loop accepts and rejects the drafts",
         "Leave assistant_model and prompt_lookup_num_tokens out unless drafts are worth it: the fast loop may be "

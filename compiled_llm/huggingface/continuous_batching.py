@@ -50,7 +50,12 @@ def manager_for(
         generation_config: as its argument of that name.
         batching_config: as its ``continuous_batching_config``.
         hints: as its ``workload_hints``.
+
+    Raises:
+        RuntimeError: the model is asleep.
     """
+    if runtime.asleep:  # HuggingFace's own would take what memory there is
+        raise RuntimeError("generate_batch: the model is asleep, and has no pages; call wake() on its engine")
     model.eval()
     kept, reason = kept_manager(model), runtime.obstacle()
     if isinstance(kept, EngineManager) and reason is not None:

@@ -40,6 +40,7 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
         return original(self, *args, **kwargs)
     arguments, runtime = by_name(original, args, kwargs), self.compiled
     runtime.check_process()
+    runtime.device_side.check_weights()
     cache = arguments.get("past_key_values")
     if isinstance(cache, StandIn) and cache.prefill is not None:
         return _run_prefill(original, self, arguments, cache)
@@ -226,7 +227,7 @@ def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
 def _foreign() -> ValueError:
     return ValueError(
         "past_key_values: this PagedCache belongs to another model, or to this one before it was moved, converted, "
-        "hooked or given more positions; begin with model.compiled.new_cache(), or with none"
+        "hooked, put to sleep or given more positions; begin with model.compiled.new_cache(), or with none"
     )
 
 

@@ -66,7 +66,10 @@ def forward_obstacle(
 def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
     cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
     paged = isinstance(cache, PagedCache)
-    yield from inner_reasons(model, cast(CompiledModel, model.compiled).modules)
+    compiled = cast(CompiledModel, model.compiled)
+    if compiled.asleep:
+        yield Reason("asleep")
+    yield from inner_reasons(model, compiled.modules)
     for name in MORE_OUTPUTS:
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)
@@ -85,7 +88,7 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
         yield Reason("position_ids_shape")
     if _packs_sequences(model, arguments):
         yield Reason("packed_sequences")
-    if "position_ids" not in arguments and cast(CompiledModel, model.compiled).facts.default_positions == "own":
+    if "position_ids" not in arguments and compiled.facts.default_positions == "own":
         yield Reason("no_position_ids")
     if torch.is_autocast_enabled(model.device.type):
         yield Reason("autocast")

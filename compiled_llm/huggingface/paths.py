@@ -44,6 +44,7 @@ def original_path(choice: CacheChoice) -> Reason | None:
     speculation = getattr(generation_config, "speculation_type", None)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     reasons = (
+        (runtime.asleep, Reason("asleep")),
         (choice.mode not in _PAGED_MODES, Reason("generation_mode", choice.mode.value)),
         (generation_config.output_attentions, Reason("output_attentions")),
         (generation_config.output_hidden_states, Reason("output_hidden_states")),

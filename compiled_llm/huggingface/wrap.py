@@ -90,6 +90,9 @@ def unwrap(model: ModelT) -> ModelT:
     if isinstance(model, WrappedModel):
         if isinstance(kept_manager(model), EngineManager):
             forget_kept_manager(model)
+        if model.compiled.asleep:
+            for engine in list(model.compiled.engines):
+                engine.close()  # nobody can wake it any more
         model.compiled.separate_weights()
         _, model.__class__ = type(model).__bases__  # as ``wrapped_class`` put them
         del model.compiled

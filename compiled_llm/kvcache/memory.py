@@ -110,6 +110,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8), dtype=dtype).resize_(shape)
 
 
+def free(tensor: Tensor) -> None:
+    """Give the device memory of a tensor back, whoever holds it still; nobody may use it any more."""
+    if tensor.is_cuda:
+        tensor.untyped_storage().resize_(0)
+
+
 def mark_static(tensor: Tensor) -> Tensor:
     """Tell Dynamo that the tensor stays where it is, so that a graph reads it in place instead of copying it in."""
     torch._dynamo.mark_static_address(tensor, guard=False)

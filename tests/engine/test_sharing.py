@@ -16,7 +16,7 @@ import compiled_llm
 from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.engine import Engine, QueueFullError
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.execution import runtime
+from compiled_llm.execution import device_side
 from support.in_threads import in_thread, start
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3
@@ -211,13 +211,13 @@ def test_no_race_of_submitters_passes_max_queue(model, one_thread, monkeypatch):
 def test_an_engine_lets_an_old_device_side_go_before_a_new_one_is_made(model, engine, monkeypatch, asked):
     engine.generate(PROMPT, greedy(2))
     old, made = weakref.ref(model.compiled.device_model()), []
-    original = runtime.DeviceModel
+    original = device_side.DeviceModel
 
     def new(*args: Any, **kwargs: Any) -> Any:
         made.append(old() is None)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(runtime, "DeviceModel", new)
+    monkeypatch.setattr(device_side, "DeviceModel", new)
     model.to(torch.float64)
     if asked == "model":
         alone(model, PROMPT, 2)
@@ -231,13 +231,13 @@ def test_requests_of_a_model_that_was_moved_end_and_its_old_device_side_goes_fir
     handle = engine.submit(PROMPT, greedy(120))
     next(iter(handle))
     old, made = weakref.ref(model.compiled.device_model()), []
-    original = runtime.DeviceModel
+    original = device_side.DeviceModel
 
     def new(*args: Any, **kwargs: Any) -> Any:
         made.append(old() is None)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(runtime, "DeviceModel", new)
+    monkeypatch.setattr(device_side, "DeviceModel", new)
     with engine.paused():
         model.to(torch.float64)
     with pytest.raises(RuntimeError, match="moved or converted while requests were running"):
@@ -251,5 +251,5 @@ def test_a_closed_engine_holds_no_device_memory(model, one_thread):
         engine.generate(PROMPT, greedy(2))
         device_model = weakref.ref(model.compiled.device_model())
     assert (engine.stats().finished, engine.stats().new_tokens) == (1, 2)
-    model.compiled._device_model = None
+    model.compiled.device_side.present = None
     assert device_model() is None

@@ -114,7 +114,7 @@ def test_a_call_while_another_thread_holds_a_short_lock(model, seed):
     inputs = mixed_prompts([5, 9], 128, seed)
     expected = greedy(model, inputs, 6)
     runtime = model.compiled
-    for lock in (runtime._allocation, runtime.counters._lock, huggingface._readers_lock):
+    for lock in (runtime.device_side._allocation, runtime.counters._lock, huggingface._readers_lock):
 
         def hold(held: Held, lock: Any = lock) -> None:
             with lock:

@@ -332,7 +332,7 @@ PROCESS = """
 import json, os, signal, sys, threading, time
 import torch, transformers, compiled_llm
 from compiled_llm.execution.threads import calling_thread, device_thread
-from compiled_llm.execution import runtime
+from compiled_llm.execution import device_side
 folder, processes, config = sys.argv[1], *map(json.loads, sys.argv[2:])
 codes = []
 for number, (mode, ending) in enumerate(processes):
@@ -345,7 +345,7 @@ else:
     sys.exit()
 signal.alarm(200)
 os.dup2(os.open(f"{folder}/{number}", os.O_CREAT | os.O_WRONLY), 2)
-runtime.executor_for = lambda device, config: %s(device)
+device_side.executor_for = lambda device, config: %s(device)
 model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
 compiled_llm.wrap(model, mode=mode, kv_memory="2000 tokens", page_size=4, max_batch_size=8, progress=False)
 ids = torch.tensor([[3, 4, 5]])

@@ -213,7 +213,9 @@ def test_a_cache_from_before_a_conversion_is_refused(models, seed):
     inputs = mixed_prompts([4, 9], 128, seed)
     cache = greedy(models[1], inputs, 4, return_dict_in_generate=True).past_key_values
     models[1].double()
-    with pytest.raises(ValueError, match="before it was moved, converted, hooked or given more positions"):
+    with pytest.raises(
+        ValueError, match="before it was moved, converted, hooked, put to sleep or given more positions"
+    ):
         greedy(models[1], inputs, 4, past_key_values=cache)
     models[0].double()
     torch.testing.assert_close(greedy(models[1], inputs, 4), greedy(models[0], inputs, 4))

@@ -73,6 +73,10 @@ class Recordings:
         """How many recordings there are."""
         return len(self._steps)
 
+    def shapes(self) -> list[Shape]:
+        """Return what prefills are recorded."""
+        return [key for key in self._steps if isinstance(key, Shape)]
+
     def get(self, key: Key) -> Recording[StepInputs, StepOutputs] | None:
         """Return the recording of a step, if there is one."""
         return self._steps.get(key)

@@ -52,6 +52,11 @@ class LoopLock:
         return bool(self._loops)
 
     @property
+    def here(self) -> bool:
+        """Whether a loop in progress is this thread's, and has called its user."""
+        return getattr(self._local, "loop", None) is not None
+
+    @property
     def shared(self) -> bool:
         """Whether other loops are in progress beside the one that asks."""
         return len(self._loops) > 1
