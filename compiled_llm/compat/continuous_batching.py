@@ -10,8 +10,8 @@
 ``can_accept_new_requests`` | when requests are taken, and what ``transformers serve`` calls healthy \
 | requests are lost | the same |
 | ``OutputRouter.deliver_batch`` | outputs to queues and handlers | no outputs | the same |
-| ``RequestState``: ``to_generation_output``, ``_timestamps`` | outputs with HuggingFace's fields and defaults | no \
-outputs | ``GenerationOutput`` is documented |
+| ``RequestState``: ``to_generation_output``, ``logprobs``, ``_timestamps`` | outputs with HuggingFace's fields \
+and defaults | no outputs | ``GenerationOutput`` is documented |
 | ``ContinuousBatchingLogitsProcessorList``: ``check_kwargs``, ``do_processing`` | which processors and settings of a \
 request it takes | they would be accepted silently | the same |
 | ``_get_logits_processor`` of a model | a config's processors | settings are ignored | it is public |

@@ -135,8 +135,8 @@ WORDINGS: dict[SlowPath, Wording] = {
     "labels_masked": Wording("labels follow masked tokens", "Set labels that follow masked tokens to -100."),
     "labels_with_logits_to_keep": Wording("labels are given together with logits_to_keep", "Leave logits_to_keep out."),
     "logprobs": Wording(
-        "return_logprobs is on",
-        "Leave return_logprobs out, and score the answers with model(...) afterwards.",
+        "return_logprobs is on beside repetition_penalty",
+        "Leave one of them out; model(...) scores finished answers.",
     ),
     "loss_function": Wording(
         "the model computes a loss of its own",

@@ -128,7 +128,8 @@ class BatchSettings:
         shared = sampling_of(self.processors, bool(self.generation.do_sample))
         assert shared is not None, "there are processors that the graph does not have"
         settings = {name: getattr(shared, name) for name in _SETTINGS} | dict(own)
-        return SamplingParams(**settings, seed=seed, **limits)
+        logprobs = 0 if self.batching.return_logprobs else None
+        return SamplingParams(**settings, seed=seed, logprobs=logprobs, **limits)
 
     def warn_of_what_has_no_effect(self) -> None:
         """Name in one line what has been set and changes nothing."""
@@ -146,14 +147,13 @@ def seeds(seed: int | None) -> Iterator[int | None]:
 def _obstacle(
     found: LogitsProcessorList, in_graph: LogitsProcessorList, batching: ContinuousBatchingConfig
 ) -> Reason | None:
-    if batching.return_logprobs:
-        return Reason("logprobs")
     others: list[LogitsProcessor] = [processor for processor in found if not is_a_number(processor)]
     if others and batched_processors(others, batching).do_processing:  # else it has dropped them, and said so
         return Reason("processors", ", ".join(type(processor).__name__ for processor in others))
-    if sampling_of(in_graph, do_sample=False) is None:
+    shared = sampling_of(in_graph, do_sample=False)
+    if shared is None:
         return Reason("processors", "one of a kind twice, or in another order")
-    return None
+    return Reason("logprobs") if batching.return_logprobs and shared.edits else None
 
 
 def _without_effect(batching: ContinuousBatchingConfig) -> Iterator[str]:

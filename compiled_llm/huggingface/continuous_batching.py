@@ -113,7 +113,10 @@ class EngineManager(ManagerParts):
     def _new_engine(self) -> Engine:
         runtime = self.model.compiled
         joined = runtime.engine
-        engine = Engine(self.model, max_rows=self._rows, prefix_cache=self._settings.batching.allow_block_sharing)
+        sharing = self._settings.batching.allow_block_sharing
+        engine = Engine(
+            self.model, max_rows=self._rows, prefix_cache=sharing, logprobs_mode="processed_logprobs"
+        )  # HuggingFace's are of what tokens are drawn from
         runtime.engine = joined  # no call of generate joins this one, which ends with the manager's last request
         return engine
 

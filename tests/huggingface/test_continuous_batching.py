@@ -16,7 +16,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compat.continuous_batching import RequestState
+from compiled_llm.compat.continuous_batching import RequestState, processors_of
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.request import Request
 from compiled_llm.huggingface import batch_settings
@@ -318,8 +318,9 @@ def test_a_kept_manager_goes_with_what_wraps_the_model(plain, wrapped):
 @pytest.mark.parametrize("reason", ["logprobs", "processors", "inner_hooks"])
 def test_huggingfaces_own_manager_does_what_ours_cannot(reason, plain, wrapped, caplog):
     caplog.set_level(logging.WARNING, logger="compiled_llm")
-    batching = {"return_logprobs": reason == "logprobs", "drop_unsupported_processors": reason != "processors"}
-    settings = config(no_repeat_ngram_size=40) if reason == "processors" else config()
+    batching = {"return_logprobs": reason == "logprobs", "drop_unsupported_processors": reason == "inner_hooks"}
+    options = {"processors": {"no_repeat_ngram_size": 40}, "logprobs": {"repetition_penalty": 1.0 + 1e-6}}
+    settings = config(**options.get(reason, {}))
     hook = wrapped.lm_head.register_forward_hook(lambda *_: None) if reason == "inner_hooks" else None
     with torch.inference_mode():  # HuggingFace's warm-up alone would make tensors that its thread cannot write to
         outputs = wrapped.generate_batch(PROMPTS, settings, sizes(**batching))
@@ -331,6 +332,36 @@ def test_huggingfaces_own_manager_does_what_ours_cannot(reason, plain, wrapped, 
     stats = wrapped.compiled.stats()
     assert (stats.generate_calls, stats.slow_paths[reason]) == ({"original": 1}, 1)
     assert f"({reason} in docs/paths.md)" in caplog.text
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9}])
+def test_log_probabilities_are_those_of_huggingfaces_manager(sampling, plain, wrapped):
+    settings, several = config(**sampling), 2 if sampling else 1
+    settings.num_return_sequences = several
+    outputs = wrapped.generate_batch(PROMPTS, settings, sizes(return_logprobs=True, seed=3))
+    assert wrapped.compiled.stats().generate_calls == {"engine": 1}
+    assert len(outputs) == 3 * several
+    processors = processors_of(plain, settings)
+    for output in outputs.values():
+        text, start = torch.tensor([output.prompt_ids + output.generated_tokens]), len(output.prompt_ids)
+        with torch.no_grad():
+            logits = plain(text).logits[0, start - 1 : -1].float()
+        expected = processors(text[:, :start].expand(len(logits), -1), logits).log_softmax(dim=-1)
+        chosen = expected.gather(1, text[0, start:, None])[:, 0].tolist()
+        assert output.logprobs == pytest.approx(chosen, abs=1e-5)
+    if not sampling:
+        theirs = tiny_qwen3(eos_token_id=ENDS).generate_batch(PROMPTS, settings, sizes(return_logprobs=True))
+        for ours, their in zip(outputs.values(), theirs.values(), strict=True):
+            assert ours.logprobs == pytest.approx(their.logprobs, abs=1e-5)
+
+
+def test_log_probabilities_come_with_their_tokens(wrapped):
+    with wrapped.continuous_batching_context_manager(
+        config(eos_token_id=-1), continuous_batching_config=sizes(return_logprobs=True)
+    ) as manager:
+        manager.add_request(PROMPTS[0], streaming=True)
+        for output in results(manager, 1):
+            assert len(output.logprobs) == len(output.generated_tokens)
 
 
 def test_a_hook_that_comes_later_is_in_the_output(wrapped, manager):
