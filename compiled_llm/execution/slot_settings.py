@@ -24,6 +24,8 @@ from compiled_llm.execution.staging import Staging
 from compiled_llm.kvcache.memory import free, mark_static
 
 _MOST_COUNTED = (2**15 - 1) // 2
+_HALF_WRITTEN = Sampling()
+"""Stands for settings whose writing has failed: nobody else's."""
 
 
 class SlotSettings:
@@ -85,11 +87,13 @@ class SlotSettings:
         }
         if not changed:
             return
-        for slot, sampling in changed.items():
-            self._settings[slot] = sampling
+        for slot in changed:
+            self._settings[slot] = _HALF_WRITTEN
         self._write_numbers(list(changed), list(changed.values()))
         if any(sampling.edits for sampling in changed.values()):
             self._write_tables(changed)
+        for slot, sampling in changed.items():
+            self._settings[slot] = sampling
 
     def count_again(self, slots: Iterable[int]) -> None:
         """Forget which tokens have been chosen in these slots since rows took them."""

@@ -122,7 +122,10 @@ def _check(args: SampleTokens) -> None:
 def _cpu(args: SampleTokens) -> Tensor:
     _check(args)
     slots, temperature, edits = args.slots, args.temperature[args.slots], args.edits[args.slots]
-    scores = _edited(args, edits) / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    scale = torch.where(temperature == 0, 1.0, temperature)[:, None]
+    scores = _edited(args, edits)
+    if bool((scale != 1).any()):
+        scores = scores / scale
     best, chosen = scores.max(dim=-1)
     greedy = temperature == 0
     usable = greedy | ((best > -math.inf) & (best < math.inf))  # both are False for NaN
@@ -152,33 +155,32 @@ def _edited(args: SampleTokens, edits: Tensor) -> Tensor:
     edits, slots, scores = edits[rows], args.slots[rows], logits[rows]
     counted, masked, cleaned = ((edits & kind != 0)[:, None] for kind in (COUNTED, MASKED, CLEANED))
     if most := int(edits.max()) // BIASED:
-        scores = _biased(scores, args.biases[slots, :, :most], edits // BIASED, args.positions[rows])
+        _bias(scores, args.biases[slots, :, :most], edits // BIASED, args.positions[rows])
     if bool(counted.any()):
-        scores = torch.where(counted, _penalised(scores, args, slots), scores)
+        _penalise(scores, args, slots, counted)
     if bool(cleaned.any()):
         scores = torch.where(cleaned, scores.nan_to_num(0.0, _HUGE, -_HUGE), scores)
     if bool(masked.any()):
-        bits = args.allowed[slots][:, :, None] >> torch.arange(32, dtype=torch.int32, device=slots.device) & 1
-        scores = scores.masked_fill(masked & (bits.flatten(1)[:, : scores.shape[1]] == 0), -math.inf)
-    return logits.index_copy(0, rows, scores)
+        barred = np.unpackbits(~args.allowed[slots].numpy().view(np.uint8), axis=1, bitorder="little")
+        scores.masked_fill_(masked & torch.from_numpy(barred[:, : scores.shape[1]]).bool(), -math.inf)
+    return scores if len(rows) == len(logits) else logits.index_copy(0, rows, scores)
 
 
-def _biased(scores: Tensor, biases: Tensor, counts: Tensor, positions: Tensor) -> Tensor:
+def _bias(scores: Tensor, biases: Tensor, counts: Tensor, positions: Tensor) -> None:
     tokens, bits, first, end = biases.unbind(dim=1)
     exists = (torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]) & (tokens < scores.shape[1])
     holds = exists & (first <= positions[:, None]) & (positions[:, None] < end)
     values = torch.where(holds, bits.contiguous().view(torch.float32), 0.0)
-    return scores.scatter_add(1, torch.where(holds, tokens, 0).long(), values)
+    scores.scatter_add_(1, torch.where(holds, tokens, 0).long(), values)
 
 
-def _penalised(scores: Tensor, args: SampleTokens, slots: Tensor) -> Tensor:
-    counts = args.counts[slots]
-    repetition, presence, frequency = (
-        column[slots][:, None] for column in (args.repetition_penalty, args.presence_penalty, args.frequency_penalty)
-    )
-    repeated = torch.where(scores < 0, scores * repetition, scores / repetition)
-    times = counts >> 1
-    return torch.where(counts != 0, repeated, scores) - frequency * times - presence * (times > 0)
+def _penalise(scores: Tensor, args: SampleTokens, slots: Tensor, counted: Tensor) -> None:
+    rows, tokens = ((args.counts[slots] != 0) & counted).nonzero(as_tuple=True)
+    slots, logits = slots[rows], scores[rows, tokens]
+    repetition = args.repetition_penalty[slots]
+    repeated = torch.where(logits < 0, logits * repetition, logits / repetition)
+    times = args.counts[slots, tokens] >> 1
+    scores[rows, tokens] = repeated - args.frequency_penalty[slots] * times - args.presence_penalty[slots] * (times > 0)
 
 
 # ---- the draw

@@ -31,6 +31,7 @@ from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.kvcache.pool import PagePool
 from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from support.parity import assert_account_is_empty, greedy
+from support.sampling_cases import EVERYTHING
 from support.twins import (
     BEYOND_NOISE,
     DEVICE,
@@ -401,7 +402,13 @@ def test_a_replay_never_reads_what_the_model_no_longer_has(
 
 @pytest.mark.parametrize(
     ("event", "launches"),
-    [("rows enter pages", 3), ("a row leaves", 2), ("a row comes in", 2), ("a sampled row comes in", 2)],
+    [
+        ("rows enter pages", 3),
+        ("a row leaves", 2),
+        ("a row comes in", 2),
+        ("a sampled row comes in", 2),
+        ("rows with all settings come in", 2),
+    ],
     ids=lambda value: str(value),
 )
 def test_a_step_that_uploads_returns_while_the_device_sleeps(
@@ -415,6 +422,18 @@ def test_a_step_that_uploads_returns_while_the_device_sleeps(
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(SMALL["vocab_size"], (n,), generator=generator).numpy() for n in (13, 12, 11, 10, 6)]
 
+    edited = Sampling(**{**EVERYTHING, "seen": prompts[4], "start": 0}, seed=5)
+    coming = {
+        "a row comes in": [None],
+        "a sampled row comes in": [Sampling(top_k=20, seed=3)],
+        "rows with all settings come in": [edited] * 4,
+    }
+    prepared = small.compiled.runner()  # what prompts of so many rows need is recorded
+    for sampling in coming.get(event, [None]):
+        prepared.admit(prompts[4], 40, sampling)
+    prepared.step()
+    prepared.close()
+
     def play(cycles: int) -> list[list[int]]:
         runner = small.compiled.runner()
         rows = [runner.admit(prompt, 40) for prompt in prompts[:4]]
@@ -422,8 +441,8 @@ def test_a_step_that_uploads_returns_while_the_device_sleeps(
         torch.cuda.synchronize()
         if event == "a row leaves":
             runner.release(rows[3])
-        if event in ("a row comes in", "a sampled row comes in"):
-            runner.admit(prompts[4], 40, Sampling(top_k=20, seed=3) if event == "a sampled row comes in" else None)
+        for sampling in coming.get(event, ()):
+            runner.admit(prompts[4], 40, sampling)
         uploads, asleep = device_model.events.uploads.total(), torch.cuda.Event()
         torch.cuda.set_sync_debug_mode("error")
         try:

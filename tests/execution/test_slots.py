@@ -9,10 +9,18 @@ import pytest
 import torch
 
 import compiled_llm
+from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.execution.arena import Arena
 from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.slots import Slots
+from compiled_llm.execution.staging import Staging
+from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.row import Row
 from support.alone import Alone
+from support.failing_calls import fail_once
 from support.parity import assert_account_is_empty
+from support.sampling_cases import EVERYTHING, tables_of
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core
@@ -76,3 +84,75 @@ def test_rows_whose_slots_say_what_they_have_seen_keep_them(model, seed):
         begun(model, seed, 1)
     pairs[0][0].close()
     step(*begun(model, seed, 1)[0])
+
+
+def slots_for(rows: int, vocabulary: int) -> tuple[Slots, Arena]:
+    cpu = torch.device("cpu")
+    staging = Staging(cpu)
+    arena = Arena(Slots.columns(rows, 1), cpu, staging)
+    return Slots(arena, staging, vocabulary), arena
+
+
+def rows_of(count: int) -> list[Row]:
+    return [Row(PagePool(2, 4), 0) for _ in range(count)]
+
+
+def test_what_many_rows_bring_is_one_copy_and_rows_that_bring_nothing_write_nothing(monkeypatch):
+    """Staging waits for the device once it is some copies ahead."""
+    slots, _ = slots_for(16, 300)
+    copied = []
+    to_device = Staging.to_device
+    monkeypatch.setattr(Staging, "to_device", lambda self, arrays: (copied.append(1), to_device(self, arrays))[1])
+    plain = rows_of(12)
+    slots.admit(plain, [Sampling(seed=seed) for seed in range(12)])
+    assert copied == []
+    edited = rows_of(12)
+    slots.admit(edited, [Sampling(**EVERYTHING, seed=seed) for seed in range(12)])
+    assert copied == [1]
+    tables = slots.tables
+    for row in plain:
+        assert not any(table[row.slot].any() for table in (tables.counts, tables.allowed, tables.biases))
+    alone = tables_of([Sampling(**EVERYTHING)], 300)
+    for name in ("counts", "allowed", "biases"):
+        for row in edited:
+            assert torch.equal(getattr(tables, name)[row.slot], getattr(alone, name)[0]), name
+
+
+def test_a_row_that_comes_back_counts_anew(seed):
+    slots, _ = slots_for(2, 10)
+    counting = Sampling(presence_penalty=1.0, repetition_penalty=1.1, seen=np.array([3]), chosen=np.array([4, 4, 3]))
+    (row,) = rows_of(1)
+    for _ in range(2):
+        slots.admit([row], [counting])
+        assert slots.tables.counts[row.slot].tolist() == [0, 0, 0, 3, 4, 0, 0, 0, 0, 0]
+        slots.tables.counts[row.slot] += 2  # the device has chosen
+        row.leave_slot()
+
+
+def test_tables_follow_the_vocabulary():
+    slots, _ = slots_for(2, 10)
+    (row,) = rows_of(1)
+    slots.admit([row], [Sampling(presence_penalty=1.0, chosen=np.array([9]), mask=mask_of(10, banned=[1]))])
+    before = slots.nbytes
+    slots.fit(70)
+    assert slots.tables.counts[row.slot].tolist() == [0] * 9 + [2] + [0] * 60
+    assert slots.tables.allowed[row.slot].tolist() == [~2, 0, 0]
+    assert slots.nbytes > before
+
+
+def test_settings_whose_writing_failed_are_written_again(monkeypatch):
+    slots, arena = slots_for(2, 10)
+    first, second, third = rows_of(3)
+    masked = Sampling(mask=mask_of(10, banned=[1]))
+    fail_once(monkeypatch, Staging, "to_device", RuntimeError("out of memory"), after=1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        slots.admit([first], [masked])
+    first.leave_slot()
+    slots.admit([second], [masked])
+    arena.flush()
+    assert slots.tables.allowed[second.slot].tolist() == [~2]
+    assert slots.tables.edits[second.slot] == masked.edits
+    second.leave_slot()
+    slots.admit([third], [None])
+    arena.flush()
+    assert slots.tables.edits[third.slot] == 0
