@@ -101,7 +101,7 @@ class Driver:
     def cancel(self, requests: Sequence[Request]) -> None:
         """End requests before the next step."""
         with self._changed:
-            if self._inbox.resting:
+            if self.turns.resting:
                 self._end(None, requests, "cancelled")
             elif requests and not self.closed:
                 self._inbox.send(lambda loop: self._end(loop, requests, "cancelled"))
@@ -198,7 +198,7 @@ class Driver:
 
         def done() -> bool:
             busy = self._inbox or self._parked or (self.loop is not None and not self.loop.idle)
-            return self.closed or self._inbox.resting or not busy
+            return self.closed or self.turns.resting or not busy
 
         self.run(done)
 
@@ -353,16 +353,15 @@ class Driver:
         """Run nothing until ``go_on``; if ``ends``, nothing is left that could."""
         self.check.forget()
         with self._changed:
-            self._inbox.resting = self.turns.resting = True
+            self.turns.resting = True
             if ends:
                 self._end(None, list(self.handles), "cancelled")
 
     def go_on(self) -> None:
         """Run what waits."""
         with self._changed:
-            self._inbox.resting = self.turns.resting = False
-            if self._parked:
-                self._inbox.send(lambda _: None)  # for the thread of our own, which looks for messages alone
+            self.turns.resting = False
+            self._inbox.call()
 
     # ---- used by the runtime
 

@@ -22,13 +22,12 @@ class Inbox:
     Attributes:
         changed: the lock of the engine's state, notified when something has changed.
         closed: whether nothing comes any more.
-        resting: whether messages stay where they are, and nobody need wake for them.
     """
 
     def __init__(self) -> None:
         """Begin empty."""
         self.changed = threading.Condition()
-        self.closed = self.resting = False
+        self.closed = self._called = False
         self._messages: deque[Message] = deque()
 
     def __bool__(self) -> bool:
@@ -45,7 +44,7 @@ class Inbox:
             if self.closed:
                 raise RuntimeError("the engine is closed; make another one")
             self._messages.append(message)
-            self.changed.notify_all()
+            self.call()
 
     def deliver(self, loop: Loop) -> None:
         """Do what the messages say."""
@@ -56,11 +55,21 @@ class Inbox:
         """Forget all messages."""
         self._messages.clear()
 
-    def wait(self) -> bool:
-        """Wait for a message; whether there is one."""
+    def call(self) -> None:
+        """End the ``wait`` of whoever serves."""
         with self.changed:
-            while not ((self._messages and not self.resting) or self.closed):
+            self._called = True
+            self.changed.notify_all()
+
+    def wait(self) -> bool:
+        """Wait until somebody has called since the last time; whether there may be something to do.
+
+        Others may have taken the message meanwhile, and leave what it was about when their own answers have ended.
+        """
+        with self.changed:
+            while not (self._called or self.closed):
                 self.changed.wait(_PATIENCE)
+            self._called = False
             return not self.closed
 
     def forget_other_threads(self) -> None:

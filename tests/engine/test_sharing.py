@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.engine import Engine, QueueFullError
+from compiled_llm.engine.inbox import Inbox
+from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.execution import device_side
 from support.in_threads import in_thread, start
@@ -202,6 +204,15 @@ def test_no_race_of_submitters_passes_max_queue(model, one_thread, monkeypatch):
             refused = [call for call in calls if isinstance(call.exception(timeout=PATIENCE), QueueFullError)]
             assert len(refused) == 3
             assert len(engine._driver.handles) == 3
+
+
+def test_whoever_serves_is_called_even_if_another_has_taken_the_message():
+    """That one leaves when its own answers have ended, and the request is served by nobody."""
+    inbox, taken = Inbox(), []
+    inbox.send(taken.append)
+    inbox.deliver(cast(Loop, None))
+    assert taken
+    assert start(inbox.wait).result(timeout=PATIENCE)
 
 
 # ---- device memory

@@ -20,6 +20,7 @@ from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.execution import device_side
 from support.parity import assert_account_is_empty
+from support.stand_in_recordings import let_a_cpu_record
 from support.tiny_models import tiny_qwen3
 
 PROMPTS = [[5, 6, 7, 8] * 9, [5, 6, 7, 8] * 5 + [9, 10], [3, 4]]
@@ -191,6 +192,25 @@ def test_nothing_of_the_device_side_is_left(one_thread, mode):
         assert (model.compiled.graphs, model.compiled.stats().recompiles) == (graphs, 0)
         assert set(buckets) <= set(model.compiled.stats().buckets)
         assert engine.describe().memory == memory
+
+
+def test_what_was_recorded_is_recorded_again(monkeypatch, one_thread):
+    let_a_cpu_record(monkeypatch)
+    model = wrapped()
+    with Engine(model, max_rows=8) as engine:
+        engine.warmup([1, 5])
+        expected = answers(engine)
+        before, objects = model.compiled.stats(), device_objects(model)
+        engine.sleep()
+        assert alive(objects) == []
+        engine.wake()
+        awake = model.compiled.stats()
+        assert (awake.recordings, awake.prefill_recordings) == (before.recordings, before.prefill_recordings)
+        assert before.recordings > 1 < before.prefill_recordings
+        assert awake.buckets == before.buckets
+        assert answers(engine) == expected
+        assert model.compiled.stats().recordings == before.recordings
+        assert model.compiled.rerecordings() == (0, [])
 
 
 def test_pages_go_even_if_a_call_of_generate_waits_in_the_engine(model, engine):

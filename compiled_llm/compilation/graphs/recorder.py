@@ -7,12 +7,15 @@ something may have changed.
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
 
 from compiled_llm.compilation.graphs.validity import Guards
+from compiled_llm_ops.kernels.counters import CapturedCounters, zeroed_counters
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
@@ -39,6 +42,10 @@ class Recording(Generic[Inputs, Outputs]):
         return self._outputs
 
 
+_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+"""Those of recorders whose graphs are all gone."""
+
+
 class Recorder:
     """Captures the steps of one model; all of them share a memory pool.
 
@@ -49,8 +56,12 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         """Capture nothing yet."""
         # Nothing else ever runs on this stream: cuBLAS's workspace for it is allocated in a capture, from our pool,
-        # and stays valid for as long as the graphs do.
-        self._stream = torch.cuda.Stream(device)
+        # and stays valid for as long as the process lives. So the next recorder has it: a model that sleeps and wakes
+        # again and again would leave tens of MB each time.
+        idle = _idle_streams[device]
+        self._stream = idle.pop() if idle else torch.cuda.Stream(device)
+        weakref.finalize(self, idle.append, self._stream).atexit = False
+        self._counters = CapturedCounters(device)
         self.take_new_pool()
         self.count = 0
 
@@ -72,8 +83,10 @@ class Recorder:
             RuntimeError: something in it cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
+        self._counters.make_room()
         # Other threads go on using the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        captured = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with zeroed_counters.owned_by(self._counters), captured:
             outputs = launch()
         self.count += 1
         return Recording(graph, inputs, outputs, guards())
