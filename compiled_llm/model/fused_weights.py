@@ -121,7 +121,7 @@ class FusedWeights:
         """Give each weight a storage of its own again; there are no groups afterwards."""
         for stack in (stack for group in self.groups for stack in self.stacks(group)):
             if is_one(stack) and _owns_storage(stack):
-                _finish(stack[0].device)
+                finish(stack[0].device)
                 for parameter in stack:
                     parameter.data = parameter.data.clone()
         self.groups = []
@@ -222,14 +222,14 @@ def _owns_storage(stack: Sequence[Tensor]) -> bool:
 def _move_together(stack: Sequence[Tensor]) -> None:
     with torch.no_grad():
         whole = torch.cat([parameter.data for parameter in stack])
-    _finish(whole.device)
+    finish(whole.device)
     for parameter, part in zip(stack, whole.split([len(parameter) for parameter in stack]), strict=True):
         parameter.data = part
     if whole.is_cuda:
         torch.cuda.empty_cache()  # the allocator would keep what the next group, being larger, cannot use
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
     """Wait for the device: whatever reads the old storage, on any stream, must be done before it is freed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from compiled_llm.model.fused_weights import finish
+
 _HOST = torch.device("cpu")
 
 
@@ -24,6 +26,7 @@ class HostWeights:
             ValueError: a tensor cannot be moved in place.
         """
         self._device = device
+        finish(device)
         moving = _named_on(model, device)
         _check_movable(moving)
         self._stayed = frozenset(name for name in _named(model) if name not in moving)
@@ -34,6 +37,7 @@ class HostWeights:
         coming = {name: tensor for name, tensor in _named_on(model, _HOST).items() if name not in self._stayed}
         _check_movable(coming)
         _move([*coming.values()], self._device)
+        finish(self._device)  # other streams may read them from now on
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

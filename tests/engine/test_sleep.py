@@ -282,6 +282,23 @@ def test_what_needs_pages_is_refused_and_the_model_runs_as_huggingfaces(model, e
     ]
 
 
+def test_a_manager_that_is_kept_serves_again(model, engine):
+    def batch() -> list[list[int]]:
+        outputs = model.generate_batch(PROMPTS, max_new_tokens=6, do_sample=False, persistent_manager=True)
+        return [outputs[name].generated_tokens for name in sorted(outputs)]
+
+    expected = batch()
+    assert all(map(len, expected))
+    pages = device_objects(model)["pages"]
+    engine.sleep()
+    assert pages() is None
+    with pytest.raises(RuntimeError, match="generate_batch: the model is asleep"):
+        batch()
+    engine.wake()
+    assert batch() == expected
+    model.destroy_cached_continuous_batching_manager()
+
+
 def test_twice_does_nothing_more(engine):
     expected = answers(engine)
     engine.wake()
