@@ -25,6 +25,7 @@ from compiled_llm.engine.metrics import EngineStats, stats_of
 from compiled_llm.engine.model_check import ModelCheck
 from compiled_llm.engine.request import FinishReason, Request
 from compiled_llm.engine.serving import serving_thread
+from compiled_llm.engine.shortage import Shortage
 from compiled_llm.engine.turns import Turns
 from compiled_llm.execution.runtime import Runtime
 from compiled_llm.execution.threads.interrupts import deferred
@@ -65,6 +66,7 @@ class Driver:
         self.handles = Handles()
         self.closed = False
         self._past = EngineStats()
+        self._shortage = Shortage()
         self._parked: list[Request] = []  # that go on in the next loop
         self._inbox = Inbox()
         self._changed = self._inbox.changed
@@ -231,9 +233,9 @@ class Driver:
             with self._runtime.loop_lock.taken():
                 self._work(loop, done)
             self.check.forget()  # whoever waited for what has ended may change it now
-            stuck = loop.stuck
+            waits = self._shortage.lasts(loop)
             del loop
-            if stuck:
+            if waits:
                 time.sleep(_STUCK)
 
     def _work(self, loop: Loop, done: Callable[[], bool]) -> None:
@@ -261,6 +263,7 @@ class Driver:
             loop.prefixes.clear()
         self._notify(loop.scheduler.expire(time.monotonic()))
         lock, scheduler = self._runtime.loop_lock, loop.scheduler
+        scheduler.lets_pass = self._shortage.lasting
         scheduler.admits_until = lock.pages_wanted_since(apart_from=self)
         self._notify(loop.step(unchanged=not looked))
         # If nobody else runs who could give pages back, caches have them, and others may well fit.
@@ -381,6 +384,7 @@ class Driver:
         for handle in set(self.handles.values()):
             handle.forget_other_threads()
         self.handles.clear()
+        self._parked.clear()
         self.loop = None
         return had_pages
 

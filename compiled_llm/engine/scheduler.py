@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling import NOT_A_TOKEN
 from compiled_llm.engine.latencies import Latencies
+from compiled_llm.engine.queue import Queue
 from compiled_llm.engine.request import FinishReason, Request, RequestError
 from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
@@ -86,6 +87,7 @@ class Scheduler:
         new_tokens: tokens read.
         latencies: how long requests have waited.
         admits_until: when others began to wait for pages, on ``time.monotonic``'s clock; later requests wait for them.
+        lets_pass: whether others may run before the next request while there are too few pages for that one.
         short_since: when the next request came, if the last plan had too few pages for it; None if it had enough.
     """
 
@@ -104,8 +106,7 @@ class Scheduler:
         self._max_rows = max_rows
         self._budget = budget
         self._prefixes = prefixes
-        self._waiting: list[Request] = []
-        self._followers: dict[Request, list[Request]] = {}
+        self._queue = Queue()
         self._next_deadline = math.inf
         self._likely = float(_FIRST_GUESS)  # tokens of an answer
         self._plan = Plan([], [])  # the last one; it holds for so many more steps, if nobody comes or goes:
@@ -116,16 +117,17 @@ class Scheduler:
         self.latencies = Latencies()
         self.admits_until = math.inf
         self.short_since: float | None = None
+        self.lets_pass = False
 
     @property
     def waiting(self) -> list[Request]:
         """Requests without a row, whoever is next first; those that wait for another's prompt at the end."""
-        return [*self._waiting, *(request for group in self._followers.values() for request in group)]
+        return list(self._queue)
 
     @property
     def idle(self) -> bool:
         """Whether nobody runs or waits."""
-        return not (self.running or self._waiting or self._followers)
+        return not (self.running or self._queue)
 
     # ---- requests come and go
 
@@ -134,11 +136,7 @@ class Scheduler:
         if request.done:  # cancelled before anybody knew of it
             return
         self._next_deadline = min(self._next_deadline, _deadline(request))
-        leader = request.leader
-        if leader is None or leader.done or leader.prefilled:
-            bisect.insort(self._waiting, request, key=lambda entry: entry.order)
-        else:
-            self._followers.setdefault(leader, []).append(request)
+        self._queue.add(request)
 
     def end(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a request, wherever it is; one that has ended stays as it is."""
@@ -148,11 +146,9 @@ class Scheduler:
         self.finished += 1
         if request.row is not None:
             self._retire(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
         else:
-            self._forget_follower(request)
-        self._release_followers(request)
+            self._queue.remove(request)
+        self._queue.release(request)
         if reason in ("stop", "length"):
             self._likely += _WEIGHT * (len(request.tokens) - self._likely)
 
@@ -165,17 +161,6 @@ class Scheduler:
             self.end(request, "timeout")
         self._next_deadline = min(map(_deadline, (*self.running, *self.waiting)), default=math.inf)
         return late
-
-    def _forget_follower(self, request: Request) -> None:
-        for leader, group in list(self._followers.items()):
-            if request in group:
-                group.remove(request)
-                if not group:
-                    del self._followers[leader]
-
-    def _release_followers(self, leader: Request) -> None:
-        for request in self._followers.pop(leader, ()):
-            self.add(request)
 
     # ---- plan
 
@@ -199,7 +184,7 @@ class Scheduler:
     @property
     def _has_room(self) -> bool:
         """Whether somebody waits who may begin to run, if there are pages."""
-        waiting = self._waiting
+        waiting = self._queue.ready
         return bool(waiting) and len(self.running) < self._max_rows and waiting[0].submitted <= self.admits_until
 
     def _decoding_within_pages(self) -> list[Request]:
@@ -233,13 +218,15 @@ class Scheduler:
         """Give the next waiting request its row; None if there is none, or it has to go on waiting."""
         if not self._has_room:
             return None
-        request = self._waiting[0]
-        row = self._row_for(request)
-        if row is None:
-            self.short_since = request.submitted
+        ready = self._queue.ready
+        for request in ready if self.lets_pass else ready[:1]:
+            if (row := self._row_for(request)) is not None:
+                break
+            self.short_since = ready[0].submitted
+        else:
             return None
         request.row = row
-        del self._waiting[0]
+        ready.remove(request)
         bisect.insort(self.running, request, key=lambda entry: entry.order)
         return request
 
@@ -318,7 +305,7 @@ class Scheduler:
             request, row = chunk.request, chunk.request.running_row
             self._keep(request, request.known[: row.length])
             if chunk.ends:
-                self._release_followers(request)
+                self._queue.release(request)
         ended = [request for request in plan.choosing if request.running_row.length == request.stored]
         for request in ended:
             self._retire(request)

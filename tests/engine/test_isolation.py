@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm.engine import shortage
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
@@ -178,6 +180,65 @@ def test_an_engine_trusts_nothing_that_a_forgotten_one_has_left(model, one_threa
         assert engine.generate(PROMPT, greedy(2))[0].cached_tokens == 48
 
 
+# ---- requests end alone, in the midst of a prompt too
+
+
+@pytest.mark.parametrize("end", ["cancelled", "timeout"])
+def test_a_request_that_ends_in_the_midst_of_its_prompt_gives_its_pages_back(plain, one_thread, monkeypatch, end):
+    monkeypatch.setattr(Loop, "asynchronous", True)
+    model = wrapped(prefill_tokens=16)
+    with Engine(model, prefix_cache=False) as engine:
+        engine.generate([5], greedy(1))
+        with engine.paused():
+            loop = engine._driver.loop
+            assert loop is not None
+            long = engine.submit(list(range(3, 120)) * 4, greedy(4))
+            other = engine.submit(PROMPT[:9], greedy(30))
+            step, first = loop.step, loop.steps
+
+            def watched(unchanged: bool = False) -> Any:
+                if loop.steps == first + 4 and end == "cancelled":
+                    long.cancel()
+                elif loop.steps == first + 4:
+                    long.requests[0].deadline = loop.scheduler._next_deadline = 0.0
+                return step(unchanged)
+
+            monkeypatch.setattr(loop, "step", watched)
+        output = long.result(timeout=60)
+        assert (output.finish_reason, output.token_ids) == (end, [])
+        assert loop.steps < first + 12, "its prompt has 30 chunks"
+        assert other.result(timeout=60).token_ids == alone(plain, PROMPT[:9], 30)
+    assert_account_is_empty(model)
+
+
+def test_smaller_priorities_run_first(model, one_thread):
+    with Engine(model, max_rows=1) as engine:
+        with engine.paused():
+            handles = {value: engine.submit([5, 6, 7 + value], greedy(2), priority=value) for value in (2, 0, 1, -1)}
+        ends = {value: handle.result(timeout=60) and handle.requests[0].finished for value, handle in handles.items()}
+    assert sorted(ends, key=lambda value: ends[value] or 0) == [-1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_answers_of_one_prompt_share_its_prefill(model, one_thread, prefix_cache):
+    with Engine(model, prefix_cache=prefix_cache) as engine:
+        engine.generate(PROMPT, SamplingParams(n=4, max_tokens=3, seed=1))
+        stats = engine.stats()
+        assert (stats.prompt_tokens, stats.cached_tokens) == (4 * 57, 3 * 48)
+
+
+def test_a_forgotten_engine_ends_with_its_model(one_thread):
+    model = wrapped()
+    engine = Engine(model)
+    engine.submit(PROMPT, greedy(2)).result(timeout=60)
+    thread, kept = engine._driver._thread, [weakref.ref(model), weakref.ref(model.compiled.device_model())]
+    del engine, model
+    gc.collect()
+    assert thread is not None
+    thread.join(20)
+    assert (thread.is_alive(), *(reference() for reference in kept)) == (False, None, None)
+
+
 # ---- who calls it, and from where
 
 
@@ -249,6 +310,25 @@ def test_a_call_that_kept_caches_leave_no_room_for_is_refused_and_the_engine_goe
     del kept
     gc.collect()
     assert_account_is_empty(model)
+
+
+def test_who_keeps_the_pages_that_a_request_waits_for_is_told(monkeypatch, one_thread, caplog):
+    monkeypatch.setattr(shortage, "_LONG", 0.05)
+    model = wrapped(tokens=640)  # 40 pages
+    ids = torch.tensor([PROMPT])
+    kept = model.generate(ids, max_new_tokens=300, return_dict_in_generate=True, do_sample=False)  # 23 of them
+    with Engine(model, max_rows=1) as engine:
+        handle = engine.submit(list(range(3, 103)) * 4, greedy(4))
+        deadline = time.monotonic() + 20
+        while not caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert alone(model, PROMPT, 4)  # others go on
+        time.sleep(0.1)
+        (said,) = [message for message in caplog.messages if "next request has waited" in message]
+        assert "it needs 25 pages, and 17 of 40 are available; drop caches" in said
+        del kept
+        gc.collect()
+        assert handle.result(timeout=60).finish_reason == "length"
 
 
 def test_requests_of_one_token_are_not_remembered(engine):

@@ -49,7 +49,7 @@ class Watched(Scheduler):
         assert all(len(chunk.ids) for chunk in plan.extend)
         assert all(len(request.tokens) <= request.chosen < request.most for request in plan.decode)
         admitted = [request for request in self.running if request not in before]
-        assert all(a.order < b.order for a in admitted for b in self._waiting), "somebody has been passed over"
+        assert all(a.order < b.order for a in admitted for b in self._queue.ready), "somebody has been passed over"
         assert not admitted or (self.admits_until > 0 and self.preemptions == preempted)
         return plan
 
@@ -208,10 +208,10 @@ class Crowd(RuleBasedStateMachine):
         self.check()
         scheduler, pool = self.scheduler, self.pool
         assert scheduler.running == sorted(scheduler.running, key=lambda request: request.order)
-        assert scheduler._waiting == sorted(scheduler._waiting, key=lambda request: request.order)
+        assert scheduler._queue.ready == sorted(scheduler._queue.ready, key=lambda request: request.order)
         assert all(request.row is not None for request in scheduler.running)
         assert not any(request.done or request.row for request in scheduler.waiting)
-        assert not any(leader.prefilled or leader.done for leader in scheduler._followers), "they wait in vain"
+        assert not any(leader.prefilled or leader.done for leader in scheduler._queue.leaders), "they wait in vain"
         for (_, tokens), page in [] if self.tree is None else self.tree._pages.items():
             assert np.frombuffer(tokens, dtype=np.int64).tolist() == [token for token, _ in pool.memory[page]]
         known = [*scheduler.running, *scheduler.waiting, *self.unread()]
@@ -245,7 +245,7 @@ class Crowd(RuleBasedStateMachine):
         while self.others:
             self.others.pop().free()
         self.scheduler.admits_until = math.inf
-        steps = sum(len(request.prompt) + request.most + 2 for request in self.alive()) * 3
+        steps = 2 + sum(len(request.prompt) + request.most + 2 for request in self.alive()) * 3  # 2: nobody's are read
         while not self.loop.idle:
             self.loop.step()
             self.everything_adds_up()
