@@ -24,6 +24,8 @@ from compiled_llm.execution.staging import Staging
 from compiled_llm.kvcache.memory import free, mark_static
 
 _MOST_COUNTED = (2**15 - 1) // 2
+_KINDS = {name: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for name, dtype in NUMBERS.items()}
+_LARGEST = {kind: math.inf if kind.kind == "f" else np.iinfo(kind).max for kind in _KINDS.values()}
 _HALF_WRITTEN = Sampling()
 """Stands for settings whose writing has failed: nobody else's."""
 
@@ -103,10 +105,10 @@ class SlotSettings:
 
     def _write_numbers(self, slots: list[int], settings: list[Sampling]) -> None:
         at = np.array(slots, dtype=np.int64)
-        for name, dtype in NUMBERS.items():
-            most = math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+        for name, kind in _KINDS.items():
+            most = _LARGEST[kind]
             values = [min(getattr(sampling, name), most) for sampling in settings]
-            self._arena.write(name, at, torch.tensor(values, dtype=dtype, device="cpu").numpy())
+            self._arena.write(name, at, np.array(values, dtype=kind))
 
     def _write_tables(self, changed: Mapping[int, Sampling]) -> None:
         counting = {slot: sampling for slot, sampling in changed.items() if not sampling.forgets}
@@ -129,7 +131,9 @@ class SlotSettings:
         there = iter(self._staging.to_device([*(counts or ()), *(masks or ()), *(biases or ())]))
         if counts is not None:
             slots, at, values = next(there), next(there), next(there)
-            self.tables.counts.index_fill_(0, slots, 0).view(-1).index_copy_(0, at, values)
+            self.tables.counts.index_fill_(0, slots, 0)
+            if len(at):
+                self.tables.counts.view(-1).index_copy_(0, at, values)
         if masks is not None:
             slots, words = next(there), next(there)
             self.tables.allowed.index_copy_(0, slots, words.view(len(slots), -1))

@@ -56,9 +56,9 @@ def engine(model: PreTrainedModel) -> Iterator[Engine]:
     assert_account_is_empty(model)
 
 
-def alone(plain: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
+def alone(plain: PreTrainedModel, prompt: list[int], new: int, **options: Any) -> list[int]:
     ids = torch.tensor([prompt])
-    out = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+    out = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options)
     return out[0, len(prompt) :].tolist()
 
 
@@ -217,16 +217,17 @@ def test_calls_of_generate_join_a_busy_engine(plain, model, engine, seed):
 
 def test_twenty_callers_become_one_batch(plain, model, engine, seed):
     prompts, found = some_prompts(20, seed), {}
+    options = [{}, {"min_new_tokens": 30}, {"suppress_tokens": list(range(50)), "repetition_penalty": 1.3}, {}] * 5
 
     def run(number: int) -> None:
-        found[number] = alone(model, prompts[number], 40)
+        found[number] = alone(model, prompts[number], 40, **options[number])
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == {number: alone(plain, prompt, 40) for number, prompt in enumerate(prompts)}
+    assert found == {number: alone(plain, prompts[number], 40, **options[number]) for number in range(20)}
     assert model.compiled.stats().generate_calls["engine"] >= 10
 
 
