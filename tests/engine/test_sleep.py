@@ -446,7 +446,11 @@ def places(model: PreTrainedModel) -> dict[str, int]:
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_weights_go_and_come_back_as_they_were(weights_move, one_thread, mode):
     model = compiled_llm.wrap(
-        tiny_qwen3(tie_word_embeddings=True, eos_token_id=None), mode=mode, kv_memory="2000 tokens", progress=False
+        tiny_qwen3(tie_word_embeddings=True, eos_token_id=None),
+        mode=mode,
+        kv_memory="2000 tokens",
+        fuse_projections=True,
+        progress=False,
     )
     parameters = dict(model.named_parameters())
     parameters["model.norm.weight"].requires_grad_(False)
@@ -454,6 +458,7 @@ def test_weights_go_and_come_back_as_they_were(weights_move, one_thread, mode):
     with Engine(model, max_rows=8) as engine:
         expected, before, graphs = answers(engine), places(model), model.compiled.graphs
         groups = model.compiled.device_model().readiness.weights.groups
+        assert bool(groups) == (mode != "eager")
         handles = begun(engine)
         engine.sleep(weights=True)
         away = places(model)
