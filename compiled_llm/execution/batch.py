@@ -56,6 +56,12 @@ class Batch(NamedTuple):
     promise: Promise | None = None
     observer: Callable[[Step], object] | None = None
 
+    def observed(self, step: Step) -> Step:
+        """Show a step of one launch to the observer."""
+        if self.observer is not None:
+            self.observer(step)
+        return step
+
 
 class Step(NamedTuple):
     """What came of a batch, on the device; what a decode step computed is overwritten by the next one.

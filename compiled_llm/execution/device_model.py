@@ -136,7 +136,7 @@ class DeviceModel:
         if batch.extend:
             return self._extend(batch, persistent, unchanged)
         advances = unchanged and batch.tokens is None and persistent.can_advance(batch.decode)
-        return _observed(batch, persistent.advance() if advances else self._decode(batch, persistent, unchanged))
+        return batch.observed(persistent.advance() if advances else self._decode(batch, persistent, unchanged))
 
     def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> Step:
         rows, decode = batch.decode, self.decode
@@ -164,7 +164,7 @@ class DeviceModel:
         rows = _rows(batch.extend)
         persistent.leave(rows)
         with self._grown_by(batch.extend, batch.promise):
-            decoded = _observed(batch, self._decode(batch, persistent, unchanged)) if batch.decode else None
+            decoded = batch.observed(self._decode(batch, persistent, unchanged)) if batch.decode else None
             # Recorded graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             chosen = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
@@ -172,7 +172,7 @@ class DeviceModel:
         extended = Step(_rows([extension for extension in batch.extend if extension.ends]), logits, tokens)
         persistent.chose(extended)
         if extended.rows:
-            _observed(batch, extended)
+            batch.observed(extended)
         if decoded is None or chosen is None:
             return extended
         return Step([*decoded.rows, *extended.rows], None, torch.cat([chosen, tokens]))
@@ -297,12 +297,6 @@ class DeviceModel:
             "buffers": self.state.buffer_bytes + self.decode.table_bytes,
             "graphs": self.readiness.recordings.nbytes,
         }
-
-
-def _observed(batch: Batch, step: Step) -> Step:
-    if batch.observer is not None:
-        batch.observer(step)
-    return step
 
 
 def _rows(extensions: Sequence[Extension]) -> list[Row]:

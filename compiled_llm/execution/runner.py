@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from compiled_llm.execution.staging import Readback
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
+
+_NOTHING: Mapping[Row, int] = {}
 
 
 class Runner:
@@ -147,7 +150,9 @@ class Runner:
             row.leave_slot()
             self._pending.append((row, _NO_TOKENS, sampling))
 
-    def step(self, forced: Tensor | None = None, unchanged: bool = False) -> dict[Row, int]:
+    def step(
+        self, forced: Tensor | None = None, unchanged: bool = False, fed: Mapping[Row, int] = _NOTHING
+    ) -> dict[Row, int]:
         """Launch one step and return the tokens of the previous one.
 
         If prompts are waiting, the step is their prefill; else it is a decode step of all rows.
@@ -155,6 +160,7 @@ class Runner:
         Args:
             forced: ``[B]`` int64, tokens for the rows to feed in, in the order of ``rows``, instead of their own.
             unchanged: the model cannot have changed since the last step; skip the validity checks.
+            fed: what some rows feed in instead of their own tokens.
 
         Returns:
             The next token of each row that took part in the previous step; ``sampling.NOT_A_TOKEN`` for one that
@@ -167,7 +173,7 @@ class Runner:
         """
         if forced is not None and not self._pending:
             self._check_tokens(forced)
-        self._thread.call(self._launch, forced, unchanged)
+        self._thread.call(self._launch, forced, unchanged, fed)
         return self._read() if len(self._launched) > 1 else {}
 
     def release(self, row: Row) -> None:
@@ -215,6 +221,15 @@ class Runner:
         return self.device_model.is_of(model)
 
     # ---- around them
+
+    @contextmanager
+    def observed(self, observer: Callable[[Step], object] | None) -> Iterator[None]:
+        """Have ``observer`` called with each launch's own step for the block, in the executor; see ``Batch``."""
+        before, self._every_row = self._every_row, self._every_row._replace(observer=observer)
+        try:
+            yield
+        finally:
+            self._every_row = before
 
     def drain(self) -> dict[Row, int]:
         """Return the tokens of the oldest step not yet read, waiting for it; empty if there is none."""
@@ -321,9 +336,11 @@ class Runner:
 
     # ---- in the executor
 
-    def _launch(self, forced: Tensor | None, unchanged: bool = False) -> None:
+    def _launch(self, forced: Tensor | None, unchanged: bool = False, fed: Mapping[Row, int] = _NOTHING) -> None:
         if not self.rows:
             raise RuntimeError("step: there are no rows; admit a prompt first")
+        if fed:
+            self.device_model.state.slots.feed(fed)
         step = self._run(forced, unchanged)
         self._pending.clear()
         self._computed = None
@@ -336,9 +353,11 @@ class Runner:
             return self.device_model.run(batch, self._persistent, unchanged)
         self._enter_settings()
         if self._computed is not None:
-            return self.device_model.choose(list(self.rows), self._computed.clone(), self._persistent)
-        batch = Batch(extend=[Extension.of(row, ids) for row, ids, _ in self._pending], promise=self.promise)
-        return self.device_model.run(batch, self._persistent, unchanged)
+            return self._every_row.observed(
+                self.device_model.choose(list(self.rows), self._computed.clone(), self._persistent)
+            )
+        extend = [Extension.of(row, ids) for row, ids, _ in self._pending]
+        return self.device_model.run(self._every_row._replace(decode=(), extend=extend), self._persistent, unchanged)
 
     def _enter_settings(self) -> None:
         """Give new rows slots, with their settings."""

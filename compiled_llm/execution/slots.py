@@ -9,7 +9,7 @@ Shapes: X slots, N page numbers of a row.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -116,6 +116,13 @@ class Slots:
             if waiting.token is not None:
                 self.tables.next_token[cast(int, row.slot)].copy_(waiting.token)
                 row.has_next = True
+
+    def feed(self, tokens: Mapping[Row, int]) -> None:
+        """Have rows feed in these tokens next, in place of those that were chosen for them."""
+        rows = list(tokens)
+        self.ensure(rows)
+        at = self.of(rows, len(rows))
+        self._arena.write("next_token", at, np.array([tokens[row] for row in rows], dtype=np.int64))
 
     def forget_next(self, rows: Sequence[Row]) -> None:
         """Forget which tokens rows would feed in next."""

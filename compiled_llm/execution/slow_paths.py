@@ -47,7 +47,6 @@ SlowPath = Literal[
     "prefill",
     "processors",
     "right_padding",
-    "scores",
     "speculation_type",
     "synced_gpus",
     "training",
@@ -204,10 +203,6 @@ WORDINGS: dict[SlowPath, Wording] = {
         "graph, and so does what bars, forces or biases single tokens.",
     ),
     "right_padding": Wording("prompts are padded on the right", "Set tokenizer.padding_side = 'left'."),
-    "scores": Wording(
-        "output_scores or output_logits is on",
-        "Ask for them only where you read them; model(...) scores a finished text in one call.",
-    ),
     "speculation_type": Wording("speculation_type is {}", "Leave speculation_type out."),
     "synced_gpus": Wording("synced_gpus is on", "Leave synced_gpus out: the model lies whole on one device."),
     "training": Wording("the model is in training mode", "Call model.eval()."),

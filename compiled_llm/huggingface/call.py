@@ -166,10 +166,10 @@ class Call(LoopArguments):
         """Whether the cache, rows and all, goes to the user."""
         return returns_cache(self.config, self.cache)
 
-    @property
-    def wants_scores(self) -> bool:
-        """Whether the caller gets each step's scores or logits."""
-        return bool(self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits))
+    def wants_scores(self, *outputs: str) -> bool:
+        """Whether the caller gets each step's ``"output_scores"`` or ``"output_logits"``; either if none is named."""
+        named = outputs or ("output_scores", "output_logits")
+        return bool(self.config.return_dict_in_generate and any(getattr(self.config, output) for output in named))
 
     @property
     def drafted(self) -> int:

@@ -37,6 +37,7 @@ from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, draw
 from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call import Call
 from compiled_llm.huggingface.processors import new_seeds
+from compiled_llm.huggingface.step_scores import StepScores
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.modules import has_hooks
 
@@ -69,7 +70,8 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     """
     sequences = Sequences(call)
     cache, runner = call.cache, call.cache.runner
-    with _counted(call, sequences), cache.extended(call.updates, call.last) as rows:
+    observer = sequences.recorded.see if call.wants_scores() else None
+    with _counted(call, sequences), cache.extended(call.updates, call.last) as rows, runner.observed(observer):
         runner.restart()
         begun = list(_begun(call, rows))
         if call.logits is None:
@@ -83,7 +85,8 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
             if watched:
                 _check_hooks(call)
             unchanged = runner.steps > 0 and not watched
-            chosen = runner.step(unchanged=unchanged) if runner.steps < sequences.most_new else runner.drain()
+            fed = _padded(sequences, ends, runner.steps) if ends and observer is not None else {}
+            chosen = runner.step(None, unchanged, fed) if runner.steps < sequences.most_new else runner.drain()
             if not chosen and not (runner.asynchronous and runner.prepared):
                 chosen = runner.drain()  # the first tokens do not wait for decode to be compiled
             if not chosen:
@@ -95,7 +98,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
                 for index in ended:
                     runner.release(rows[index])
         if call.returns_cache:
-            _settle(call, rows, ends, sequences)
+            _settle(call, rows, ends if observer is None else {}, sequences)
     call.runtime.counters.add_steps(runner.steps)
     if call.returns_cache:
         cache.count(sequences.generated - 1)
@@ -146,6 +149,17 @@ def _begun(call: Call, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
         yield tokens[shared:]
 
 
+def _padded(sequences: Sequences, ends: dict[Row, int], step: int) -> dict[Row, int]:
+    """Return what rows feed in that have ended: HuggingFace's go on with pads, and so do the scores of their steps.
+
+    Args:
+        sequences: where pads come from.
+        ends: how many tokens a row had got when it ended, the one that ended it included.
+        step: which one is about to be launched; the first one feeds in no new token.
+    """
+    return {row: sequences.pad_token for row, count in ends.items() if step > count}
+
+
 def _settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: Sequences) -> None:
     """Leave in the cache what HuggingFace leaves there: all columns but the last, pads after a row's end included.
 
@@ -154,7 +168,7 @@ def _settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: Sequen
     Args:
         call: the call.
         rows: all its rows.
-        ends: how many tokens a row had got when it ended.
+        ends: how many tokens a row had got when it ended; those are not there that have gone on with pads.
         sequences: where pads come from.
     """
     stored = sequences.generated - 1
@@ -176,7 +190,7 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with HuggingFace's processors run between steps, on the device, in the caller's thread.
 
     The caller holds the loop lock. Each step is read before the next is launched, as in HuggingFace's own loop: that is
-    what processors of any kind and recorded scores cost.
+    what processors of any kind cost.
 
     Returns:
         As ``fast_loop``.
@@ -195,7 +209,7 @@ def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
             with call.runtime.loop_lock.yielded(), allowed():
                 raw = logits.to(device=device, dtype=torch.float32, copy=True)
                 scores = call.processors(cast(torch.LongTensor, sequences.result()), raw)
-                sequences.record(scores, raw)
+                sequences.recorded.record(scores, raw)
                 counted = torch.tensor([row.position for row in rows], device=device)
                 sequences.append(draw(scores, seeds, counted).tolist())
             if sequences.done:
@@ -226,6 +240,7 @@ class Sequences:
         eos: tokens that end a row.
         pad_token: what follows in a row that has ended.
         callbacks: what looks at each step's tokens, criteria and a streamer.
+        recorded: what the caller gets of each step.
     """
 
     def __init__(self, call: Call) -> None:
@@ -247,11 +262,7 @@ class Sequences:
         self.pad_token = 0 if pad is None else int(call.copies.of(pad))
         self._custom = _custom_criteria(call)
         self.callbacks = callbacks_of(call)
-        self._scores: tuple[Tensor, ...] | None = () if self._wants("output_scores") else None
-        self._logits: tuple[Tensor, ...] | None = () if self._wants("output_logits") else None
-
-    def _wants(self, output: str) -> bool:
-        return bool(self._call.config.return_dict_in_generate and getattr(self._call.config, output))
+        self.recorded = StepScores(call)
 
     @property
     def may_change_model(self) -> bool:
@@ -275,13 +286,6 @@ class Sequences:
         """Whether every row has ended."""
         return self.generated == self.most_new or not self._running
 
-    def record(self, scores: Tensor, logits: Tensor) -> None:
-        """Keep a step's scores and logits if the caller asked for them."""
-        if self._scores is not None:
-            self._scores += (scores,)
-        if self._logits is not None:
-            self._logits += (logits,)
-
     def append(self, tokens: Sequence[int]) -> list[int]:
         """Take one token a row; return the rows that this ended and that need no more steps."""
         running = self._running
@@ -297,7 +301,8 @@ class Sequences:
         ended = set() if self.eos.isdisjoint(tokens) else {row for row in running if tokens[row] in self.eos}
         for entry in self._custom:
             ids = self.result()
-            flags = torch.zeros(len(ids), dtype=torch.bool, device=ids.device) | entry(ids, self._scores)
+            scores = self.recorded.scores(ids)
+            flags = torch.zeros(len(ids), dtype=torch.bool, device=ids.device) | entry(ids, scores)
             ended.update(row for row, flag in enumerate(flags.tolist()) if flag)
         if self._call.streamer is not None:
             self._call.streamer.put(torch.tensor(tokens, device="cpu"))
@@ -321,9 +326,10 @@ class Sequences:
             self._call.streamer.end()
         if not self._call.config.return_dict_in_generate:
             return self.result()
+        ids = self.result()
         return GenerateDecoderOnlyOutput(
-            sequences=self.result(),  # type: ignore[arg-type]
-            scores=self._scores,  # type: ignore[arg-type]
-            logits=self._logits,  # type: ignore[arg-type]
+            sequences=ids,  # type: ignore[arg-type]
+            scores=self.recorded.scores(ids),  # type: ignore[arg-type]
+            logits=self.recorded.logits(self.generated),  # type: ignore[arg-type]
             past_key_values=self._call.cache,
         )

@@ -23,6 +23,7 @@ from compiled_llm.huggingface.joining import engine_to_join, run_in_engine
 from compiled_llm.huggingface.model_obstacles import forward_reasons
 from compiled_llm.huggingface.processors import read_processors
 from compiled_llm.huggingface.stand_in import StandIn
+from compiled_llm.huggingface.step_scores import check_room
 
 _PAGED_MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -77,11 +78,11 @@ def run_our_loop(call: Call) -> Any:
                 call = call.prefilled()
         sampling = _sampling_in_graph(call)
         if sampling is not None:
+            check_room(call)
             took(call.runtime, "fast loop", waits)
             return _with_original(call, fast_loop(call, sampling))
         names = sorted({type(processor).__name__ for processor in call.processors})
-        reason = Reason("scores") if call.wants_scores else Reason("processors", ", ".join(names))
-        took(call.runtime, "processed loop", waits or reason)
+        took(call.runtime, "processed loop", waits or Reason("processors", ", ".join(names)))
         return _with_original(call, processed_loop(call))
 
 
@@ -97,8 +98,6 @@ def _with_original(call: Call, result: Any) -> Any:
 
 def _sampling_in_graph(call: Call) -> Sequence[Sampling | None] | None:
     """Return how each row chooses its tokens inside the graph, or None if it cannot."""
-    if call.wants_scores:
-        return None
     if not call.processors and not call.config.do_sample:
         return [None] * len(call.input_ids)
     return read_processors(call)

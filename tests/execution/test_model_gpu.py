@@ -298,14 +298,15 @@ def test_unwrap_gives_device_memory_back(seed: int) -> None:
 
 
 def test_twenty_fresh_threads_get_the_same_tokens_and_record_nothing(small: PreTrainedModel, seed: int) -> None:
-    """All at once, every other one on a stream of its own, every fourth with scores, which takes another loop."""
+    """All at once, every other one on a stream of its own, every fourth with n-grams, which take another loop."""
     batches = [prompts_on_device(lengths, seed) for lengths in ([20], [3, 40, 9], [1, 2, 3, 4, 5, 6], [16, 17, 31])]
     together, outcomes = threading.Barrier(20), [None] * 20
 
     def tokens(kind: int) -> list[list[int]]:
         if kind < 3:
             return greedy(small, batches[kind], 50).tolist()
-        return greedy(small, batches[kind], 50, output_scores=True, return_dict_in_generate=True).sequences.tolist()
+        options = {"no_repeat_ngram_size": 60, "output_scores": True, "return_dict_in_generate": True}
+        return greedy(small, batches[kind], 50, **options).sequences.tolist()
 
     expected = [tokens(kind) for kind in range(4)]
     before = small.compiled.stats()

@@ -209,7 +209,10 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("`return_dict_in_generate`", [generate(**SEVERAL)]),
         Feature(
             "`output_scores`, `output_logits` (with `return_dict_in_generate`)",
-            [generate(output_scores=True, output_logits=True, **SEVERAL)],
+            [
+                generate(output_scores=True, output_logits=True, **SEVERAL),
+                generate(output_scores=True, output_logits=True, repetition_penalty=1.3, **SEVERAL, **EARLY),
+            ],
         ),
         Feature(
             "`output_attentions`, `output_hidden_states`",
