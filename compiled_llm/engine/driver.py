@@ -232,6 +232,8 @@ class Driver:
                 continue
             with self._runtime.loop_lock.taken():
                 self._work(loop, done)
+            if loop.idle:
+                loop.free_leaks()
             self.check.forget()  # whoever waited for what has ended may change it now
             waits = self._shortage.lasts(loop)
             del loop
@@ -291,7 +293,7 @@ class Driver:
         loop.restart()
         self.check.forget()
         if isinstance(error, Exception):
-            logger.error("compiled_llm: %d requests have failed: %s", len(failed), error)
+            logger.error("compiled_llm: requests that failed: %d, of %s: %s", len(failed), type(error).__name__, error)
             if not self._runtime.is_current(loop.device_model):
                 error.__traceback__ = None  # who keeps the error would keep the old device side
             self._end(loop, failed, "error", error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from compiled_llm.execution.device_timer import DeviceTimer
 from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.execution.staging import Readback
 from compiled_llm.kvcache.prefix_tree import PrefixTree
+
+logger = logging.getLogger("compiled_llm.engine")
 
 
 class _Launched(NamedTuple):
@@ -141,6 +144,18 @@ class Loop:
             self.scheduler.preempt()
         self.scheduler.again(lost)
         self._persistent.restart()
+
+    def free_leaks(self) -> None:
+        """Give back what requests that have ended still have, and say so; nobody runs."""
+        rows, self.scheduler.rows = self.scheduler.rows, set()
+        if rows:
+            logger.error(
+                "compiled_llm: requests that have ended still had %d pages and %d slots, which are given back now; "
+                "this is a fault of the engine's, please report it",
+                *(sum(len(row.pages) for row in rows), sum(row.slot is not None for row in rows)),
+            )
+        for row in rows:
+            row.free()
 
     def close(self) -> None:
         """Give all pages back."""

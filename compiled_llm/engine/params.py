@@ -18,6 +18,15 @@ _LATER = (
 )
 """Names that vLLM's users know and the engine does not serve."""
 
+_OF_GENERATE = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "do_sample": "temperature, which is 0 for greedy",
+    "eos_token_id": "stop_token_ids, or ignore_eos",
+}
+"""Names that ``generate`` has for what is called otherwise here."""
+
 SEEDS = 2**62
 """Seeds are below this."""
 
@@ -101,6 +110,10 @@ class SamplingParams:
         """Refuse by name what the engine does not serve."""
         if later := [name for name in values if name in _LATER]:
             raise ValueError(f"SamplingParams: {', '.join(later)}: the engine does not serve this; leave it out")
+        if other := [name for name in values if name in _OF_GENERATE]:
+            raise ValueError(
+                f"SamplingParams: {other[0]} is generate's name; give {_OF_GENERATE[other[0]]} in its place"
+            )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

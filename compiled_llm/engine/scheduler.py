@@ -80,6 +80,7 @@ class Scheduler:
 
     Attributes:
         running: requests that have a row, in the order in which they were admitted.
+        rows: those that have not given all back; when nobody runs, there are none.
         preemptions: how many there were.
         finished: how many requests have ended.
         prompt_tokens: tokens of the prompts that have begun to run.
@@ -111,6 +112,7 @@ class Scheduler:
         self._likely = float(_FIRST_GUESS)  # tokens of an answer
         self._plan = Plan([], [])  # the last one; it holds for so many more steps, if nobody comes or goes:
         self._same = 0
+        self.rows: set[Row] = set()
         self.running: list[Request] = []
         self.preemptions = self.finished = 0
         self.prompt_tokens = self.cached_tokens = self.new_tokens = 0
@@ -233,6 +235,7 @@ class Scheduler:
     def _row_for(self, request: Request) -> Row | None:
         """Return a row with what is cached of the request's text, and a promise of what it likely needs beyond."""
         known, row = request.text, Row(self._pool, 0)
+        self.rows.add(row)
         if self._prefixes is not None:
             row.begin_from(self._prefixes.match(known, request.salt))
             request.generation = self._prefixes.generation
@@ -240,7 +243,7 @@ class Scheduler:
             row.begin_from(self._shared_with(leader.row, len(request.prompt)))
         rest = min(request.most - len(request.tokens), round(self._likely))
         if not (self._reserved(row, len(known) + rest - 1) or (not self.running and self._reserved(row, len(known)))):
-            row.free()
+            self._free(row)
             return None
         if request.cached is None:
             request.cached = row.length
@@ -369,7 +372,11 @@ class Scheduler:
         self.running.remove(request)
         self._same = 0
         request.row = None
+        self._free(row)
+
+    def _free(self, row: Row) -> None:
         row.free()
+        self.rows.discard(row)
 
     def _keep(self, request: Request, ids: NDArray[np.int64]) -> None:
         if self._prefixes is not None and request.generation == self._prefixes.generation:

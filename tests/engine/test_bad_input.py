@@ -112,6 +112,12 @@ def test_settings_of_another_kind(engine, call):
         call(engine)
 
 
+def test_names_of_generate():
+    for name, here in {"max_new_tokens": "max_tokens", "do_sample": "temperature, which is 0 for greedy"}.items():
+        with pytest.raises(ValueError, match=f"{name} is generate's name; give {here}"):
+            SamplingParams(**{name: 1})
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -19,6 +19,7 @@ from compiled_llm.engine import shortage
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.scheduler import Scheduler
 from support.failing_calls import fail_once
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3
@@ -329,6 +330,19 @@ def test_who_keeps_the_pages_that_a_request_waits_for_is_told(monkeypatch, one_t
         del kept
         gc.collect()
         assert handle.result(timeout=60).finish_reason == "length"
+
+
+def test_pages_that_leak_are_told_of_and_given_back(model, engine, monkeypatch, caplog):
+    engine.generate(PROMPT, greedy(2))
+    assert not caplog.messages
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "_free", lambda self, row: None)
+        patch.setattr(Loop, "free_leaks", lambda self: None)
+        engine.generate(PROMPT[:9], greedy(2))
+    assert model.compiled.stats().pages.used == 1
+    engine.generate(PROMPT, greedy(2))
+    assert "still had 1 pages and 1 slots" in caplog.text
+    assert model.compiled.stats().pages.used == 0
 
 
 def test_requests_of_one_token_are_not_remembered(engine):
