@@ -170,7 +170,6 @@ class DeviceSide:
             RuntimeError: somebody has rows in the pages; nothing has changed.
             ValueError: a weight cannot be moved; nothing has changed.
         """
-        gc.collect()  # what nobody can reach any more may hold rows
         self._check_nobody_has_pages()
         device = self._facts.model.device
         before = self._taken_on(device)
@@ -214,11 +213,17 @@ class DeviceSide:
             raise RuntimeError("the model is asleep, and its weights are in host memory; call wake() on its engine")
 
     def _check_nobody_has_pages(self) -> None:
-        if self.present is not None and (used := self.present.pool.account().used):
+        if self._used_pages:
+            gc.collect()  # of caches that nobody can reach any more
+        if used := self._used_pages:
             raise RuntimeError(
                 f"sleep: caches hold {used} pages of the model (past_key_values of earlier outputs); drop them or "
                 "close() them, and sleep again"
             )
+
+    @property
+    def _used_pages(self) -> int:
+        return 0 if self.present is None else self.present.pool.account().used
 
     def _release(self) -> None:
         """Give the device side back, whoever holds it still; what takes no memory there is kept."""
