@@ -71,10 +71,10 @@ def test_device_memory_goes_and_comes_back(model: PreTrainedModel, weights: bool
     print(f"backend {model.compiled.config.backend}, weights {weights}: {memory}, outside {outside}; before {before}")
     for given_back, asleep, after in measured:
         print(f"    given back {given_back}, asleep {asleep}, after {after}")
-        assert given_back == pytest.approx(before[0] - asleep[0], rel=0.2)
+        assert given_back > 0.9 * memory["pages"]
         most = 0.15 * (before[1] - outside) if weights else 1.15 * memory["weights"] + WORKSPACES
         assert asleep[1] - outside < most
-        assert after[1] == pytest.approx(before[1], rel=0.1)
+        assert after[1] == pytest.approx(before[1], rel=0.15)
     assert measured[-1][1][1] <= measured[0][1][1] + 2**20, "each time something is left"
     assert_account_is_empty(model)
 
