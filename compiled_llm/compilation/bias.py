@@ -20,6 +20,9 @@ LARGEST = 1e10
 """Most that a bias may be: it vanishes beside what is forced."""
 
 
+NO_BIASES: NDArray[np.int32] = np.zeros((4, 0), dtype=np.int32)
+
+
 class Bias(NamedTuple):
     """Something added to a token's logit.
 
@@ -38,7 +41,9 @@ class Bias(NamedTuple):
 
 def packed(biases: Iterable[Bias]) -> NDArray[np.int32]:
     """Return ``[4, N]`` int32, as ``sample_tokens`` reads them; a token may stand there several times."""
-    columns = np.array(sorted(biases), dtype=np.float64).reshape(-1, 4).T
+    if not (biases := sorted(biases)):
+        return NO_BIASES
+    columns = np.array(biases, dtype=np.float64).reshape(-1, 4).T
     tokens, values, first, end = columns
     whole = [np.clip(column, 0, ALWAYS).astype(np.int32) for column in (first, end)]
     return np.stack([tokens.astype(np.int32), values.astype(np.float32).view(np.int32), *whole])

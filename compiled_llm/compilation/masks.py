@@ -21,6 +21,9 @@ def mask_of(
         allowed: None for all.
         banned: none of these.
     """
+    banned = list(banned)
+    if allowed is None and not banned:  # as mostly; a vocabulary takes long to look at
+        return None
     bits = np.full(-(-vocabulary // 32) * 32, allowed is None, dtype=bool)
     bits[_known(() if allowed is None else allowed, vocabulary)] = True
     bits[_known(banned, vocabulary)] = False

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_llm.compilation.bias import NO_BIASES
 from compiled_llm_ops import BIASED, CLEANED, COUNTED, MASKED, MOST_BIASES, sample_tokens, uniform_numbers, uniform_of
 from compiled_llm_ops import NOT_A_TOKEN as NOT_A_TOKEN
 
 _NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-_NO_BIASES: NDArray[np.int32] = np.zeros((4, 0), dtype=np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Sampling:
     seed: int = 0
     seen: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
     chosen: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
-    biases: NDArray[np.int32] = field(default_factory=lambda: _NO_BIASES)
+    biases: NDArray[np.int32] = field(default_factory=lambda: NO_BIASES)
     start: int = 0
     mask: NDArray[np.int32] | None = None
 
