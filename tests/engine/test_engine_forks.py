@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 PROMPT = list(range(3, 23))
-LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 OTHER_PROCESS = "belongs to the process that made it; make one in this process"
 
 
@@ -58,13 +58,13 @@ def check_child(model: PreTrainedModel, engine: Engine, handle: Any, expected: l
     handle.cancel()
     engine.stats()
     engine.close()
-    assert alone(model, 400) == expected  # nothing holds pages here
+    assert alone(model, 200) == expected  # nothing holds pages here
     with Engine(model) as own:
         assert own.submit(PROMPT, LONG).result(timeout=20).token_ids == expected
 
 
 def test_an_engine_belongs_to_its_process(model, engine):
-    expected = alone(model, 400)
+    expected = alone(model, 200)
     handle = engine.submit(PROMPT, LONG)
     next(iter(handle))
     forked(lambda: check_child(model, engine, handle, expected))  # while its thread runs a step, mostly
