@@ -63,13 +63,13 @@ class Driver:
         self._settings = settings
         self.check = ModelCheck(model, runtime)
         self.loop: Loop | None = None
-        self.handles = Handles()
         self.closed = False
         self._past = EngineStats()
         self._shortage = Shortage()
         self._parked: list[Request] = []  # that go on in the next loop
         self._inbox = Inbox()
         self._changed = self._inbox.changed
+        self.handles = Handles(self._inbox)
         self.turns = Turns(self._changed)
         weakref.finalize(self, self._inbox.close).atexit = False
         self._thread: threading.Thread | None = None
@@ -100,13 +100,15 @@ class Driver:
             self._inbox.send(add)
             self.handles.update(requests)
 
-    def cancel(self, requests: Sequence[Request]) -> None:
+    def cancel(
+        self, requests: Sequence[Request], reason: FinishReason = "cancelled", error: BaseException | None = None
+    ) -> None:
         """End requests before the next step."""
         with self._changed:
             if self.turns.resting:
-                self._end(None, requests, "cancelled")
+                self._end(None, requests, reason, error)
             elif requests and not self.closed:
-                self._inbox.send(lambda loop: self._end(loop, requests, "cancelled"))
+                self._inbox.send(lambda loop: self._end(loop, requests, reason, error))
 
     @property
     def open(self) -> bool:
@@ -213,6 +215,7 @@ class Driver:
             self._drop_loop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self.handles.output.close()
 
     # ---- in the thread that runs it
 
@@ -383,9 +386,7 @@ class Driver:
         self._inbox.forget_other_threads()
         self._changed, self._thread = self._inbox.changed, None
         self.turns.forget_other_threads(self._changed)
-        for handle in set(self.handles.values()):
-            handle.forget_other_threads()
-        self.handles.clear()
+        self.handles.forget_other_threads()
         self._parked.clear()
         self.loop = None
         return had_pages

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedModel
 
+from compiled_llm.engine.answer_text import TextFormat
 from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError as QueueFullError
@@ -21,7 +22,6 @@ from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.output import RequestOutput
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.prompts import Prompt, as_list
-from compiled_llm.engine.request import Request
 from compiled_llm.engine.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import DeviceModel
@@ -116,8 +116,8 @@ class Engine:
         if len(each) != len(listed):
             raise ValueError(f"params: give one for all prompts, or one for each of {len(listed)}; got {len(each)}")
         device_model = self._look()
-        groups = [self._requests(device_model, *entry) for entry in zip(listed, each, strict=True)]
-        handles = self._enter(groups)
+        handles = [self._handle(device_model, *entry) for entry in zip(listed, each, strict=True)]
+        self._driver.add(handles, self._max_queue)
         self._driver.answer(handles)
         for handle in handles:
             handle.raise_failure()
@@ -146,8 +146,8 @@ class Engine:
             QueueFullError: ``max_queue`` requests wait already.
             RuntimeError: the engine is closed, or the model cannot be run now.
         """
-        requests = self._requests(self._look(), prompt, params or SamplingParams(), priority, timeout, cache_salt)
-        (handle,) = self._enter([requests])
+        handle = self._handle(self._look(), prompt, params or SamplingParams(), priority, timeout, cache_salt)
+        self._driver.add([handle], self._max_queue)
         self._driver.start_thread()
         return handle
 
@@ -155,7 +155,7 @@ class Engine:
         self._check_open()
         return self._driver.check.look_for_request()
 
-    def _requests(
+    def _handle(
         self,
         device_model: DeviceModel,
         prompt: Prompt,
@@ -163,24 +163,14 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         salt: Hashable = None,
-    ) -> list[Request]:
+    ) -> RequestHandle:
+        form = TextFormat.of(params, self._tokenizer)
         requests = requests_for(
             prompt, params, self._model, device_model, self._tokenizer, priority=priority, timeout=timeout, salt=salt
         )
         check_mode(self._logprobs_mode, requests)
-        return requests
-
-    def _enter(self, groups: Sequence[Sequence[Request]]) -> list[RequestHandle]:
-        decode = None if self._tokenizer is None else self._decode
-        handles = [
-            RequestHandle(group, self._driver.cancel, decode, self._driver.turns.check_elsewhere) for group in groups
-        ]
-        self._driver.add(handles, self._max_queue)
-        return handles
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        driver = self._driver
+        return RequestHandle(requests, driver.cancel, form, driver.handles.output, driver.turns.check_elsewhere)
 
     def _check_open(self) -> None:
         self._check_usable()

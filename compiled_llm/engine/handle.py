@@ -2,75 +2,74 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-from compiled_llm.engine.logprobs import cumulative, token_logprobs
-from compiled_llm.engine.output import Completion, RequestOutput
+from compiled_llm.engine.answer import Answer, tokenizer_failure
+from compiled_llm.engine.answer_text import AnswerText, TextFormat
+from compiled_llm.engine.listeners import Listeners
+from compiled_llm.engine.output import RequestOutput
+from compiled_llm.engine.output_thread import OutputThread
 from compiled_llm.engine.request import Request, RequestError
-
-logger = logging.getLogger("compiled_llm.engine")
+from compiled_llm.engine.text_stream import TextStream
 
 
 class RequestHandle:
-    """A submitted prompt: iterate over its tokens as they come, wait for its ``result``, or ``cancel`` it.
+    """A submitted prompt: iterate over its tokens or its ``text``, wait for its ``result``, or ``cancel`` it.
 
     Any thread may use it; ``async for`` and ``await`` work in any event loop.
 
     Attributes:
         requests: the answers, to be read only.
+        listeners: who waits for them.
+        has_text: whether somebody reads them as text, or stop strings end them.
     """
 
     def __init__(
         self,
         requests: Sequence[Request],
-        cancel: Callable[[Sequence[Request]], None],
-        decode: Callable[[list[int]], str] | None = None,
+        cancel: Callable[..., None],
+        form: TextFormat | None = None,
+        output: OutputThread | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait for requests.
 
         Args:
             requests: the answers to one prompt.
-            cancel: ends requests.
-            decode: turns tokens into text.
+            cancel: ends requests; takes them, and a reason and an error, if they are not cancelled.
+            form: how their tokens become text; None without a tokenizer.
+            output: makes the text; needed with ``form``.
             check: raises an error in a thread that must not wait, because the engine does not run meanwhile.
         """
         self.requests = requests
+        self.listeners = Listeners(check)
+        self._answers = [Answer(request, form) for request in requests]
+        self.has_text = form is not None and bool(form.stop)
         self._cancel = cancel
-        self._decode = decode
-        self._check = check
-        self._changed = threading.Condition()
-        self._waiting = 0  # threads
-        self._listeners: set[Callable[[], object]] = set()
+        self._output = output
+        self._reading = threading.Lock()
 
     def __repr__(self) -> str:
         """How far it is."""
-        tokens, reasons = [len(request.tokens) for request in self.requests], self._reasons()
-        return f"<{type(self).__name__}: {', '.join(map(str, tokens))} tokens, {', '.join(reasons)}>"
-
-    def _reasons(self) -> list[str]:
-        rows = [request.row for request in self.requests]
-        both = zip(self.requests, rows, strict=True)
-        return [request.finish_reason or ("waiting" if row is None else "running") for request, row in both]
+        tokens = ", ".join(str(answer.tokens) for answer in self._answers)
+        reasons = ", ".join(answer.finish_reason or answer.request.place for answer in self._answers)
+        return f"<{type(self).__name__}: {tokens} tokens, {reasons}>"
 
     @property
     def done(self) -> bool:
         """Whether all answers have ended."""
-        return all(request.done for request in self.requests)
+        return all(answer.done for answer in self._answers)
 
     def cancel(self, index: int | None = None) -> None:
         """End what has not ended, or the answer of that index alone; tokens so far stay."""
         self._cancel([entry for entry in self.requests if not entry.done and index in (None, entry.index)])
 
     def when_changed(self, listener: Callable[[], object]) -> None:
-        """Have ``listener`` called whenever a token has come or an answer has ended, between two steps."""
-        self._listeners.add(listener)
+        """Have the engine call ``listener`` whenever a token has come or an answer has ended; it has to be quick."""
+        self.listeners.add(listener)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end.
@@ -83,7 +82,7 @@ class RequestHandle:
             RuntimeError: it cannot end meanwhile, because this thread has paused the engine, or runs it.
             Exception: what ended an answer with the finish reason ``"error"``.
         """
-        if not self._wait_until(lambda: self.done, timeout):
+        if not self.listeners.wait_until(lambda: self.done, timeout):
             raise TimeoutError(f"the request has not ended after {timeout} s; it goes on, unless you cancel() it")
         self._raise_error()
         return self.output()
@@ -95,49 +94,41 @@ class RequestHandle:
         ends = [now if request.finished is None else request.finished for request in self.requests]
         return RequestOutput(
             prompt_token_ids=first.prompt.tolist(),
-            outputs=[self._completion(request) for request in self.requests],
+            outputs=[answer.completion() for answer in self._answers],
             cached_tokens=first.cached or 0,
             queue_seconds=None if first.admitted is None else first.admitted - first.submitted,
             first_token_seconds=min(firsts) - first.submitted if firsts else None,
             seconds=max(ends) - first.submitted,
         )
 
-    def _completion(self, request: Request) -> Completion:
-        tokens = list(request.tokens)
-        text = None if self._decode is None else self._decode(tokens)
-        logprobs = token_logprobs(request, tokens)
-        return Completion(
-            index=request.index,
-            token_ids=tokens,
-            finish_reason=request.finish_reason or "cancelled",
-            text=text,
-            error=request.error,
-            logprobs=logprobs,
-            cumulative_logprob=None if logprobs is None else cumulative(logprobs, tokens),
-        )
-
     def raise_failure(self) -> None:
         """Raise what ended all requests, if this is how it ended."""
-        for request in self.requests:
-            if request.error is not None and not isinstance(request.error, RequestError):
-                raise request.error
+        for answer in self._answers:
+            if (error := answer.error) is not None and not isinstance(error, RequestError):
+                raise error
 
     def _raise_error(self) -> None:
-        error = next((request.error for request in self.requests if request.error is not None), None)
-        if error is not None:
-            raise error
+        for answer in self._answers:
+            if (error := answer.error) is not None:
+                raise error
 
-    def _wait_until(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        if not ready():
-            self._check()
-        with self._changed:
-            self._waiting += 1  # whoever does not see this has changed everything before, and ``ready`` is asked now
-            try:
-                return self._changed.wait_for(ready, timeout)
-            finally:
-                self._waiting -= 1
+    # ---- tokens and text as they come
 
-    # ---- tokens as they come
+    def text(self, index: int | None = None) -> TextStream:
+        """Return an answer's text, to be read piece by piece with ``for`` or ``async for``.
+
+        Args:
+            index: of which answer; needed if there are several.
+
+        Raises:
+            ValueError: there are several answers, or the engine has no tokenizer.
+        """
+        answer = self._only() if index is None else self._answers[index]
+        with self._reading:
+            text, self.has_text = answer.begin_text(), True
+        if self._output is not None:
+            self._output.read([self])
+        return TextStream(answer, text, self.listeners)
 
     def __iter__(self) -> Iterator[int]:
         """Yield the tokens as they come.
@@ -146,28 +137,28 @@ class RequestHandle:
             ValueError: there are several answers.
             Exception: what ended it with the finish reason ``"error"``.
         """
-        request, count = self._only(), 0
-        while not (request.done and count == len(request.tokens)):
-            yield from (new := self._behind(request, count))
+        answer, count = self._only(), 0
+        while not (answer.done and count == answer.tokens):
+            yield from (new := self._behind(answer, count))
             count += len(new)
         self._raise_error()
 
-    def _behind(self, request: Request, count: int) -> list[int]:
+    def _behind(self, answer: Answer, count: int) -> list[int]:
         """Wait for more than ``count`` tokens or the end, and return those behind them."""
-        self._wait_until(lambda: len(request.tokens) > count or request.done)
-        return request.tokens[count:]
+        self.listeners.wait_until(lambda: answer.tokens > count or answer.done)
+        return answer.tokens_behind(count)
 
     async def __aiter__(self) -> AsyncIterator[int]:
         """As ``__iter__``, for ``async for``."""
-        request, count = self._only(), 0
-        with self._listening() as event:
+        answer, count = self._only(), 0
+        with self.listeners.listening() as event:
             while True:
                 event.clear()
-                ended, new = request.done, request.tokens[count:]
+                ended, new = answer.done, answer.tokens_behind(count)
                 for token in new:
                     yield token
                 count += len(new)
-                if ended and count == len(request.tokens):
+                if ended and count == answer.tokens:
                     break
                 if not (new or ended):
                     await event.wait()
@@ -178,55 +169,42 @@ class RequestHandle:
         return self._ended().__await__()
 
     async def _ended(self) -> RequestOutput:
-        with self._listening() as event:
+        with self.listeners.listening() as event:
             while not self.done:
                 event.clear()
                 if not self.done:
                     await event.wait()
         return self.result()
 
-    @contextmanager
-    def _listening(self) -> Iterator[asyncio.Event]:
-        """Yield an event of the running event loop that is set whenever something has changed."""
-        event, loop = asyncio.Event(), asyncio.get_running_loop()
-        self._listeners.add(listener := lambda: loop.call_soon_threadsafe(event.set))
-        try:
-            yield event
-        finally:
-            self._listeners.discard(listener)
-
-    def _only(self) -> Request:
-        if len(self.requests) > 1:
-            raise ValueError(f"n={len(self.requests)}: several answers have no one stream of tokens; use result()")
-        return self.requests[0]
+    def _only(self) -> Answer:
+        if len(self._answers) > 1:
+            raise ValueError(f"n={len(self._answers)}: several answers have no one stream; use text(index) or result()")
+        return self._answers[0]
 
     # ---- used by the engine
 
+    def read_text(self) -> None:
+        """Make the text of the tokens that have come, and end an answer that a stop string has ended."""
+        with self._reading:
+            for answer in self._answers:
+                if answer.text is not None and not answer.text.ended:
+                    self._read(answer, answer.text)
+
+    def _read(self, answer: Answer, text: AnswerText) -> None:
+        try:
+            text.read()
+        except Exception as error:  # ends this answer alone
+            text.fail(tokenizer_failure(error))
+        if text.ended and not answer.request.done:
+            self._cancel([answer.request], "stop" if text.error is None else "error", text.error)
+
     def forget_other_threads(self) -> None:
-        """End in a forked process, which does not have the thread that runs the engine."""
-        self._changed, self._waiting = threading.Condition(), 0
-        self._listeners.clear()
-        for request in self.requests:
-            if not request.done:
-                request.finish_reason = "error"
-                request.error = RuntimeError(
-                    "the request runs in the process that this one was forked from; wait for it there, or submit it "
-                    "to an engine that is made here"
-                )
-
-    @property
-    def awaited(self) -> bool:
-        """Whether anybody waits for a token or for the end; in each step of many requests nobody does for most."""
-        return self._waiting > 0 or bool(self._listeners)
-
-    def notify(self) -> None:
-        """Wake whoever waits: a token has come, or an answer has ended."""
-        if self._waiting:
-            with self._changed:
-                self._changed.notify_all()
-        for listener in tuple(self._listeners):
-            try:
-                listener()
-            except Exception as error:  # an event loop was closed in the midst of it: that ends nobody's request
-                self._listeners.discard(listener)
-                logger.warning("compiled_llm: a listener has failed, and hears no more: %s", error)
+        """End in a forked process, which does not have the threads that run the engine."""
+        self.listeners.forget_other_threads()
+        self._reading = threading.Lock()
+        error = RuntimeError(
+            "the request runs in the process that this one was forked from; wait for it there, or submit it "
+            "to an engine that is made here"
+        )
+        for answer in self._answers:
+            answer.give_up(error)

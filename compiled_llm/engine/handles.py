@@ -6,11 +6,26 @@ import time
 from collections.abc import Sequence
 
 from compiled_llm.engine.handle import RequestHandle
+from compiled_llm.engine.inbox import Inbox
+from compiled_llm.engine.output_thread import OutputThread
 from compiled_llm.engine.request import Request
 
 
 class Handles(dict[Request, RequestHandle]):
-    """The handles of requests that have not ended."""
+    """The handles of requests that have not ended.
+
+    Attributes:
+        output: tells of those that are read as text.
+    """
+
+    def __init__(self, inbox: Inbox) -> None:
+        """Begin with none.
+
+        Args:
+            inbox: of the engine.
+        """
+        super().__init__()
+        self.output = OutputThread(inbox)
 
     def notify(self, changed: Sequence[Request]) -> bool:
         """Tell whoever waits for these requests, and forget those that have ended; whether there are such."""
@@ -20,7 +35,12 @@ class Handles(dict[Request, RequestHandle]):
         for request in ended:
             request.finished = request.finished or now
             self.pop(request, None)
-        for handle in handles:
-            if handle is not None and handle.awaited:
-                handle.notify()
+        self.output.tell(handles)
         return bool(ended)
+
+    def forget_other_threads(self) -> None:
+        """End all requests in a forked process."""
+        self.output.forget_other_threads()
+        for handle in set(self.values()):
+            handle.forget_other_threads()
+        self.clear()

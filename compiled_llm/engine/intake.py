@@ -64,6 +64,7 @@ def requests_for(
             sampling=sampling,
             most=most,
             ends=ends,
+            stop_ids=stops if params.ignore_eos else stops - eos,
             priority=priority,
             deadline=None if timeout is None else now + timeout,
             salt=salt,

@@ -15,10 +15,11 @@ class Completion:
     Attributes:
         index: which of the ``n`` answers it is.
         token_ids: its tokens, the one that ended it included.
-        finish_reason: ``"stop"`` for an end-of-sequence token, ``"length"`` for ``max_tokens``, ``"cancelled"``,
-            ``"timeout"``, or ``"error"``.
-        text: the tokens decoded, special ones left out; None if the engine has no tokenizer.
+        finish_reason: ``"stop"`` for an end-of-sequence token, one of ``stop_token_ids`` or a stop string, ``"length"``
+            for ``max_tokens``, ``"cancelled"``, ``"timeout"``, or ``"error"``.
+        text: the tokens decoded, without what has ended it; None if the engine has no tokenizer.
         error: what ended it, with ``"error"``.
+        stop_reason: the stop string, or the one of ``stop_token_ids``, that has ended it; None if something else has.
         logprobs: for each token, with ``SamplingParams(logprobs=...)``: by token id, its own entry first, then those of
             the likeliest tokens.
         cumulative_logprob: the sum over its tokens.
@@ -29,13 +30,16 @@ class Completion:
     finish_reason: FinishReason
     text: str | None = None
     error: BaseException | None = field(default=None, repr=False)
+    stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = field(default=None, repr=False)
     cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What one prompt came to; ``token_ids``, ``text``, ``finish_reason`` and ``error`` are those of the first answer.
+    """What one prompt came to.
+
+    ``token_ids``, ``text``, ``finish_reason``, ``stop_reason`` and ``error`` are those of the first answer.
 
     Attributes:
         prompt_token_ids: the prompt.
@@ -67,6 +71,11 @@ class RequestOutput:
     def finish_reason(self) -> FinishReason:
         """Why the first answer ended."""
         return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string, or the one of ``stop_token_ids``, that has ended the first answer."""
+        return self.outputs[0].stop_reason
 
     @property
     def error(self) -> BaseException | None:

@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 MOST_BIASED = 300
 """How many tokens ``logit_bias`` may have, as in OpenAI's API."""
 
-_LATER = (
-    *("stop", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
-    *("structured_outputs", "guided_decoding", "logits_processors", "best_of"),
-)
+_LATER = ("prompt_logprobs", "structured_outputs", "guided_decoding", "logits_processors", "best_of")
 """Names that vLLM's users know and the engine does not serve."""
 
 _OF_GENERATE = {
@@ -73,15 +70,19 @@ class SamplingParams:
         min_p: draw among those at least this times as likely as the most likely; 0.0 for all.
         seed: decides the draws, whatever else runs beside the request; if None, one is drawn from torch's default
             generator when the request comes.
-        stop_token_ids: other tokens that end an answer; the one that did is its last.
+        stop: a string, or several, that end an answer, wherever it is cut into tokens. The string is not in the text;
+            the token that completes it is the last one.
+        stop_token_ids: other tokens that end an answer; the one that did is its last, and not in the text.
         ignore_eos: go on after an end-of-sequence token.
         max_tokens: most tokens to generate; None for as many as there are positions and pages for.
-        min_tokens: as many come before an end-of-sequence token or one of ``stop_token_ids``.
+        min_tokens: as many come before an end-of-sequence token, one of ``stop_token_ids`` or the end of a stop string.
         logprobs: give each token's log-probability, and those of so many of the likeliest tokens, at most 20; None for
             none.
         logit_bias: added to logits of tokens: at most 300, from -100 to 100.
         allowed_token_ids: the only tokens to choose from; None for all.
         bad_words: words never to write, at the beginning of a text or inside; each has to be one token.
+        include_stop_str_in_output: leave the stop string, or the token, that has ended an answer in its text.
+        skip_special_tokens: leave special tokens out of the text.
 
     Raises:
         ValueError: a value is impossible, two contradict each other, or the engine does not serve what a name of vLLM's
@@ -97,6 +98,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16
@@ -105,6 +107,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __new__(cls, **values: Any) -> SamplingParams:
         """Refuse by name what the engine does not serve."""
@@ -122,12 +126,20 @@ class SamplingParams:
             value = getattr(self, name)
             if not (value is None and name in _MAY_BE_NONE):
                 self._check(name, _is(rule.kind, value) and rule.holds(value), rule.must)
+        self._keep("stop", _strings, _are_strings, "must be a string or several, none of them empty")
         self._keep("stop_token_ids", tuple, _are_tokens, "must be token ids")
         self._keep("allowed_token_ids", tuple, _are_some_tokens, "must be token ids, one at least, or None for all")
         self._keep("bad_words", tuple, _are_words, "must be words, none of them empty")
         self._keep("logit_bias", dict, _are_biases, f"must be from -100 to 100, for {MOST_BIASED} tokens at most")
+        for name in ("include_stop_str_in_output", "skip_special_tokens"):
+            self._check(name, isinstance(getattr(self, name), bool), "must be True or False")
         fewer = self.max_tokens is None or self.min_tokens <= self.max_tokens
         self._check("min_tokens", fewer, f"must be at most max_tokens={self.max_tokens}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as several strings."""
+        return _strings(self.stop or ())
 
     def _keep(self, name: str, kind: Callable[[Any], Any], holds: Callable[[Any], bool], must: str) -> None:
         """Check a collection, and keep it as one that does not change with the user's."""
@@ -156,6 +168,16 @@ def _are_some_tokens(values: Any) -> bool:
 
 def _are_words(values: Any) -> bool:
     return _is_list(values) and all(isinstance(word, str) and word.strip() for word in values)
+
+
+def _strings(values: str | Sequence[str]) -> tuple[str, ...]:
+    return (values,) if isinstance(values, str) else tuple(values)
+
+
+def _are_strings(values: Any) -> bool:
+    return (isinstance(values, str) or _is_list(values)) and all(
+        isinstance(value, str) and value for value in _strings(values)
+    )
 
 
 def _is_list(values: Any) -> bool:

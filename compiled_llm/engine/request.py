@@ -15,7 +15,8 @@ from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.kvcache.row import Row
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
-"""An end-of-sequence token; ``max_tokens``; ``cancel()``; the deadline; what ``error`` says."""
+"""An end-of-sequence token, one of ``stop_token_ids`` or a stop string; ``max_tokens``; ``cancel()``; the deadline; or
+what ``error`` says."""
 
 
 class RequestError(RuntimeError):
@@ -34,6 +35,7 @@ class Request:
         sampling: how its tokens are chosen; the most likely ones if None.
         most: how many tokens it gets at most.
         ends: tokens that end it.
+        stop_ids: those of them that the user has named.
         priority: smaller ones run first.
         deadline: on ``time.monotonic``'s clock, when it ends with what it has; None for never.
         salt: requests with equal ones may read each other's cached pages.
@@ -61,6 +63,7 @@ class Request:
     sampling: Sampling | None
     most: int
     ends: frozenset[int]
+    stop_ids: frozenset[int] = frozenset()
     priority: int = 0
     deadline: float | None = None
     salt: Hashable = None
@@ -93,6 +96,11 @@ class Request:
     def done(self) -> bool:
         """Whether it has ended."""
         return self.finish_reason is not None
+
+    @property
+    def place(self) -> str:
+        """Where it is, while it has not ended."""
+        return "waiting" if self.row is None else "running"
 
     @property
     def running_row(self) -> Row:

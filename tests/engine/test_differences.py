@@ -12,12 +12,15 @@ import torch
 import compiled_llm
 from compiled_llm.compilation.logprobs import TopLogprobs, top_logprobs
 from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.engine.detokenizer import decoded
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.logprobs import Logprob, logprobs_of
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.stop_strings import StopStrings
 from compiled_llm_ops import sample_tokens
 from support.pages import DOCS
 from support.sampling_cases import arguments
+from support.text_tokenizers import byte_fallback
 from support.tiny_models import tiny_qwen3
 
 
@@ -73,6 +76,17 @@ def biases_are_limited(engine: Engine) -> None:
             SamplingParams(logit_bias=bias)
 
 
+def the_first_in_the_text_stops(engine: Engine) -> None:
+    match = StopStrings(["d", "b"]).find("abcd", searched=0)
+    assert match is not None
+    assert match.string == "b"
+
+
+def text_is_that_of_the_answer_alone(engine: Engine) -> None:
+    tokenizer = byte_fallback()
+    assert decoded(tokenizer, tokenizer.convert_tokens_to_ids(["▁fox"]), skip_special_tokens=True) == "fox"
+
+
 def words_are_single_tokens(engine: Engine) -> None:
     class Letters:
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -102,6 +116,8 @@ DIFFERENCES: dict[str, Callable[[Engine], None]] = {
     "n": greedy_answers_are_equal,
     "max_tokens=None": pages_are_a_limit,
     "logit_bias": biases_are_limited,
+    "stop": the_first_in_the_text_stops,
+    "text": text_is_that_of_the_answer_alone,
     "bad_words": words_are_single_tokens,
     "allowed_token_ids": nothing_left_is_refused,
     "logprobs": equally_likely_tokens_share_a_rank,

@@ -190,9 +190,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {5: 101}}, "logit_bias={5: 101} must be from -100 to 100, for 300 tokens at most"),
     ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} must be from"),
     ({"logit_bias": dict.fromkeys(range(301), 1)}, "for 300 tokens at most"),
-    *(({name: None}, f"{name}: the engine does not serve this") for name in ("stop", "prompt_logprobs")),
+    ({"stop": ["a", ""]}, "stop=['a', ''] must be a string or several, none of them empty"),
+    ({"stop": ""}, "stop='' must be a string"),
+    ({"stop": [5]}, "stop=[5] must be a string"),
+    ({"stop": 5}, "stop=5 must be a string"),
+    ({"prompt_logprobs": None}, "prompt_logprobs: the engine does not serve this"),
     *(({"logprobs": value}, f"logprobs={value} must be from 0 to 20") for value in (21, -1, True, 1.5)),
-    *(({name: True}, f"{name}: the engine") for name in ("include_stop_str_in_output", "skip_special_tokens")),
+    *(({name: 1}, f"{name}=1 must be True") for name in ("include_stop_str_in_output", "skip_special_tokens")),
     *(({name: []}, f"{name}: the engine") for name in ("logits_processors", "structured_outputs")),
 ]
 

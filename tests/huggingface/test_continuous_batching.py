@@ -18,6 +18,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 import compiled_llm
 from compiled_llm.compat.continuous_batching import RequestState, processors_of
 from compiled_llm.engine.handle import RequestHandle
+from compiled_llm.engine.listeners import tell
 from compiled_llm.engine.request import Request
 from compiled_llm.huggingface import batch_settings
 from compiled_llm.huggingface.batch_answers import Answers
@@ -267,7 +268,7 @@ def test_outputs_of_two_threads_come_in_order():
     def finish() -> None:
         request.tokens.append(8)
         request.finish_reason = "length"
-        handle.notify()
+        tell([handle.listeners])
 
     class Router:
         def deliver_batch(self, outputs: list[Any]) -> None:

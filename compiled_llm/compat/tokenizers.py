@@ -1,0 +1,33 @@
+"""How HuggingFace's tokenizers decode, so that it can be done token by token.
+
+``_decode`` of its fast tokenizers is private. It is what ``tokenizers`` decodes, cleaned up if the tokenizer says so
+and its model is not BPE. If another class, or a later version, does more, texts are decoded by ``decode`` itself, in
+windows: three times as slow, and right. Ends when transformers offers streams of text for a tokenizer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def backend_of(tokenizer: Any) -> Any:
+    """Return the ``tokenizers.Tokenizer`` that decodes for a tokenizer; None if it decodes in a way of its own."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    of_huggingface = (
+        getattr(tokenizer.decode, "__func__", None) is PreTrainedTokenizerBase.decode
+        and getattr(tokenizer._decode, "__func__", None) is PreTrainedTokenizerFast._decode
+    )
+    return tokenizer.backend_tokenizer if of_huggingface else None
+
+
+def cleans_up(tokenizer: Any) -> bool:
+    """Whether ``decode`` of a tokenizer takes spaces away before punctuation, unless told otherwise."""
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False) or not hasattr(tokenizer, "clean_up_tokenization"):
+        return False
+    model = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__
+    return model != "BPE" or bool(
+        getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    )

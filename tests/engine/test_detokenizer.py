@@ -1,0 +1,237 @@
+"""Text in pieces is the text of all tokens, for every kind of tokenizer, and stop strings are found in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from compiled_llm.compat.tokenizers import backend_of, cleans_up
+from compiled_llm.engine.answer_text import AnswerText, TextFormat
+from compiled_llm.engine.detokenizer import Detokenizer, decoded
+from compiled_llm.engine.request import Request
+from compiled_llm.engine.stop_strings import StopStrings
+from support.text_tokenizers import SAMPLES, byte_fallback, byte_level, slow, word_pieces
+
+KINDS = [byte_level, byte_fallback, word_pieces, slow]
+END = 10**9
+
+
+class OnItsOwn:
+    """A tokenizer that is none of HuggingFace's."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.decode = tokenizer.decode
+        if cleans_up(tokenizer):
+            self.clean_up_tokenization_spaces = True
+            self.clean_up_tokenization = tokenizer.clean_up_tokenization
+
+
+def in_pieces(tokenizer: Any, tokens: list[int], skip: bool = True) -> tuple[list[str], str]:
+    """The pieces of a text, and all of it."""
+    detokenizer = Detokenizer(tokenizer, skip)
+    pieces = [detokenizer.add(token) for token in tokens]
+    rest, whole = detokenizer.rest(tokens, "".join(pieces))
+    return [*pieces, rest], whole
+
+
+def check_pieces(tokenizer: Any, tokens: list[int], skip: bool = True) -> None:
+    pieces, whole = in_pieces(tokenizer, tokens, skip)
+    assert whole == decoded(tokenizer, tokens, skip)
+    assert "".join(pieces) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_pieces_are_the_whole_text(kind: Callable[[], PreTrainedTokenizerBase], skip: bool) -> None:
+    tokenizer = kind()
+    for sample in SAMPLES:
+        tokens = tokenizer(sample).input_ids
+        check_pieces(tokenizer, tokens, skip)
+        check_pieces(OnItsOwn(tokenizer), tokens, skip)
+
+
+def test_a_text_comes_as_soon_as_its_characters_are_complete() -> None:
+    for tokenizer in (byte_level(), slow()):
+        pieces, _ = in_pieces(tokenizer, tokenizer("a🙂b", add_special_tokens=False).input_ids)
+        assert [piece for piece in pieces if piece] == ["a", "🙂", "b"]
+
+
+def test_characters_that_stay_incomplete_come_at_the_end() -> None:
+    tokenizer = byte_level()
+    tokens = tokenizer("a😈", add_special_tokens=False).input_ids[:-1]
+    assert in_pieces(tokenizer, tokens)[0][-1] == "\ufffd"
+    check_pieces(tokenizer, tokens)
+
+
+def test_bytes_that_take_back_a_character_end_nothing() -> None:
+    """Decoders turn a run of byte tokens into text as one: what was a character is none beside a wrong byte."""
+    tokenizer = byte_fallback()
+    e, wrong, a = (tokenizer.convert_tokens_to_ids(token) for token in ("<0x21>", "<0xFF>", "a"))
+    for each in (tokenizer, OnItsOwn(tokenizer)):
+        pieces, whole = in_pieces(each, [a, e, wrong, a])
+        assert ("".join(pieces), whole) == ("a!\ufffda", "a\ufffd\ufffda")
+
+
+TOKENS = st.lists(st.integers(0, 10**6), max_size=40)
+
+
+@pytest.mark.parametrize("kind", [byte_level, word_pieces, slow])
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(numbers=TOKENS, skip=st.booleans())
+def test_pieces_of_any_tokens_are_their_text(kind: Any, numbers: list[int], skip: bool) -> None:
+    tokenizer = kind()
+    check_pieces(tokenizer, [number % len(tokenizer) for number in numbers], skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None, print_blob=True)
+@given(text=st.text(max_size=25))
+def test_pieces_of_any_text_are_the_text(kind: Any, text: str) -> None:
+    tokenizer = kind()
+    check_pieces(tokenizer, tokenizer(text, add_special_tokens=False).input_ids)
+
+
+@settings(max_examples=300, deadline=None, print_blob=True)
+@given(words=st.lists(st.sampled_from([" ", "  ", "'", "n", "n't", "v", "r", "re", "ve", ".", "s", "x"]), max_size=14))
+def test_spaces_are_cleaned_up_in_pieces_as_in_the_whole(words: list[str]) -> None:
+    class Words:
+        clean_up_tokenization_spaces = True
+        clean_up_tokenization = word_pieces().clean_up_tokenization
+
+        def decode(self, tokens: list[int], skip_special_tokens: bool, **options: bool) -> str:
+            text = "".join(words[token] for token in tokens)
+            return text if options else self.clean_up_tokenization(text)
+
+    check_pieces(Words(), list(range(len(words))))
+
+
+def test_tokenizers_that_decode_as_huggingface_does_are_streamed_by_their_library() -> None:
+    class Own(type(byte_level())):  # type: ignore[misc]
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return str(super()._decode(*args, **kwargs)).upper()
+
+    own = Own(tokenizer_object=byte_level().backend_tokenizer)
+    streamed, cleaned = [True, True, False, False, False], [False, True, False, False, False]
+    each = [byte_level(), word_pieces(), slow(), own, object()]
+    assert [backend_of(tokenizer) is not None for tokenizer in each] == streamed
+    assert [cleans_up(tokenizer) for tokenizer in each] == cleaned
+    check_pieces(own, own("abc").input_ids)
+    assert in_pieces(own, own("abc").input_ids)[1] == "ABC"
+
+
+# ---- stop strings
+
+
+def naive(tokenizer: Any, tokens: list[int], stops: list[str], keeps: bool, unsearched: int) -> tuple[str, int, Any]:
+    """Decode everything after each token: the text, how many tokens it has, and what has ended it."""
+    known = ""
+    for count in range(1, len(tokens) + 1):
+        text = decoded(tokenizer, tokens[:count], True)
+        if not (text.endswith("\ufffd") and count < len(tokens)):
+            found = [(text.find(stop, max(0, len(known) - len(stop) + 1)), stop) for stop in stops]
+            ends = [(at + len(stop), stops.index(stop), at) for at, stop in found if at >= 0]
+            if ends and count > unsearched:
+                end, listed, at = min(ends)
+                return text[: end if keeps else at], count, stops[listed]
+            known = text
+    return decoded(tokenizer, tokens, True), len(tokens), None
+
+
+def request_of(tokens: list[int]) -> Request:
+    return Request(prompt=np.array([1]), sampling=None, most=END, ends=frozenset({END}), tokens=tokens)
+
+
+def searched(form: TextFormat, tokens: list[int]) -> tuple[str, int, Any]:
+    """The same, token by token; what is shown stays."""
+    request, shown = request_of([]), ""
+    text = AnswerText(request, form)
+    for token in tokens:
+        request.tokens.append(token)
+        text.read()
+        assert text.text[: text.shown].startswith(shown)
+        shown = text.text[: text.shown]
+        if text.ended:
+            break
+    request.finish_reason = "length"
+    if not text.ended:
+        text.read()
+    assert text.ended
+    assert text.text.startswith(shown)
+    return text.text, text.count, text.stop
+
+
+def check_stops(tokenizer: Any, tokens: list[int], stops: list[str], keeps: bool = False, unsearched: int = 0) -> None:
+    form = TextFormat(tokenizer, tuple(stops), keeps, True, unsearched)
+    assert searched(form, tokens) == naive(tokenizer, tokens, stops, keeps, unsearched), (tokens, form)
+
+
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback, slow])
+def test_stop_strings_at_every_place_of_texts_of_every_script(kind: Any) -> None:
+    """Each length that a stop string may have at each place, cut into tokens between characters and inside them."""
+    tokenizer = kind()
+    for sample in ("ab 🙂👩‍👩‍👧 z", "e\u0301e\u0323\u0302x", "漢字かな。文", "한국어 नम"):
+        tokens = tokenizer(sample, add_special_tokens=False).input_ids
+        text = decoded(tokenizer, tokens, True)
+        for start in range(len(text)):
+            for length in (1, 2, 5):
+                check_stops(tokenizer, tokens, [text[start : start + length]], keeps=bool(start % 2))
+
+
+@pytest.mark.parametrize("kind", [byte_level, slow])
+@settings(max_examples=120, deadline=None, print_blob=True)
+@given(data=st.data())
+def test_stop_strings_are_found_where_everything_is_decoded_after_each_token(kind: Any, data: st.DataObject) -> None:
+    tokenizer = kind()
+    few = st.sampled_from(list("aab 漢🙂é\u0301"))
+    text = data.draw(st.text(few, max_size=20), "text")
+    stops = data.draw(st.lists(st.text(few, min_size=1, max_size=4), min_size=1, max_size=3), "stops")
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    check_stops(tokenizer, tokens, stops, data.draw(st.booleans(), "kept"), data.draw(st.integers(0, 6), "unsearched"))
+
+
+def test_the_string_that_ends_first_wins_inside_one_token_too() -> None:
+    def found(text: str, *strings: str) -> Any:
+        return StopStrings(strings).find(text, 0)
+
+    assert found("abcd", "d", "a") == ("a", 0, 1)
+    assert found("abcd", "abc", "b") == ("b", 1, 2)
+    assert found("abcd", "b", "ab") == ("b", 1, 2)  # they end together: the first one
+    assert found("abcd", "ab", "b") == ("ab", 0, 2)
+    assert found("abcd", "x") is None
+    assert StopStrings(["b"]).find("abab", 2) == ("b", 3, 4)
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+    stops = StopStrings(["</a>", "aab"])
+    held = {"x": 0, "x<": 1, "</a": 3, "</x": 0, "aa": 2, "aaa": 2, "a": 1, "</aa": 2, "": 0}
+    assert {text: stops.begun(text) for text in held} == held
+
+
+def test_the_token_that_ends_an_answer_is_not_in_its_text_unless_it_is_kept() -> None:
+    tokenizer = byte_level()
+    tokens = tokenizer("abx").input_ids
+    for keeps, wanted in ((False, tokens[:-1]), (True, tokens)):
+        request = request_of(tokens)
+        request.ends, request.finish_reason = frozenset({tokens[-1]}), "stop"
+        form = TextFormat(tokenizer, keeps_stop=keeps)
+        text = AnswerText(request, form)
+        text.read()
+        assert text.text == text.whole == form.text_of(request, tokens) == decoded(tokenizer, wanted, True)
+        assert text.count == len(tokens)
+
+
+@pytest.mark.slow
+def test_the_real_tokenizer(demo_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
+    for sample in SAMPLES:
+        tokens = tokenizer(sample).input_ids
+        check_pieces(tokenizer, tokens)
+        for start in range(0, len(sample), 3):
+            check_stops(tokenizer, tokens, [sample[start : start + 3]], keeps=bool(start % 2))

@@ -1,0 +1,347 @@
+"""Answers as text: streamed while they come, and ended by stop strings; all of it beside the loop, not in it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.engine import scheduler
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.handle import RequestHandle
+from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.request import RequestError
+from support.forking import forked
+from support.parity import assert_account_is_empty
+from support.text_tokenizers import byte_level
+from support.tiny_models import tiny_qwen3
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = list(range(3, 23))
+VOCABULARY = 380
+END = 1
+PATIENCE = 60.0
+
+
+@pytest.fixture(params=["read at once", "read a step late"])
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    late = request.param == "read a step late"
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
+    options: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 4, "progress": False}
+    plain = tiny_qwen3(eos_token_id=END, num_hidden_layers=1, vocab_size=VOCABULARY)
+    return compiled_llm.wrap(plain, mode="eager", **options)
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel) -> Iterator[Engine]:
+    with Engine(model, tokenizer=byte_level()) as engine:
+        yield engine
+    assert_account_is_empty(model)
+
+
+def settings(seed: int = 0, **others: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "seed": seed, "max_tokens": 40, "ignore_eos": True, **others})
+
+
+def decode(tokens: list[int]) -> str:
+    return str(byte_level().decode(tokens, skip_special_tokens=True))
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "compiled_llm output"]
+
+
+def reference(tokens: list[int], stop: str, keeps: bool = False) -> tuple[list[int], str]:
+    """What is left of an answer: everything is decoded after each token."""
+    for count in range(1, len(tokens) + 1):
+        text = decode(tokens[:count])
+        if stop in text and not text.endswith("\ufffd"):
+            return tokens[:count], text[: text.index(stop) + (len(stop) if keeps else 0)]
+    return tokens, decode(tokens)
+
+
+def stop_in(tokens: list[int], draw: random.Random) -> str:
+    """A string that stands in an answer's text."""
+    text = decode(tokens).rstrip("\ufffd")
+    start = draw.randrange(len(text) // 3, len(text))
+    return text[start : start + draw.randint(1, 4)]
+
+
+def test_answers_end_at_stop_strings(engine: Engine, seed: int) -> None:
+    draw = random.Random(seed)
+    whole = engine.generate([PROMPT] * 8, [settings(number) for number in range(8)])
+    for keeps in (False, True):
+        stops = [stop_in(output.token_ids, draw) for output in whole]
+        params = [
+            settings(number, stop=stop if number % 2 else ["\0\0", stop], include_stop_str_in_output=keeps)
+            for number, stop in enumerate(stops)
+        ]
+        submitted = [engine.submit(PROMPT, each) for each in params]
+        outputs = [*engine.generate([PROMPT] * 8, params), *(handle.result(PATIENCE) for handle in submitted)]
+        for output, first, stop in zip(outputs, whole * 2, stops * 2, strict=True):
+            assert (output.token_ids, output.text) == reference(first.token_ids, stop, keeps)
+            assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert engine.stats().running == 0
+
+
+def test_an_answer_without_its_stop_string_is_whole(engine: Engine) -> None:
+    plain, output = engine.generate([PROMPT] * 2, [settings(), settings(stop="\0\0")])
+    assert (output.token_ids, output.text) == (plain.token_ids, plain.text)
+    assert (output.finish_reason, output.stop_reason) == ("length", None)
+    assert output.text == decode(output.token_ids)
+
+
+def test_tokens_behind_a_stop_string_are_never_seen(engine: Engine, seed: int) -> None:
+    whole = engine.generate(PROMPT, settings())[0].token_ids
+    stop = stop_in(whole, random.Random(seed))
+    tokens, text = reference(whole, stop)
+    handle = engine.submit(PROMPT, settings(stop=stop))
+    assert list(handle) == tokens
+    assert "".join(handle.text()) == text
+    assert handle.done
+
+
+def test_a_stop_string_in_the_last_token_counts(engine: Engine) -> None:
+    whole = engine.generate(PROMPT, settings())[0].token_ids
+    while decode(whole).endswith("\ufffd"):
+        whole = whole[:-1]
+    text = decode(whole)
+    output = engine.generate(PROMPT, settings(max_tokens=len(whole), stop=text[-6:]))[0]
+    assert (output.finish_reason, output.text) == ("stop", text[: text.index(text[-6:])])
+
+
+def test_several_answers_stop_each_for_itself(engine: Engine) -> None:
+    whole = engine.generate(PROMPT, settings(n=3))[0].outputs
+    stop = decode(whole[1].token_ids)[5:8]
+    outputs = engine.generate(PROMPT, settings(n=3, stop=stop))[0].outputs
+    for answer, first in zip(outputs, whole, strict=True):
+        assert (answer.token_ids, answer.text) == reference(first.token_ids, stop)
+    handle = engine.submit(PROMPT, settings(n=3, stop=stop))
+    texts = ["".join(handle.text(index)) for index in (2, 0, 1)]
+    assert texts == [outputs[index].text for index in (2, 0, 1)]
+    with pytest.raises(ValueError, match=r"n=3: several answers have no one stream"):
+        handle.text()
+
+
+def test_stop_strings_are_looked_for_after_min_tokens(engine: Engine) -> None:
+    whole = engine.generate(PROMPT, settings(min_tokens=12))[0].token_ids
+    stop = decode(whole[:6])[2]
+    output = engine.generate(PROMPT, settings(min_tokens=12, stop=stop))[0]
+    assert len(output.token_ids) > 12
+    assert str(output.text).startswith(decode(whole[:12]).rstrip("\ufffd"))
+
+
+def test_tokens_that_end_an_answer_are_not_in_its_text(engine: Engine) -> None:
+    whole = engine.generate(PROMPT, settings())[0].token_ids
+    stop = whole[9]
+    count = whole.index(stop) + 1
+    for keeps in (False, True):
+        handle = engine.submit(PROMPT, settings(stop_token_ids=[stop], include_stop_str_in_output=keeps))
+        streamed, output = "".join(handle.text()), handle.result(PATIENCE)
+        assert (output.token_ids, output.finish_reason, output.stop_reason) == (whole[:count], "stop", stop)
+        assert output.text == streamed == decode(whole[: count if keeps else count - 1])
+    biased = settings(logit_bias={END: 100.0}, ignore_eos=False, skip_special_tokens=False)
+    output = engine.generate(PROMPT, biased)[0]
+    assert (output.token_ids, output.text, output.stop_reason) == ([END], "", None)
+    kept = settings(logit_bias={END: 100.0}, max_tokens=2, skip_special_tokens=False)
+    assert engine.generate(PROMPT, kept)[0].text == "</s></s>"
+
+
+# ---- streams
+
+
+def test_many_streams_at_once_each_give_their_text_in_order(engine: Engine) -> None:
+    params = [settings(number, stop=["a", "\0\0"] if number % 3 == 0 else None) for number in range(64)]
+    expected = [output.text for output in engine.generate([PROMPT] * 64, params)]
+    got: dict[int, str] = {}
+
+    def read(number: int, handle: RequestHandle) -> None:
+        got[number] = "".join(handle.text())
+
+    async def read_all() -> list[str]:
+        async def stream(number: int) -> str:
+            return "".join([piece async for piece in engine.submit(PROMPT, params[number]).text()])
+
+        return await asyncio.gather(*map(stream, range(32, 64)))
+
+    readers = [threading.Thread(target=read, args=(each, engine.submit(PROMPT, params[each]))) for each in range(32)]
+    for reader in readers:
+        reader.start()
+    others = asyncio.run(read_all())
+    for reader in readers:
+        reader.join(PATIENCE)
+    assert [*(got[number] for number in range(32)), *others] == expected
+    assert len(threads()) == 1
+
+
+def test_a_stream_may_begin_late_and_be_read_again(engine: Engine) -> None:
+    handle = engine.submit(PROMPT, settings())
+    text = handle.result(PATIENCE).text
+    assert not threads()
+    stream = handle.text()
+    assert "".join(stream) == "".join(stream) == "".join(handle.text()) == text
+    assert all(stream)
+
+    async def again() -> str:
+        return "".join([piece async for piece in handle.text()])
+
+    assert asyncio.run(again()) == text
+    late = engine.submit(PROMPT, settings(max_tokens=400))
+    next(iter(late))
+    assert "".join(late.text()) == late.result(PATIENCE).text
+
+
+def test_a_stream_gives_what_a_request_that_is_cancelled_has(engine: Engine) -> None:
+    handle = engine.submit(PROMPT, settings(max_tokens=900, stop="\0\0"))
+    pieces = iter(handle.text())
+    first = next(pieces)
+    handle.cancel()
+    text = first + "".join(pieces)
+    output = handle.result(PATIENCE)
+    assert (output.finish_reason, output.text) == ("cancelled", text)
+    late = engine.submit(PROMPT, settings(max_tokens=900, stop="\0\0"), timeout=0.05)
+    assert "".join(late.text()) == late.result(PATIENCE).text
+    assert late.result().finish_reason == "timeout"
+
+
+def test_a_preempted_answer_goes_on_with_its_text(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 4)
+    with Engine(model, tokenizer=byte_level(), prefix_cache=False) as engine:
+        params = [settings(number, max_tokens=110, stop="\0\0") for number in range(24)]
+        handles = [engine.submit(PROMPT, each) for each in params]
+        streamed = ["".join(handle.text()) for handle in handles]
+        assert engine.stats().preemptions > 0
+        assert streamed == [handle.result(PATIENCE).text for handle in handles]
+        assert streamed == [decode(output.token_ids) for output in engine.generate([PROMPT] * 24, params)]
+
+
+# ---- its thread, and what goes wrong
+
+
+class Failing:
+    """A tokenizer that fails at one token."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        if self.at in tokens:
+            raise KeyError("planted")
+        return decode(tokens)
+
+
+def test_a_tokenizer_that_fails_ends_that_request_alone(model: PreTrainedModel) -> None:
+    with Engine(model) as engine:
+        whole = [engine.generate(PROMPT, settings(number))[0].token_ids for number in range(2)]
+    bad = next(token for token in whole[0][5:] if token not in whole[1])
+    with Engine(model, tokenizer=Failing(bad)) as engine:
+        for stop in (None, "\0\0"):
+            failed, fine = (engine.submit(PROMPT, settings(number, stop=stop)) for number in range(2))
+            with pytest.raises(RequestError, match="the tokenizer cannot decode the answer: KeyError: 'planted'"):
+                "".join(failed.text())
+            with pytest.raises(RequestError, match="planted"):
+                failed.result(PATIENCE)
+            assert fine.result(PATIENCE).text == "".join(fine.text()) == decode(whole[1])
+            first, second = engine.generate([PROMPT] * 2, [settings(number, stop=stop) for number in range(2)])
+            assert (first.finish_reason, second.finish_reason) == ("error", "length")
+            assert isinstance(first.error, RequestError)
+            assert second.text == decode(whole[1])
+    assert_account_is_empty(model)
+
+
+def test_without_text_there_is_no_thread_and_no_tokenizer_at_work(model: PreTrainedModel) -> None:
+    with Engine(model, tokenizer=Failing(-1)) as engine:
+        handle = engine.submit(PROMPT, settings())
+        assert len(list(handle)) == 40
+        asyncio.run(_awaited(engine.submit(PROMPT, settings())))
+        engine.generate([PROMPT] * 2, settings())
+        assert not threads()
+        engine.generate(PROMPT, settings(stop="\0\0"))
+        assert len(threads()) == 1
+    assert not threads()
+
+
+async def _awaited(handle: RequestHandle) -> None:
+    await handle
+
+
+def test_text_without_a_tokenizer_is_refused(model: PreTrainedModel) -> None:
+    with Engine(model) as engine:
+        with pytest.raises(ValueError, match=r"stop=\('x',\): stop strings need a tokenizer"):
+            engine.submit(PROMPT, settings(stop="x"))
+        with pytest.raises(ValueError, match=r"text\(\) needs a tokenizer"):
+            engine.submit(PROMPT, settings()).text()
+        assert engine.submit(PROMPT, settings()).result(PATIENCE).text is None
+
+
+def test_closing_the_engine_ends_streams(model: PreTrainedModel) -> None:
+    engine = Engine(model, tokenizer=byte_level())
+    handles = [engine.submit(PROMPT, settings(max_tokens=900, stop=stop)) for stop in (None, "\0\0")]
+    pieces = [iter(handle.text()) for handle in handles]
+    for each in pieces:
+        next(each)
+    engine.close()
+    for each, handle in zip(pieces, handles, strict=True):
+        "".join(each)
+        assert handle.result(PATIENCE).finish_reason == "cancelled"
+        assert "".join(handle.text()) == handle.output().text
+    assert not threads()
+
+
+def test_a_forgotten_engine_leaves_no_thread(model: PreTrainedModel) -> None:
+    engine = Engine(model, tokenizer=byte_level())
+    handle = engine.submit(PROMPT, settings(stop="\0\0"))
+    del engine
+    assert len("".join(handle.text())) > 0
+    del handle
+    gc.collect()
+    until = time.monotonic() + 20
+    while threads() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not threads()
+
+
+def test_ctrl_c_ends_what_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Loop, unchanged: bool = False) -> Any:
+        raise KeyboardInterrupt
+
+    params = settings(max_tokens=900, stop="\0\0")
+    engine.generate(PROMPT, settings(stop="\0\0"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPT] * 2, params)
+    assert engine.stats().running == engine.stats().waiting == 0
+    assert engine.generate(PROMPT, settings(stop="\0\0"))[0].finish_reason == "length"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
+def test_in_a_forked_process_streams_have_ended(engine: Engine) -> None:
+    handles = [engine.submit(PROMPT, settings(max_tokens=900, stop=stop)) for stop in (None, "\0\0")]
+    streams = [iter(handle.text()) for handle in handles]
+    first = [next(stream) for stream in streams]
+    ended = engine.submit(PROMPT, settings(stop="\0\0"))
+    text = ended.result(PATIENCE).text
+
+    def check_child() -> None:
+        for handle, stream in zip(handles, streams, strict=True):
+            for reading in (lambda stream=stream: list(stream), lambda handle=handle: list(handle.text())):
+                with pytest.raises(RuntimeError, match="in the process that this one was forked from"):
+                    reading()
+        assert ended.result(PATIENCE).text == "".join(ended.text()) == text
+        assert not threads()
+
+    forked(check_child)
+    for handle, piece, stream in zip(handles, first, streams, strict=True):
+        assert piece + "".join(stream) == handle.result(PATIENCE).text
