@@ -10,6 +10,7 @@ from typing import Any
 from compiled_llm.engine.answer import Answer, tokenizer_failure
 from compiled_llm.engine.answer_text import AnswerText, TextFormat
 from compiled_llm.engine.listeners import Listeners
+from compiled_llm.engine.logprobs import prompt_logprobs
 from compiled_llm.engine.output import RequestOutput
 from compiled_llm.engine.output_thread import OutputThread
 from compiled_llm.engine.request import Request, RequestError
@@ -99,6 +100,7 @@ class RequestHandle:
             queue_seconds=None if first.admitted is None else first.admitted - first.submitted,
             first_token_seconds=min(firsts) - first.submitted if firsts else None,
             seconds=max(ends) - first.submitted,
+            prompt_logprobs=prompt_logprobs(first),
         )
 
     def raise_failure(self) -> None:

@@ -70,6 +70,7 @@ def requests_for(
             salt=salt,
             index=index,
             logprobs=params.logprobs,
+            prompt_logprobs=None if index else params.prompt_logprobs,
             leader=requests[0] if requests else None,
             submitted=now,
         )

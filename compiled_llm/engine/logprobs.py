@@ -58,6 +58,15 @@ def token_logprobs(request: Request, tokens: Sequence[int]) -> list[dict[int, Lo
     return [logprobs_of(scored, row, token, request.logprobs) for (scored, row), token in places]
 
 
+def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
+    """Return the entries of each of a prompt's tokens, as far as they were computed; None if nobody wants them."""
+    most, tokens = request.prompt_logprobs, request.prompt.tolist()
+    if most is None:
+        return None
+    places = zip(request.prompt_scored, tokens[1:], strict=False)
+    return [None, *(logprobs_of(scored, row, token, most) for (scored, row), token in places)]
+
+
 def cumulative(logprobs: Sequence[dict[int, Logprob]], tokens: Sequence[int]) -> float:
     """Return the sum of what ``tokens`` have."""
     return sum((entries[token].logprob for entries, token in zip(logprobs, tokens, strict=True)), 0.0)
@@ -98,6 +107,28 @@ class Arriving(NamedTuple):
                 request.scored.append((scored, row))
 
 
+class ArrivingPrompt(NamedTuple):
+    """Log-probabilities of a chunk of a prompt, on their way to the host.
+
+    Attributes:
+        request: whose they are.
+        start: how many tokens of the prompt stand before the chunk.
+        length: of how many tokens they are.
+        readback: the numbers.
+    """
+
+    request: Request
+    start: int
+    length: int
+    readback: Readback
+
+    def hand_out(self) -> None:
+        """Give them to the request, those that it does not have: it may have begun again."""
+        scored, known = TopLogprobs.unpacked(self.readback.array(), self.length), self.request.prompt_scored
+        if self.start <= len(known):
+            known += [(scored, row) for row in range(len(known) - self.start, self.length)]
+
+
 class Watch:
     """Has log-probabilities computed in each step of one plan."""
 
@@ -114,7 +145,7 @@ class Watch:
         self._device_model = device_model
         groups = [_Group(requests, mode) for requests in launches if requests]
         self._groups = {group.first: group for group in groups if group.requests}
-        self._arriving: list[Arriving] = []
+        self._arriving: list[Arriving | ArrivingPrompt] = []
 
     def __bool__(self) -> bool:
         """Whether anybody wants them."""
@@ -127,7 +158,11 @@ class Watch:
             numbers = group.compute(self._device_model, step.logits, step.tokens)
             self._arriving.append(Arriving(group.requests, self._device_model.readbacks.start(numbers)))
 
-    def taken(self) -> list[Arriving]:
+    def add(self, arriving: ArrivingPrompt) -> None:
+        """Have something else read with the step's tokens."""
+        self._arriving.append(arriving)
+
+    def taken(self) -> list[Arriving | ArrivingPrompt]:
         """Return what has been computed since it was last asked for."""
         arriving, self._arriving = self._arriving, []
         return arriving

@@ -6,16 +6,19 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from compiled_llm.compilation.sampling import Sampling
-from compiled_llm.engine.logprobs import Arriving, LogprobsMode, Watch
+from compiled_llm.engine.logprobs import Arriving, ArrivingPrompt, LogprobsMode, Watch
 from compiled_llm.engine.pace import Pace
+from compiled_llm.engine.plan import Chunk, Plan
 from compiled_llm.engine.request import Request
-from compiled_llm.engine.scheduler import Chunk, Plan, Scheduler
+from compiled_llm.engine.scheduler import Scheduler
+from compiled_llm.engine.scored_prompts import run_scored
 from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.device_timer import DeviceTimer
@@ -30,9 +33,18 @@ class _Launched(NamedTuple):
     """A step whose tokens have not been read: what it ran, what arrives of it where, and how long it takes."""
 
     plan: Plan
-    readback: Readback
+    readbacks: list[Readback]
     timer: DeviceTimer | None
-    logprobs: list[Arriving]
+    logprobs: list[Arriving | ArrivingPrompt]
+
+
+class _Prepared(NamedTuple):
+    """What runs a plan: a batch, chunks beside it whose tokens are scored, and who looks at the logits."""
+
+    plan: Plan
+    batch: Batch
+    scored: list[Chunk]
+    watch: Watch
 
 
 class LoopSettings(NamedTuple):
@@ -85,7 +97,7 @@ class Loop:
         self.prefixes = prefixes
         self._persistent = PersistentBatch(device_model.state, device_model.decode)
         self._logprobs_mode = logprobs_mode
-        self._planned: tuple[Plan, Batch, Watch] | None = None  # the last plan, and what runs it
+        self._prepared: _Prepared | None = None  # for the last plan
         self._launched: deque[_Launched] = deque()
         self.steps = 0
         self.stuck = False
@@ -170,26 +182,36 @@ class Loop:
         if plan.extend:
             self._admit(plan.extend)
         timer = DeviceTimer(self.device_model.device) if self._pace.bounded else None
-        prepared = 0.0 if timer is None else self.device_model.events.preparing.seconds
-        batch, watch = self._batch_of(plan)
-        step = self.device_model.run(batch, self._persistent, unchanged)
+        before = 0.0 if timer is None else self.device_model.events.preparing.seconds
+        prepared = self._prepared_for(plan)
+        readbacks = [self.device_model.readbacks.start(tokens) for tokens in self._run(prepared, unchanged)]
         if timer is not None:
             timer.stop()
-            if self.device_model.events.preparing.seconds > prepared:  # that takes longer than the device does
+            if self.device_model.events.preparing.seconds > before:  # that takes longer than the device does
                 timer = None
-        readback = self.device_model.readbacks.start(step.tokens)
-        self._launched.append(_Launched(plan, readback, timer, watch.taken()))
+        self._launched.append(_Launched(plan, readbacks, timer, prepared.watch.taken()))
 
-    def _batch_of(self, plan: Plan) -> tuple[Batch, Watch]:
+    def _run(self, prepared: _Prepared, unchanged: bool) -> Iterator[Tensor]:
+        """Yield the tokens of each launch, in the order of ``Plan.choosing``."""
+        _, batch, scored, watch = prepared
+        if batch.decode or batch.extend:
+            yield self.device_model.run(batch, self._persistent, unchanged).tokens
+        for chunk in scored:
+            yield run_scored(self.device_model, self._persistent, chunk, watch)
+
+    def _prepared_for(self, plan: Plan) -> _Prepared:
         """Return what runs a plan; the scheduler gives the same one again while nobody comes or goes."""
-        if self._planned is None or self._planned[0] is not plan:
-            rows, extend = (
-                [request.running_row for request in plan.decode],
-                [_extension(chunk) for chunk in plan.extend],
-            )
-            watch = Watch(self.device_model, (plan.decode, plan.ending), self._logprobs_mode)
-            self._planned = plan, Batch(rows, extend, observer=watch.see if watch else None), watch
-        return self._planned[1:]
+        if self._prepared is None or self._prepared.plan is not plan:
+            plain = [chunk for chunk in plan.extend if not chunk.scored]
+            scored = [chunk for chunk in plan.extend if chunk.scored]
+            ending = [
+                [chunk.request for chunk in chunks if chunk.ends] for chunks in (plain, *([each] for each in scored))
+            ]
+            watch = Watch(self.device_model, (plan.decode, *ending), self._logprobs_mode)
+            rows = [request.running_row for request in plan.decode]
+            batch = Batch(rows, [_extension(chunk) for chunk in plain], observer=watch.see if watch else None)
+            self._prepared = _Prepared(plan, batch, scored, watch)
+        return self._prepared
 
     def _admit(self, chunks: Sequence[Chunk]) -> None:
         """Give new rows slots, with their settings."""
@@ -212,7 +234,7 @@ class Loop:
         return changed
 
     def _read(self, step: _Launched) -> list[Request]:
-        tokens = step.readback.result()
+        tokens = [token for readback in step.readbacks for token in readback.result()]
         for arriving in step.logprobs:
             arriving.hand_out()  # before the tokens: whoever sees one finds what belongs to it
         if step.timer is not None:
@@ -228,6 +250,10 @@ def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:
     if sampling.forgets or not request.tokens:
         return sampling
     return dataclasses.replace(sampling, chosen=np.array(request.tokens, dtype=np.int64))
+
+
+def _ending(chunks: Sequence[Chunk]) -> list[Request]:
+    return [chunk.request for chunk in chunks if chunk.ends]
 
 
 def _extension(chunk: Chunk) -> Extension:

@@ -48,6 +48,8 @@ class RequestOutput:
         queue_seconds: from ``submit`` until it first ran; None if it never did.
         first_token_seconds: from ``submit`` until its first token was read; None if there was none.
         seconds: from ``submit`` until its last answer ended.
+        prompt_logprobs: for each token of the prompt, with ``SamplingParams(prompt_logprobs=...)``, as ``logprobs`` of
+            an answer; None in place of the first.
     """
 
     prompt_token_ids: list[int]
@@ -56,6 +58,7 @@ class RequestOutput:
     queue_seconds: float | None
     first_token_seconds: float | None
     seconds: float
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(default=None, repr=False)
 
     @property
     def token_ids(self) -> list[int]:

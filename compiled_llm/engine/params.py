@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 MOST_BIASED = 300
 """How many tokens ``logit_bias`` may have, as in OpenAI's API."""
 
-_LATER = ("prompt_logprobs", "structured_outputs", "guided_decoding", "logits_processors", "best_of")
+_LATER = ("structured_outputs", "guided_decoding", "logits_processors", "best_of")
 """Names that vLLM's users know and the engine does not serve."""
 
 _OF_GENERATE = {
@@ -47,8 +47,9 @@ _RULES = {
     "max_tokens": _Rule(Integral, lambda value: value >= 1, "must be 1 or more, or None for no limit"),
     "min_tokens": _Rule(Integral, lambda value: value >= 0, "must be 0 or more"),
     "logprobs": _Rule(Integral, lambda value: 0 <= value <= 20, "must be from 0 to 20, or None for none"),
+    "prompt_logprobs": _Rule(Integral, lambda value: 0 <= value <= 20, "must be from 0 to 20, or None for none"),
 }
-_MAY_BE_NONE = ("seed", "max_tokens", "logprobs")
+_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,8 @@ class SamplingParams:
         min_tokens: as many come before an end-of-sequence token, one of ``stop_token_ids`` or the end of a stop string.
         logprobs: give each token's log-probability, and those of so many of the likeliest tokens, at most 20; None for
             none.
+        prompt_logprobs: give those of the prompt's tokens too, from the second on; the whole prompt is computed then,
+            whatever the prefix cache has of it.
         logit_bias: added to logits of tokens: at most 300, from -100 to 100.
         allowed_token_ids: the only tokens to choose from; None for all.
         bad_words: words never to write, at the beginning of a text or inside; each has to be one token.
@@ -104,6 +107,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None

@@ -42,11 +42,13 @@ class Request:
         index: which of its prompt's answers it is.
         logprobs: of how many of the likeliest tokens it wants log-probabilities, beside those that are chosen; None for
             none at all.
+        prompt_logprobs: the same of its prompt's tokens.
         leader: the answer whose prompt this one shares, and waits for; None for the first.
         arrival: counts requests as they come.
         row: its pages while it runs.
         tokens: chosen and read.
         scored: where the log-probabilities of each token are, and in which row; one may be there before its token.
+        prompt_scored: the same of its prompt's second token and those behind it.
         generation: of the prefix cache when it was last admitted; others may not begin with its pages in another one.
         cached: how many of its prompt's tokens came from the prefix cache when it first ran.
         finish_reason: why it has ended; None while it has not.
@@ -69,12 +71,14 @@ class Request:
     salt: Hashable = None
     index: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     leader: Request | None = None
     submitted: float = 0.0
     arrival: int = field(default_factory=_arrivals.__next__)
     row: Row | None = None
     tokens: list[int] = field(default_factory=list)
     scored: list[tuple[TopLogprobs, int]] = field(default_factory=list)
+    prompt_scored: list[tuple[TopLogprobs, int]] = field(default_factory=list)
     generation: int = 0
     cached: int | None = None
     finish_reason: FinishReason | None = None
@@ -112,6 +116,10 @@ class Request:
     def prefilled(self) -> bool:
         """Whether all that was known of it when it was admitted is computed, or queued to be."""
         return self.row is not None and self.row.length >= len(self.known)
+
+    def unscored(self, start: int) -> bool:
+        """Whether log-probabilities are missing that follow from tokens of its prompt at ``start`` and behind it."""
+        return self.prompt_logprobs is not None and max(start, len(self.prompt_scored)) < len(self.prompt) - 1
 
     @property
     def chosen(self) -> int:

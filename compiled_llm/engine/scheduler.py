@@ -10,13 +10,13 @@ import bisect
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling import NOT_A_TOKEN
 from compiled_llm.engine.latencies import Latencies
+from compiled_llm.engine.plan import Chunk, Plan
 from compiled_llm.engine.queue import Queue
 from compiled_llm.engine.request import FinishReason, Request, RequestError
 from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
@@ -29,46 +29,10 @@ _FIRST_GUESS = 256
 """How long answers are taken to be until some have ended, in tokens."""
 _MORE = 64
 """Tokens that a row is promised pages for at a time, once its answer has become longer than is likely."""
+_SCORED = 256
+"""Tokens of a prompt that are scored at a time: of each there are as many logits as the vocabulary is large."""
 _WEIGHT = 1 / 16
 """Of an ended answer's length in the guess for the next ones."""
-
-
-class Chunk(NamedTuple):
-    """Tokens of a prompt that run in one step.
-
-    Attributes:
-        request: whose they are.
-        ids: ``[Q]`` int64.
-        ends: whether they are the last ones, and a token is chosen after them.
-    """
-
-    request: Request
-    ids: NDArray[np.int64]
-    ends: bool
-
-
-class Plan(NamedTuple):
-    """What runs in one step; no request is in it twice.
-
-    Attributes:
-        decode: requests that go on by a token.
-        extend: chunks of others' prompts.
-    """
-
-    decode: list[Request]
-    extend: list[Chunk]
-
-    @property
-    def choosing(self) -> list[Request]:
-        """The requests that a token is chosen for, in the order in which a step returns them."""
-        if not self.extend:
-            return self.decode
-        return [*self.decode, *self.ending]
-
-    @property
-    def ending(self) -> list[Request]:
-        """The requests among them whose prompts end in this step."""
-        return [chunk.request for chunk in self.extend if chunk.ends]
 
 
 class Scheduler:
@@ -180,6 +144,7 @@ class Scheduler:
                 room = self._add_chunk(extend, request, room)
         while room > 0 and self.preemptions == before and (admitted := self._admit()) is not None:
             room = self._add_chunk(extend, admitted, room)
+        extend.sort(key=lambda chunk: chunk.scored)
         self._plan, self._same = Plan(decode, extend), 0
         return self._plan
 
@@ -213,8 +178,9 @@ class Scheduler:
 
     def _chunk(self, request: Request, room: int) -> Chunk:
         start = request.running_row.length
-        ids = request.known[start : start + room]
-        return Chunk(request, ids, start + len(ids) == len(request.known))
+        scored = request.unscored(start)
+        ids = request.known[start : start + (min(room, _SCORED) if scored else room)]
+        return Chunk(request, ids, start + len(ids) == len(request.known), scored)
 
     def _admit(self) -> Request | None:
         """Give the next waiting request its row; None if there is none, or it has to go on waiting."""
@@ -237,7 +203,8 @@ class Scheduler:
         known, row = request.text, Row(self._pool, 0)
         self.rows.add(row)
         if self._prefixes is not None:
-            row.begin_from(self._prefixes.match(known, request.salt))
+            if not request.unscored(0):
+                row.begin_from(self._prefixes.match(known, request.salt))
             request.generation = self._prefixes.generation
         elif (leader := request.leader) is not None and leader.row is not None and leader.prefilled:
             row.begin_from(self._shared_with(leader.row, len(request.prompt)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -15,8 +16,10 @@ from compiled_llm.compilation.logprobs import Filters, TopLogprobs, processed, t
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.logprobs import Logprob, logprobs_of
 from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.output import Completion
+from compiled_llm.engine.output import Completion, RequestOutput
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.request import Request
+from compiled_llm.engine.scheduler import Scheduler
 from engine.test_engine import GREEDY, some_prompts, tiny, wrapped
 from support.parity import assert_account_is_empty
 
@@ -89,7 +92,9 @@ def test_answers_that_are_drawn(plain, engine, seed):
             assert any(next(iter(entries.values())).rank > 1 for entries in answer.logprobs or [])
 
 
-def test_requests_that_lose_their_pages(plain, seed, monkeypatch):
+@pytest.mark.parametrize("late", [False, True])
+def test_requests_that_lose_their_pages(late, plain, seed, monkeypatch):
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
     monkeypatch.setattr("compiled_llm.engine.scheduler._FIRST_GUESS", 8)
     with Engine(wrapped(tokens=16 * 9), prefix_cache=False) as engine:
         prompts = some_prompts(4, seed, longest=20)
@@ -161,3 +166,61 @@ def test_many_rows_are_computed_some_at_a_time(monkeypatch, seed):
 def test_an_unknown_mode():
     with pytest.raises(ValueError, match="logprobs_mode='raw_logits'"):
         compiled_llm.Engine(wrapped(), logprobs_mode="raw_logits")  # type: ignore[arg-type]
+
+
+# ---- of prompts
+
+
+def check_prompt(plain: PreTrainedModel, output: RequestOutput, most: int) -> None:
+    prompt, found = output.prompt_token_ids, output.prompt_logprobs
+    assert found is not None
+    assert (len(found), found[0]) == (len(prompt), None)
+    for token, entries, values in zip(prompt[1:], found[1:], table(plain, prompt)[:-1], strict=True):
+        assert entries is not None
+        check_entries(entries, token, values, most)
+
+
+def test_prompts_are_scored_in_chunks(plain, engine, seed, monkeypatch):
+    monkeypatch.setattr("compiled_llm.engine.scheduler._SCORED", 20)
+    prompts = [*some_prompts(6, seed, longest=150), [9]]
+    wants = [(None, 0, 5)[n % 3] for n in range(7)]
+    params = [SamplingParams(**GREEDY, max_tokens=12, logprobs=1, prompt_logprobs=most) for most in wants]
+    plain_answers = engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=12))
+    for _ in range(2):  # whatever the prefix cache has of them
+        outputs = engine.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain_answers]
+        for most, output in zip(wants, outputs, strict=True):
+            check(plain, output.prompt_token_ids, output.outputs[0], 1)
+            if most is None:
+                assert output.prompt_logprobs is None
+            else:
+                check_prompt(plain, output, most)
+                assert output.cached_tokens == 0
+
+
+def test_several_answers_to_a_prompt_that_is_scored(plain, engine, seed):
+    (prompt,) = some_prompts(1, seed)
+    settings = {"n": 3, "seed": seed, "max_tokens": 5, "repetition_penalty": 1.2}
+    (output,) = engine.generate(prompt, SamplingParams(**settings, prompt_logprobs=2))
+    check_prompt(plain, output, 2)
+    (expected,) = engine.generate(prompt, SamplingParams(**settings))
+    assert [answer.token_ids for answer in output.outputs] == [answer.token_ids for answer in expected.outputs]
+
+
+def test_prompts_that_lose_their_pages_while_they_are_scored(plain, model, seed, monkeypatch):
+    plans, decoding = itertools.count(), Scheduler._decoding_within_pages
+
+    def out_of_pages(scheduler: Scheduler) -> list[Request]:
+        if next(plans) in (2, 5, 9, 14, 22) and scheduler.running:
+            scheduler.preempt()
+        return decoding(scheduler)
+
+    monkeypatch.setattr("compiled_llm.engine.scheduler._SCORED", 16)
+    monkeypatch.setattr(Scheduler, "_decoding_within_pages", out_of_pages)
+    prompts = [prompt * 3 for prompt in some_prompts(3, seed, longest=60)]
+    with Engine(model) as engine:
+        outputs = engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=9, logprobs=2, prompt_logprobs=3))
+        assert engine.stats().preemptions > 2
+    for output in outputs:
+        check_prompt(plain, output, 3)
+        check(plain, output.prompt_token_ids, output.outputs[0], 2)

@@ -18,8 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.pace import Pace
+from compiled_llm.engine.plan import Plan
 from compiled_llm.engine.request import Request
-from compiled_llm.engine.scheduler import Plan, Scheduler
+from compiled_llm.engine.scheduler import Scheduler
 from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
