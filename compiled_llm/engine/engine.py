@@ -164,11 +164,11 @@ class Engine:
         timeout: float | None = None,
         salt: Hashable = None,
     ) -> RequestHandle:
-        form = TextFormat.of(params, self._tokenizer)
         requests = requests_for(
             prompt, params, self._model, device_model, self._tokenizer, priority=priority, timeout=timeout, salt=salt
         )
         check_mode(self._logprobs_mode, requests)
+        form = TextFormat.of(params, self._tokenizer)
         driver = self._driver
         return RequestHandle(requests, driver.cancel, form, driver.handles.output, driver.turns.check_elsewhere)
 
