@@ -1,4 +1,4 @@
-"""What is added to logits of single tokens, at some steps of an answer: users' biases, and tokens barred or forced."""
+"""What is added to logits of tokens, at some steps of an answer or after some tokens: barred and forced ones, too."""
 
 from __future__ import annotations
 
@@ -31,25 +31,30 @@ class Bias(NamedTuple):
         value: how much.
         first: the first step of the answer at which it is; its first token is chosen at step 0.
         end: the step from which on it no longer is.
+        after: the tokens that have to stand before it, at most ``MOST_FOLLOWED``.
     """
 
     token: int
     value: float
     first: int = 0
     end: int = ALWAYS
+    after: tuple[int, ...] = ()
 
 
 def packed(biases: Iterable[Bias]) -> NDArray[np.int32]:
-    """Return ``[4, N]`` int32, as ``sample_tokens`` reads them; a token may stand there several times."""
-    if not (biases := sorted(biases)):
+    """Return ``[4 + F, N]`` int32, as ``sample_tokens`` reads them: no bias looks back further than F tokens."""
+    if not (listed := sorted(biases)):
         return NO_BIASES
-    columns = np.array(biases, dtype=np.float64).reshape(-1, 4).T
+    columns = np.array([bias[:4] for bias in listed], dtype=np.float64).reshape(-1, 4).T
     tokens, values, first, end = columns
     whole = [np.clip(column, 0, ALWAYS).astype(np.int32) for column in (first, end)]
-    return np.stack([tokens.astype(np.int32), values.astype(np.float32).view(np.int32), *whole])
+    furthest = max((len(bias.after) for bias in listed), default=0)
+    backwards = [(*reversed(bias.after), *[-1] * (furthest - len(bias.after))) for bias in listed]
+    before = np.array(backwards, dtype=np.int32).reshape(len(listed), furthest).T
+    return np.stack([tokens.astype(np.int32), values.astype(np.float32).view(np.int32), *whole, *before])
 
 
 def from_position(biases: NDArray[np.int32], start: int) -> NDArray[np.int32]:
-    """Return ``[4, N]`` packed biases whose steps are positions; the answer's first token has position ``start``."""
-    steps = np.minimum(biases[2:].astype(np.int64) + start, ALWAYS)
-    return np.concatenate([biases[:2], steps.astype(np.int32)])
+    """Return packed biases whose steps are positions; the answer's first token has position ``start``."""
+    steps = np.minimum(biases[2:4].astype(np.int64) + start, ALWAYS)
+    return np.concatenate([biases[:2], steps.astype(np.int32), biases[4:]])

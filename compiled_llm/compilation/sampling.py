@@ -18,7 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.bias import NO_BIASES
-from compiled_llm_ops import BIASED, CLEANED, COUNTED, MASKED, MOST_BIASES, sample_tokens, uniform_numbers, uniform_of
+from compiled_llm_ops import (
+    BIASED,
+    CLEANED,
+    COUNTED,
+    FOLLOWING,
+    MASKED,
+    MOST_BIASES,
+    MOST_FOLLOWED,
+    sample_tokens,
+    uniform_numbers,
+    uniform_of,
+)
 from compiled_llm_ops import NOT_A_TOKEN as NOT_A_TOKEN
 
 _NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -40,8 +51,9 @@ class Sampling:
         seed: decides the row's draws.
         seen: ``[n]`` int64, tokens of the prompt that count as seen.
         chosen: ``[n]`` int64, tokens that the answer has already.
-        biases: ``[4, n]`` int32, packed, at most ``MOST_BIASES``.
+        biases: ``[4 + F, n]`` int32, packed, at most ``MOST_BIASES``.
         start: position of the answer's first token, from which on the steps of biases count.
+        tail: ``[n]`` int64, the tokens before it that biases may look at.
         mask: ``[words]`` int32, a bit for each token, the lowest first: 0 bars it; None for all tokens.
     """
 
@@ -58,18 +70,29 @@ class Sampling:
     chosen: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
     biases: NDArray[np.int32] = field(default_factory=lambda: NO_BIASES)
     start: int = 0
+    tail: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
     mask: NDArray[np.int32] | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters how often the row has seen which token."""
+        return not (self.repetition_penalty == 1.0 and self.presence_penalty == self.frequency_penalty == 0.0)
+
+    @property
+    def followed(self) -> int:
+        """How many tokens before the one that is chosen biases look at."""
+        return len(self.biases) - 4
 
     @property
     def forgets(self) -> bool:
         """Whether it does not matter which tokens the row has seen."""
-        return self.repetition_penalty == 1.0 and self.presence_penalty == self.frequency_penalty == 0.0
+        return not (self.counts or self.followed)
 
     @property
     def edits(self) -> int:
         """What changes logits before the temperature, as ``sample_tokens`` reads it."""
-        kinds = COUNTED * (not self.forgets) + MASKED * (self.mask is not None) + CLEANED * self.cleaned
-        return int(kinds + BIASED * self.biases.shape[1])
+        kinds = COUNTED * self.counts + MASKED * (self.mask is not None) + CLEANED * self.cleaned
+        return int(kinds + FOLLOWING * self.followed + BIASED * self.biases.shape[1])
 
     def starting_at(self, position: int) -> Sampling:
         """Return the same for an answer whose first token has this position."""
@@ -106,7 +129,8 @@ class SamplingTables(NamedTuple):
         seed: ``[X]`` int64.
         counts: ``[X, V]`` int16, twice how often the answer has a token, and 1 more if the prompt has it.
         allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token.
-        biases: ``[X, 4, MOST_BIASES]`` int32, packed, their steps as positions.
+        biases: ``[X, 4 + MOST_FOLLOWED, MOST_BIASES]`` int32, packed, their steps as positions.
+        recent: ``[X, MOST_FOLLOWED + 1]`` int32, the latest tokens, at their positions modulo that.
     """
 
     next_token: Tensor
@@ -122,6 +146,7 @@ class SamplingTables(NamedTuple):
     counts: Tensor
     allowed: Tensor
     biases: Tensor
+    recent: Tensor
 
     @classmethod
     def allocate(cls, rows: int, vocabulary: int, device: torch.device) -> SamplingTables:
@@ -140,7 +165,8 @@ def wide_tables(entries: int, vocabulary: int, device: torch.device) -> dict[str
     shapes = {
         "counts": ((entries, vocabulary), torch.int16),
         "allowed": ((entries, -(-vocabulary // 32)), torch.int32),
-        "biases": ((entries, 4, MOST_BIASES), torch.int32),
+        "biases": ((entries, 4 + MOST_FOLLOWED, MOST_BIASES), torch.int32),
+        "recent": ((entries, MOST_FOLLOWED + 1), torch.int32),
     }
     return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
 
@@ -149,13 +175,13 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Tensor:
-    """Choose each row's next token, keep it in its slot and count it.
+    """Choose each row's next token, keep it in its slot, count and remember it.
 
     Args:
         logits: ``[B, V]``.
         slots: ``[B]`` int64, each row's entry in ``tables``.
         positions: ``[B]`` int64, the position of the token that is chosen.
-        tables: the settings; ``next_token`` and ``counts`` are written.
+        tables: the settings; ``next_token``, ``counts`` and ``recent`` are written.
 
     Returns:
         ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose logits are NaN, +inf or all -inf.
@@ -188,7 +214,7 @@ def draw(scores: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
 def _choose_at(numbers: Tensor, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Tensor:
     filters = (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
     penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
-    wide = (tables.counts, tables.allowed, tables.biases)
+    wide = (tables.counts, tables.allowed, tables.biases, tables.recent)
     return sample_tokens(logits, numbers, slots, positions, *filters, tables.edits, *penalties, *wide)
 
 

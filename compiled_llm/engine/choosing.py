@@ -14,7 +14,7 @@ from compiled_llm.compilation.bias import BARRED, Bias, packed
 from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.engine.params import SEEDS, SamplingParams
-from compiled_llm_ops import MOST_BIASES
+from compiled_llm_ops import MOST_BIASES, MOST_FOLLOWED
 
 
 def samplings_for(
@@ -33,7 +33,7 @@ def samplings_for(
         ValueError: a token is not one of the model's, a word not one token, or no token is left.
     """
     _check_tokens(params, vocabulary)
-    banned = list(_bad_words(params.bad_words or (), tokenizer))
+    words = list(_bad_words(params.bad_words or (), tokenizer))
     shared = Sampling(
         temperature=float(params.temperature),
         top_k=max(0, int(params.top_k)),
@@ -43,8 +43,8 @@ def samplings_for(
         presence_penalty=float(params.presence_penalty),
         frequency_penalty=float(params.frequency_penalty),
         seen=np.unique(prompt) if params.repetition_penalty != 1 else prompt[:0],
-        biases=_biases(params, ends),
-        mask=mask_of(vocabulary, params.allowed_token_ids, banned),
+        biases=_biases(params, ends, words),
+        mask=mask_of(vocabulary, params.allowed_token_ids, [word[0] for word in words if len(word) == 1]),
     )
     _check_left(params, shared.mask, ends, vocabulary)
     if shared.temperature == 0:
@@ -60,28 +60,30 @@ def _check_tokens(params: SamplingParams, vocabulary: int) -> None:
             raise ValueError(f"{name}: token ids are from 0 to {vocabulary - 1}; got {foreign[0]}")
 
 
-def _biases(params: SamplingParams, ends: Iterable[int]) -> NDArray[np.int32]:
+def _biases(params: SamplingParams, ends: Iterable[int], words: Iterable[tuple[int, ...]]) -> NDArray[np.int32]:
     biases = [Bias(int(token), float(value)) for token, value in (params.logit_bias or {}).items()]
+    biases += [Bias(word[-1], BARRED, after=word[:-1]) for word in words if len(word) > 1]
     if params.min_tokens:
         biases += [Bias(int(token), BARRED, 0, int(params.min_tokens)) for token in ends]
     if len(biases) > MOST_BIASES:
         raise ValueError(
-            f"min_tokens={params.min_tokens}: {len(biases)} tokens are biased or end an answer, and there can be "
-            f"{MOST_BIASES}; give fewer stop_token_ids"
+            f"logit_bias, bad_words and min_tokens: {len(biases)} biases, and there can be {MOST_BIASES}; give fewer "
+            "words, or fewer stop_token_ids"
         )
     return packed(biases)
 
 
-def _bad_words(words: Iterable[str], tokenizer: Any) -> Iterator[int]:
-    """Yield the tokens that words are, at the beginning of a text and after a space."""
+def _bad_words(words: Iterable[str], tokenizer: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens that words are, at the beginning of a text and after a space, as vLLM does."""
     for word in words:
         if tokenizer is None:
             raise ValueError("bad_words: words need a tokenizer; give compiled_llm.Engine(model, tokenizer=tokenizer)")
         first, inside = (tokenizer.encode(before + word.lstrip(), add_special_tokens=False) for before in ("", " "))
-        for tokens in (first, inside) if len(inside) == len(first) else (first,):
-            if len(tokens) != 1:
-                raise ValueError(f"bad_words: {word!r} is {len(tokens)} tokens, and the engine bars single ones")
-            yield tokens[0]
+        another = len(inside) == len(first) and inside[0] != first[0]
+        for tokens in (first, inside) if another else (first,):
+            if not 1 <= len(tokens) <= MOST_FOLLOWED + 1:
+                raise ValueError(f"bad_words: {word!r} is {len(tokens)} tokens, and it can be {MOST_FOLLOWED + 1}")
+            yield tuple(tokens)
 
 
 def _check_left(params: SamplingParams, mask: NDArray[np.int32] | None, ends: frozenset[int], vocabulary: int) -> None:

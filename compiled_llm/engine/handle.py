@@ -81,6 +81,7 @@ class RequestHandle:
         Raises:
             TimeoutError: it has not ended by then; it goes on.
             RuntimeError: it cannot end meanwhile, because this thread has paused the engine, or runs it.
+            RuntimeError: it cannot end meanwhile, because this thread has paused the engine, or runs it.
             Exception: what ended an answer with the finish reason ``"error"``.
         """
         if not self.listeners.wait_until(lambda: self.done, timeout):

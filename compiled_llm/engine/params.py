@@ -83,7 +83,7 @@ class SamplingParams:
             whatever the prefix cache has of it.
         logit_bias: added to logits of tokens: at most 300, from -100 to 100.
         allowed_token_ids: the only tokens to choose from; None for all.
-        bad_words: words never to write, at the beginning of a text or inside; each has to be one token.
+        bad_words: words never to write, each of at most 8 tokens; those of several count if the answer has all of them.
         include_stop_str_in_output: leave the stop string, or the token, that has ended an answer in its text.
         skip_special_tokens: leave special tokens out of the text.
 

@@ -22,6 +22,7 @@ from compiled_llm.compilation.sampling import GREEDY, NUMBERS, Sampling, Samplin
 from compiled_llm.execution.arena import Arena
 from compiled_llm.execution.staging import Staging
 from compiled_llm.kvcache.memory import free, mark_static
+from compiled_llm_ops import MOST_FOLLOWED
 
 _MOST_COUNTED = (2**15 - 1) // 2
 _KINDS = {name: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for name, dtype in NUMBERS.items()}
@@ -56,12 +57,16 @@ class SlotSettings:
     @property
     def nbytes(self) -> int:
         """Size of what is not in the arena, in bytes."""
-        return self.tables.counts.nbytes + self.tables.allowed.nbytes + self.tables.biases.nbytes
+        return sum(table.nbytes for table in self._wide)
 
     def release(self) -> None:
         """Give back the memory of what is not in the arena."""
-        for table in (self.tables.counts, self.tables.allowed, self.tables.biases):
+        for table in self._wide:
             free(table)
+
+    @property
+    def _wide(self) -> tuple[Tensor, ...]:
+        return self.tables.counts, self.tables.allowed, self.tables.biases, self.tables.recent
 
     def fit(self, vocabulary: int) -> None:
         """Follow a model whose vocabulary has changed."""
@@ -99,9 +104,7 @@ class SlotSettings:
 
     def count_again(self, slots: Iterable[int]) -> None:
         """Forget which tokens have been chosen in these slots since rows took them."""
-        counting = {slot: self._settings[slot] for slot in slots if not self._settings[slot].forgets}
-        if counting:
-            self._write(counts=_counts(counting, self.tables.counts.shape[1]))
+        self._write_tables({slot: self._settings[slot] for slot in slots if not self._settings[slot].forgets})
 
     def _write_numbers(self, slots: list[int], settings: list[Sampling]) -> None:
         at = np.array(slots, dtype=np.int64)
@@ -111,47 +114,39 @@ class SlotSettings:
             self._arena.write(name, at, np.array(values, dtype=kind))
 
     def _write_tables(self, changed: Mapping[int, Sampling]) -> None:
-        counting = {slot: sampling for slot, sampling in changed.items() if not sampling.forgets}
-        masks = {slot: sampling.mask for slot, sampling in changed.items() if sampling.mask is not None}
-        biased = {slot: sampling for slot, sampling in changed.items() if sampling.biases.size}
-        _, words = self.tables.allowed.shape
-        self._write(
-            counts=_counts(counting, self.tables.counts.shape[1]) if counting else None,
-            masks=(_slots(masks), np.concatenate([_fitted(mask, words) for mask in masks.values()])) if masks else None,
-            biases=(_slots(biased), _side_by_side(biased.values())) if biased else None,
-        )
-
-    def _write(
-        self,
-        counts: tuple[NDArray[Any], ...] | None = None,
-        masks: tuple[NDArray[Any], ...] | None = None,
-        biases: tuple[NDArray[Any], ...] | None = None,
-    ) -> None:
         """Copy all of it to the device at once: staging has room for a few copies that have not been made yet."""
-        there = iter(self._staging.to_device([*(counts or ()), *(masks or ()), *(biases or ())]))
-        if counts is not None:
-            slots, at, values = next(there), next(there), next(there)
-            self.tables.counts.index_fill_(0, slots, 0)
-            if len(at):
-                self.tables.counts.view(-1).index_copy_(0, at, values)
-        if masks is not None:
-            slots, words = next(there), next(there)
-            self.tables.allowed.index_copy_(0, slots, words.view(len(slots), -1))
-        if biases is not None:
-            slots, packed = next(there), next(there).view(len(biases[0]), 4, -1)
-            self.tables.biases[:, :, : packed.shape[2]].index_copy_(0, slots, packed)
+        _, vocabulary = self.tables.counts.shape
+        parts = {
+            "counts": _counts({slot: own for slot, own in changed.items() if own.counts}, vocabulary),
+            "allowed": _masks({slot: own for slot, own in changed.items() if own.mask is not None}, vocabulary),
+            "biases": _biases({slot: own for slot, own in changed.items() if own.biases.size}),
+            "recent": _recent({slot: own for slot, own in changed.items() if own.followed}),
+        }
+        flat = [array.reshape(-1) for arrays in parts.values() for array in arrays]
+        there = iter(self._staging.to_device(flat) if flat else ())
+        for name, arrays in parts.items():
+            table, written = getattr(self.tables, name), [next(there).view(array.shape) for array in arrays]
+            if name == "counts" and written:
+                slots, at, values = written
+                table.index_fill_(0, slots, 0).view(-1).index_copy_(0, at, values)
+            elif written:
+                slots, values = written
+                part = table[:, : values.shape[1], : values.shape[2]] if name == "biases" else table
+                part.index_copy_(0, slots, values)
 
 
 def _static(tables: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: mark_static(table) for name, table in tables.items()}
 
 
-def _slots(settings: Mapping[int, Any]) -> NDArray[np.int64]:
+def _slots(settings: Mapping[int, Sampling]) -> NDArray[np.int64]:
     return np.fromiter(settings, dtype=np.int64, count=len(settings))
 
 
 def _counts(settings: Mapping[int, Sampling], vocabulary: int) -> tuple[NDArray[Any], ...]:
     """Return the slots, where in the flat table ``[X * V]`` counts are not zero, and what they are."""
+    if not settings:
+        return ()
     places, values = [], []
     for slot, sampling in settings.items():
         tokens, times = np.unique(sampling.chosen, return_counts=True)
@@ -165,12 +160,32 @@ def _counts(settings: Mapping[int, Sampling], vocabulary: int) -> tuple[NDArray[
     return _slots(settings), np.concatenate(places), np.concatenate(values)
 
 
-def _fitted(mask: NDArray[np.int32], words: int) -> NDArray[np.int32]:
-    return np.pad(mask[:words], (0, max(0, words - len(mask))))
+def _masks(settings: Mapping[int, Sampling], vocabulary: int) -> tuple[NDArray[Any], ...]:
+    """Return the slots, and their masks ``[n, words]``; tokens that a mask does not know are barred."""
+    words = -(-vocabulary // 32)
+    masks = [own.mask[:words] for own in settings.values() if own.mask is not None]
+    each = [mask if len(mask) == words else np.pad(mask, (0, words - len(mask))) for mask in masks]
+    return (_slots(settings), np.stack(each)) if each else ()
 
 
-def _side_by_side(settings: Iterable[Sampling]) -> NDArray[np.int32]:
-    """Return ``[n * 4 * N]``, the biases of all, as many as the one with most has."""
-    each = [from_position(sampling.biases, sampling.start) for sampling in settings]
-    most = max(biases.shape[1] for biases in each)
-    return np.stack([np.pad(biases, ((0, 0), (0, most - biases.shape[1]))) for biases in each]).reshape(-1)
+def _biases(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
+    """Return the slots, and their biases ``[n, 4 + F, N]``, as many as the one with most has."""
+    each = [from_position(own.biases, own.start) for own in settings.values()]
+    if not each:
+        return ()
+    followed, most = (max(sizes) for sizes in zip(*(biases.shape for biases in each), strict=True))
+    table = np.full((len(each), followed, most), -1, dtype=np.int32)
+    for row, biases in zip(table, each, strict=True):
+        row[: biases.shape[0], : biases.shape[1]] = biases
+    return _slots(settings), table
+
+
+def _recent(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
+    """Return the slots, and the latest tokens of their rows ``[n, MOST_FOLLOWED + 1]``."""
+    if not settings:
+        return ()
+    table = np.full((len(settings), MOST_FOLLOWED + 1), -1, dtype=np.int32)
+    for row, own in zip(table, settings.values(), strict=True):
+        text, end = np.concatenate([own.tail, own.chosen])[-MOST_FOLLOWED:], own.start + len(own.chosen)
+        row[np.arange(end - len(text), end) % len(row)] = text
+    return _slots(settings), table

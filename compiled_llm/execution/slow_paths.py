@@ -200,7 +200,7 @@ WORDINGS: dict[SlowPath, Wording] = {
     "processors": Wording(
         "a logits processor has to see each step ({})",
         "Leave out those that you do not need; repetition_penalty, temperature, top_k, top_p and min_p run in the "
-        "graph, and so does what bars, forces or biases single tokens.",
+        "graph, and so does what bars, forces or biases tokens and short sequences.",
     ),
     "right_padding": Wording("prompts are padded on the right", "Set tokenizer.padding_side = 'left'."),
     "speculation_type": Wording("speculation_type is {}", "Leave speculation_type out."),

@@ -38,7 +38,7 @@ from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.huggingface.call import Call
 from compiled_llm.model.sizes import logits_width
-from compiled_llm_ops import MOST_BIASES
+from compiled_llm_ops import MOST_BIASES, MOST_FOLLOWED
 
 # The order in which HuggingFace applies them. Ours has the same results: what bars a token bars it at any place.
 _ORDER: tuple[type[LogitsProcessor], ...] = (
@@ -81,7 +81,9 @@ def read_processors(call: Call) -> list[Sampling] | None:
     seeds = new_seeds(rows).tolist() if do_sample else [0] * rows
     penalty = found.get(RepetitionPenaltyLogitsProcessor)
     seen = [np.zeros(0, dtype=np.int64)] * rows if penalty is None else _seen(penalty, call)
-    return [replace(settings, seed=seed, seen=tokens) for seed, tokens in zip(seeds, seen, strict=True)]
+    tails = call.ids[:, -MOST_FOLLOWED:] if settings.followed else [seen[0][:0]] * rows
+    each = zip(seeds, seen, tails, strict=True)
+    return [replace(settings, seed=seed, seen=tokens, tail=tail) for seed, tokens, tail in each]
 
 
 def sampling_of(processors: Iterable[LogitsProcessor], do_sample: bool) -> Sampling | None:
@@ -114,9 +116,9 @@ def _by_kind(processors: Iterable[LogitsProcessor]) -> _Found | None:
 
 
 def _is_of_tokens(processor: Any) -> bool:
-    """Whether the graph does what a processor does, which names single tokens if it names any."""
+    """Whether the graph does what a processor does, which names tokens, or sequences that are not too long."""
     if type(processor) in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
-        return all(len(sequence) == 1 for sequence in processor.sequence_bias)
+        return all(len(sequence) <= MOST_FOLLOWED + 1 for sequence in processor.sequence_bias)
     return type(processor) in _ORDER and type(processor) not in _NUMBERS
 
 
@@ -141,7 +143,7 @@ def _seen(penalty: Any, call: Call) -> list[NDArray[np.int64]]:
     return [np.unique(row[start:]) for row, start in zip(call.ids, starts, strict=True)]
 
 
-# ---- processors of single tokens
+# ---- processors of tokens
 
 
 def _edits(found: _Found, call: Call) -> dict[str, Any] | None:
@@ -166,7 +168,8 @@ def _biases(found: _Found, call: Call) -> Iterator[Bias]:
     width = call.input_ids.shape[1]
     for kind in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
         if kind in found:
-            yield from (Bias(token, float(value)) for (token,), value in found[kind].sequence_bias.items())
+            for sequence, value in found[kind].sequence_bias.items():
+                yield Bias(sequence[-1], float(value), after=tuple(sequence[:-1]))
     if (shortest := found.get(MinLengthLogitsProcessor)) is not None:
         yield from _barred(shortest.eos_token_id, call, shortest.min_length - width)
     if (fewest := found.get(MinNewTokensLengthLogitsProcessor)) is not None:

@@ -8,7 +8,17 @@ from compiled_llm_ops.attention.append import append_paged_kv
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
 from compiled_llm_ops.attention.plan import plan_paged_attention
 from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
-from compiled_llm_ops.contracts import BIASED, CLEANED, COUNTED, MASKED, MOST_BIASES, Geometry, PageTable
+from compiled_llm_ops.contracts import (
+    BIASED,
+    CLEANED,
+    COUNTED,
+    FOLLOWING,
+    MASKED,
+    MOST_BIASES,
+    MOST_FOLLOWED,
+    Geometry,
+    PageTable,
+)
 from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
@@ -18,8 +28,10 @@ __all__ = [
     "BIASED",
     "CLEANED",
     "COUNTED",
+    "FOLLOWING",
     "MASKED",
     "MOST_BIASES",
+    "MOST_FOLLOWED",
     "NOT_A_TOKEN",
     "Geometry",
     "PageTable",

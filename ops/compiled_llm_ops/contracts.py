@@ -194,8 +194,14 @@ MASKED = 2
 CLEANED = 4
 """Part of a row's edits: NaN becomes 0, and infinities become finite."""
 
-BIASED = 8
+FOLLOWING = 8
+"""Part of a row's edits for each token before the one that is chosen which its biases look at."""
+
+BIASED = 64
 """Part of a row's edits for each of its biases; they are its largest part."""
+
+MOST_FOLLOWED = 7
+"""How many tokens before the one that is chosen a bias can look at."""
 
 MOST_BIASES = 512
 """How many biases a row can have."""
@@ -219,6 +225,7 @@ class SampleTokens(NamedTuple):
     counts: Tensor
     allowed: Tensor
     biases: Tensor
+    recent: Tensor
 
 
 class UniformNumbers(NamedTuple):

@@ -13,7 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import BIASED, CLEANED, COUNTED, MASKED, MOST_BIASES, SampleTokens, UniformNumbers
+from compiled_llm_ops.contracts import (
+    BIASED,
+    CLEANED,
+    COUNTED,
+    FOLLOWING,
+    MASKED,
+    MOST_BIASES,
+    MOST_FOLLOWED,
+    SampleTokens,
+    UniformNumbers,
+)
 from compiled_llm_ops.library import define
 
 NOT_A_TOKEN = -1
@@ -43,8 +53,9 @@ def sample_tokens(
     counts: Tensor,
     allowed: Tensor,
     biases: Tensor,
+    recent: Tensor,
 ) -> Tensor:
-    """Choose each row's next token, and count it.
+    """Choose each row's next token, and count and remember it.
 
     Biases, repetition penalty, frequency and presence penalty, infinities, mask; temperature, top-k, top-p over what
     top-k left, min-p: in this order. Tokens as likely as the last that top-k or top-p keeps are kept too; the likeliest
@@ -53,7 +64,7 @@ def sample_tokens(
     Args:
         logits: ``[B, V]`` of any floating dtype, computed with in float32, with any stride between rows.
         uniform: ``[B]`` float64 in [0, 1), where the cumulative distributions are inverted.
-        slots: ``[B]`` int64, each row's entry in the tables; several rows may have one entry that counts nothing.
+        slots: ``[B]`` int64, each row's entry in the tables; several rows may have one whose edits are 0.
         positions: ``[B]`` int64, the position of the token that is chosen, which says which biases hold.
         temperature: ``[X]`` float32, divides; 0.0 takes the likeliest token, the first of several, as ``argmax`` does:
             of +inf as well, before that of NaN, and the first one if all are -inf.
@@ -61,15 +72,18 @@ def sample_tokens(
         top_p: ``[X]`` float32, keep the fewest of the largest ones whose probability reaches p; 1.0 keeps all.
         min_p: ``[X]`` float32, keep those at least p times as probable as the most probable; 0.0 keeps all.
         edits: ``[X]`` int32, what changes logits before the temperature: ``COUNTED`` if a penalty does, ``MASKED`` if
-            ``allowed`` does, ``CLEANED`` if NaN becomes 0 and infinities become finite, and ``BIASED`` for each bias.
+            ``allowed`` does, ``CLEANED`` if NaN becomes 0 and infinities become finite, ``BIASED`` for each bias, and
+            ``FOLLOWING`` for each token that the one of them looks at which looks furthest back.
         repetition_penalty: ``[X]`` float32, divides positive logits of tokens that were counted or are in the prompt,
             and multiplies negative ones; 1.0 for none.
         presence_penalty: ``[X]`` float32, subtracted for tokens that were counted.
         frequency_penalty: ``[X]`` float32, subtracted for each time that a token was counted.
         counts: ``[X, V]`` int16, written: twice how often a token was chosen, and 1 more if the prompt has it.
         allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token, the lowest first: 0 bars it.
-        biases: ``[X, 4, MOST_BIASES]`` int32: tokens in ascending order; what is added to their logits, the bits of a
-            float32; the first position at which it is, and the one at which it no longer is.
+        biases: ``[X, 4 + MOST_FOLLOWED, MOST_BIASES]`` int32: tokens in ascending order; what is added to their
+            logits, the bits of a float32; the first position at which it is, and the one at which it no longer is; the
+            token that has to stand before it, and the one before that, and so on, or -1 for any.
+        recent: ``[X, MOST_FOLLOWED + 1]`` int32, written: the row's token at each position modulo that number, or -1.
 
     Returns:
         ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose logits are NaN, +inf or all -inf.
@@ -84,8 +98,9 @@ def sample_tokens(
     """
     numbers = (repetition_penalty, presence_penalty, frequency_penalty)
     chosen: Tensor = _sample_tokens(
-        logits, uniform, slots, positions, temperature, top_k, top_p, min_p, edits, *numbers, counts, allowed, biases
-    )
+        logits, uniform, slots, positions, temperature, top_k, top_p, min_p, edits, *numbers, counts, allowed, biases,
+        recent,
+    )  # fmt: skip
     return chosen
 
 
@@ -109,7 +124,8 @@ def _check(args: SampleTokens) -> None:
         "frequency_penalty": ([entries], torch.float32),
         "counts": ([entries, vocabulary], torch.int16),
         "allowed": ([entries, -(-vocabulary // 32)], torch.int32),
-        "biases": ([entries, 4, MOST_BIASES], torch.int32),
+        "biases": ([entries, 4 + MOST_FOLLOWED, MOST_BIASES], torch.int32),
+        "recent": ([entries, MOST_FOLLOWED + 1], torch.int32),
     }
     for name, (shape, dtype) in expected.items():
         tensor = getattr(args, name)
@@ -134,6 +150,9 @@ def _cpu(args: SampleTokens) -> Tensor:
         chosen = torch.where(greedy, chosen, drawn)
     chosen = torch.where(usable, chosen, NOT_A_TOKEN)
     _count(args.counts, slots, chosen, usable & (edits & COUNTED != 0))
+    remembered = usable & (_followed(edits) > 0)
+    at = args.positions[remembered] % (MOST_FOLLOWED + 1)
+    args.recent[slots[remembered], at] = chosen[remembered].int()
     return chosen
 
 
@@ -141,6 +160,11 @@ def _count(counts: Tensor, slots: Tensor, chosen: Tensor, counted: Tensor) -> No
     at = slots[counted], chosen[counted]
     before = counts[at]
     counts[at] = torch.where(before < _MOST_COUNTED - 1, before + 2, before)
+
+
+def _followed(edits: Tensor) -> Tensor:
+    """Return how many tokens back rows' biases look."""
+    return edits // FOLLOWING & MOST_FOLLOWED
 
 
 # ---- what changes logits before the temperature
@@ -155,7 +179,7 @@ def _edited(args: SampleTokens, edits: Tensor) -> Tensor:
     edits, slots, scores = edits[rows], args.slots[rows], logits[rows]
     counted, masked, cleaned = ((edits & kind != 0)[:, None] for kind in (COUNTED, MASKED, CLEANED))
     if most := int(edits.max()) // BIASED:
-        _bias(scores, args.biases[slots, :, :most], edits // BIASED, args.positions[rows])
+        _bias(scores, args, slots, edits, args.positions[rows], most)
     if bool(counted.any()):
         _penalise(scores, args, slots, counted)
     if bool(cleaned.any()):
@@ -166,10 +190,13 @@ def _edited(args: SampleTokens, edits: Tensor) -> Tensor:
     return scores if len(rows) == len(logits) else logits.index_copy(0, rows, scores)
 
 
-def _bias(scores: Tensor, biases: Tensor, counts: Tensor, positions: Tensor) -> None:
-    tokens, bits, first, end = biases.unbind(dim=1)
-    exists = (torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]) & (tokens < scores.shape[1])
+def _bias(scores: Tensor, args: SampleTokens, slots: Tensor, edits: Tensor, positions: Tensor, most: int) -> None:
+    tokens, bits, first, end, *followed = args.biases[slots, :, :most].unbind(dim=1)
+    exists = (torch.arange(most, device=tokens.device) < (edits // BIASED)[:, None]) & (tokens < scores.shape[1])
     holds = exists & (first <= positions[:, None]) & (positions[:, None] < end)
+    for back, wanted in enumerate(followed[: int(_followed(edits).max())], start=1):
+        has = args.recent[slots, (positions - back) % (MOST_FOLLOWED + 1)][:, None]
+        holds &= (_followed(edits)[:, None] < back) | (wanted < 0) | (wanted == has)
     values = torch.where(holds, bits.contiguous().view(torch.float32), 0.0)
     scores.scatter_add_(1, torch.where(holds, tokens, 0).long(), values)
 
@@ -268,7 +295,7 @@ def _cuda(args: SampleTokens) -> Tensor:
 _sample_tokens = define(
     "sample_tokens",
     SampleTokens,
-    writes=("counts",),
+    writes=("counts", "recent"),
     fake=lambda args: args.logits.new_empty(args.logits.shape[0], dtype=torch.int64),
     cpu=_cpu,
     cuda=_cuda,

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+)
 
 import compiled_llm
 from compiled_llm.engine import scheduler
@@ -29,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.6},
     "bias": {"logit_bias": {3: 4.0, 40: -100, 77: 1.5}},
     "allowed": {"allowed_token_ids": list(range(0, VOCABULARY, 3))},
-    "bad words": {"bad_words": ["9", "12", "57"]},
+    "bad words": {"bad_words": ["9", "12", "57", *(f"{token} {token}" for token in range(0, VOCABULARY, 3))]},
     "min_tokens": {"min_tokens": 9},
     "stops": {"stop_token_ids": list(range(60, 70)), "ignore_eos": True},
 }
@@ -46,14 +51,18 @@ class Numbers:
         return " ".join(map(str, tokens))
 
 
-class OpenAiPenalties(LogitsProcessor):
-    """As OpenAI's API describes them: only what was generated counts."""
+class OfTheAnswer(LogitsProcessor):
+    """Penalties as OpenAI's API describes them, and words as vLLM bars them: only what was generated counts."""
 
     def __init__(self, prompt: int, params: SamplingParams) -> None:
         self.prompt, self.params = prompt, params
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        times = torch.stack([torch.bincount(row[self.prompt :], minlength=scores.shape[1]) for row in input_ids])
+        answers = input_ids[:, self.prompt :]
+        if self.params.bad_words:
+            words = [[int(token) for token in word.split()] for word in self.params.bad_words]
+            scores = NoBadWordsLogitsProcessor(words)(answers, scores)  # type: ignore[arg-type,assignment]
+        times = torch.stack([torch.bincount(row, minlength=scores.shape[1]) for row in answers])
         return scores - self.params.frequency_penalty * times - self.params.presence_penalty * (times > 0)
 
 
@@ -63,12 +72,11 @@ def by_huggingface(model: Any, prompt: list[int], params: SamplingParams) -> lis
     allowed = params.allowed_token_ids or range(VOCABULARY)
     options: dict[str, Any] = {
         "sequence_bias": {(token,): float(bias) for token, bias in (params.logit_bias or {}).items()} or None,
-        "bad_words_ids": [[int(word)] for word in params.bad_words or ()] or None,
         "suppress_tokens": [token for token in range(VOCABULARY) if token not in allowed] or None,
         "eos_token_id": ends,
         "logits_processor": LogitsProcessorList(
             [
-                OpenAiPenalties(len(prompt), params),
+                OfTheAnswer(len(prompt), params),
                 MinNewTokensLengthLogitsProcessor(len(prompt), params.min_tokens, [*ENDS, *ends]),
             ]
         ),
@@ -211,11 +219,11 @@ def test_impossible_settings_name_field_value_and_range(values: dict[str, Any], 
 AT_SUBMIT: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {VOCABULARY: 1}}, "logit_bias: token ids are from 0 to 127; got 128"),
     ({"allowed_token_ids": [3, 900]}, "allowed_token_ids: token ids are from 0 to 127; got 900"),
-    ({"bad_words": ["3 4"]}, "bad_words: '3 4' is 2 tokens"),
+    ({"bad_words": ["3 " * 9]}, "is 9 tokens, and it can be 8"),
     ({"allowed_token_ids": [9], "bad_words": ["9"]}, "leave no token to choose"),
     ({"allowed_token_ids": ENDS, "min_tokens": 1}, "leave no token to choose"),
     ({"min_tokens": 1023, "max_tokens": None}, "min_tokens=1023: there is room for 1022"),
-    ({"min_tokens": 1, "stop_token_ids": range(600)}, "min_tokens=1: 600 tokens are biased or end an answer"),
+    ({"min_tokens": 1, "stop_token_ids": range(600)}, "logit_bias, bad_words and min_tokens: 600 biases"),
 ]
 
 

@@ -13,13 +13,14 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import compiled_llm
+from compiled_llm.compilation.bias import Bias, packed
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose, draw, uniform
 from compiled_llm.execution.arena import Arena
 from compiled_llm.execution.slots import Slots
 from compiled_llm.execution.staging import Staging
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
-from compiled_llm_ops import sample_tokens, uniform_numbers, uniform_of
+from compiled_llm_ops import MOST_BIASES, sample_tokens, uniform_numbers, uniform_of
 from compiled_llm_ops.sampling import philox, smallest_kept
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.sampling_cases import (
@@ -166,11 +167,20 @@ def test_every_pair_of_edits_equals_huggingfaces_processors_in_one_batch(seed):
     assert_at(sample_tokens(*arguments(logits, numbers, pairs)), numbers, logits, pairs, 1e-6)
 
 
+def test_as_many_biases_as_there_is_room_for(seed):
+    biases = packed(Bias(token * 7, token % 9 - 4.0, after=(5,) * (token % 8)) for token in range(MOST_BIASES))
+    setting = Sampling(biases=biases, start=995, chosen=np.full(5, 5), tail=np.full(9, 5))
+    numbers, logits = torch.linspace(0.01, 0.99, 64).double(), torch.randn(64, 4000) * 2
+    assert_at(sample_tokens(*arguments(logits, numbers, [setting] * 64)), numbers, logits, [setting] * 64, 1e-6)
+
+
 def both_biases(*names):
     biases = [SINGLE_EDITS[name]["biases"] for name in names if "biases" in SINGLE_EDITS[name]]
     if len(biases) < 2:
         return {}
-    both = np.concatenate(biases, axis=1)
+    longest = max(map(len, biases))
+    padded = [np.pad(own, ((0, longest - len(own)), (0, 0)), constant_values=-1) for own in biases]
+    both = np.concatenate(padded, axis=1)
     return {"biases": both[:, both[0].argsort(kind="stable")]}
 
 
@@ -293,8 +303,8 @@ def test_greedy_with_a_repetition_penalty_equals_huggingface(wrapped, seed):
     "options",
     [
         {"no_repeat_ngram_size": 2},
-        {"bad_words_ids": [[5], [7, 8]]},
-        {"sequence_bias": {(9, 8): 5.0}},
+        {"bad_words_ids": [[5], [7] * 9]},
+        {"sequence_bias": {tuple(range(9)): 5.0}},
         {"sequence_bias": {(9,): 1e15}},
         {"forced_eos_token_id": [2, 3], "eos_token_id": 2},
         {"forced_eos_token_id": 2, "min_new_tokens": 40, "eos_token_id": 2},

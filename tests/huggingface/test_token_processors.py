@@ -1,4 +1,4 @@
-"""HuggingFace's processors of single tokens, in the graph: equal to HuggingFace's loop, alone and together."""
+"""HuggingFace's processors of tokens and short sequences, in the graph: equal to HuggingFace's own loop."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from support.tiny_models import tiny_qwen3
 pytestmark = pytest.mark.core
 
 PROCESSING: dict[str, dict[str, Any]] = {
+    "sequences": {"bad_words_ids": [[token] * (2 + token % 3) for token in range(100)] + [[5], [60, 61, 62]]},
+    "longer biases": {
+        "sequence_bias": {(one, one + step): 3.0 - step for one in range(0, 100, 2) for step in range(1, 6)}
+    },
     "bias": {"sequence_bias": {(9,): 2.0, (60,): -3.0, (5,): float("-inf")}},
     "repetition": {"repetition_penalty": 1.4},
     "bad words": {"bad_words_ids": [[token] for token in range(20, 64)]},

@@ -394,7 +394,8 @@ def test_normed_linear_refuses_what_does_not_fit(place, wrong, message):
         ("top_k", torch.zeros(3, dtype=torch.int64), r"top_k must be \[3\] torch.int32"),
         ("counts", torch.zeros(3, 12, dtype=torch.int16), r"counts must be \[3, 11\] torch.int16"),
         ("allowed", torch.zeros(3, 2, dtype=torch.int32), r"allowed must be \[3, 1\] torch.int32"),
-        ("biases", torch.zeros(3, 4, 9, dtype=torch.int32), r"biases must be \[3, 4, 512\] torch.int32"),
+        ("recent", torch.zeros(3, 7, dtype=torch.int32), r"recent must be \[3, 8\] torch.int32"),
+        ("biases", torch.zeros(3, 4, 9, dtype=torch.int32), r"biases must be \[3, 11, 512\] torch.int32"),
     ],
 )
 def test_sample_tokens_refuses_what_does_not_fit(name, wrong, message):

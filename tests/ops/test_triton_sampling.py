@@ -53,7 +53,7 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, m
     from compiled_llm_ops.kernels import sampling as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    int32 = dict.fromkeys(("top_k", "found", "candidates", "edits", "allowed", "biases"), "*i32")
+    int32 = dict.fromkeys(("top_k", "found", "candidates", "edits", "allowed", "biases", "recent"), "*i32")
     int64 = dict.fromkeys(("slots", "positions", "chosen"), "*i64")
     numbers = dict.fromkeys(("stride", "vocabulary", "tiles", "not_a_token"), "i32")
     types = {"logits": f"*{dtype}", "counts": "*i16", "uniform": "*fp64", **int32, **int64, **numbers}
@@ -100,7 +100,9 @@ def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, d
 
 @interpreted
 @pytest.mark.parametrize(
-    "setting", [own for own in SETTINGS if own.temperature and own.top_p != 0.999], ids=lambda own: f"edits {own.edits}"
+    "setting",
+    [own for own in SETTINGS if own.temperature and own.top_p != 0.999 and not (own.edits and own.top_k == 700)],
+    ids=lambda own: f"edits {own.edits}",
 )
 def test_sets_are_exact(setting: Sampling, seed: int) -> None:
     """One more token, or one less, would move all others."""

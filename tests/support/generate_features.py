@@ -109,10 +109,10 @@ FEATURES: dict[str, list[Feature]] = {
             draws=True,
         ),
         Feature(
-            "`bad_words_ids` and `sequence_bias` of single tokens, `suppress_tokens`, `begin_suppress_tokens`",
+            "`bad_words_ids` and `sequence_bias` of at most 8 tokens each, `suppress_tokens`, `begin_suppress_tokens`",
             each(
-                bad_words_ids=[[5], [6]],
-                sequence_bias=[[[9], 4.0], [[4], -3.0]],
+                bad_words_ids=[[5], [6, 7]],
+                sequence_bias=[[[9], 4.0], [[4, 5], -3.0]],
                 suppress_tokens=[10, 11, 12],
                 begin_suppress_tokens=[13, 14],
             ),
@@ -127,8 +127,8 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature("`remove_invalid_values`", each(remove_invalid_values=True)),
         Feature(
-            "`bad_words_ids` and `sequence_bias` of several tokens",
-            each(bad_words_ids=[[5], [6, 7]]) + each(sequence_bias=[[[9], 4.0], [[4, 5], -3.0]]),
+            "`bad_words_ids` and `sequence_bias` of more tokens",
+            each(bad_words_ids=[[5], [6] * 9]) + each(sequence_bias=[[[9], 4.0], [[4] * 9, -3.0]]),
         ),
         Feature(
             "`no_repeat_ngram_size`, `encoder_repetition_penalty`, `exponential_decay_length_penalty`",

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from compiled_llm_ops import BIASED, CLEANED, COUNTED, MASKED, MOST_BIASES, Geometry, append_paged_kv
+from compiled_llm_ops import (
+    BIASED,
+    CLEANED,
+    COUNTED,
+    FOLLOWING,
+    MASKED,
+    MOST_BIASES,
+    MOST_FOLLOWED,
+    Geometry,
+    append_paged_kv,
+)
 from compiled_llm_ops.contracts import SampleTokens
 
 UNWRITTEN = 1e4
@@ -200,8 +210,8 @@ def sample_cases() -> list[SampleTokens]:
             "presence_penalty": [0.0, 0.5, 0.0],
             "frequency_penalty": [0.0, -0.5, 0.0],
         }
-        whole = {"top_k": [0, 3, 0], "edits": [0, COUNTED + MASKED + CLEANED + BIASED, 0]}
-        shapes = {"allowed": (3, 1), "biases": (3, 4, MOST_BIASES)}
+        whole = {"top_k": [0, 3, 0], "edits": [0, COUNTED + MASKED + CLEANED + FOLLOWING + BIASED, 0]}
+        shapes = {"allowed": (3, 1), "biases": (3, 4 + MOST_FOLLOWED, MOST_BIASES), "recent": (3, MOST_FOLLOWED + 1)}
         return {
             **{name: torch.tensor(column) for name, column in numbers.items()},
             **{name: torch.tensor(column, dtype=torch.int32) for name, column in whole.items()},

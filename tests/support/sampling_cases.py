@@ -58,7 +58,8 @@ BRANCHES = [
 ]
 """Greedy, unfiltered, few candidates, too many for that, and thresholds that need no search."""
 
-STEP = 10
+CHOSEN = np.array([0, 3, 3, 2, 6, 9, 9, 9, 1, 2])
+STEP = len(CHOSEN)
 """Which token of its answer each row chooses, of settings with biases."""
 
 
@@ -67,17 +68,28 @@ def _of_steps(*biases: Bias) -> dict[str, Any]:
 
 
 def _counting(**penalties: float) -> dict[str, Any]:
-    return {"seen": np.arange(0, 4000, 5), "chosen": np.tile(np.arange(0, 3000, 3), 3)[:2500], **penalties}
+    return {"seen": np.arange(0, 4000, 5), "chosen": CHOSEN, **penalties}
 
 
 SINGLE_EDITS: dict[str, dict[str, Any]] = {
     "repetition": _counting(repetition_penalty=1.3),
     "presence": _counting(presence_penalty=0.9),
     "frequency": _counting(frequency_penalty=-0.4),
-    "biases": _of_steps(*(Bias(token, 4.0 - token % 7) for token in range(0, 3000, 11))),
+    "biases": _of_steps(*(Bias(token, 4.0 - token % 7) for token in range(0, 3000, 101))),
     "barred": _of_steps(Bias(1, BARRED, 0, STEP + 1), Bias(3, BARRED, 0, STEP), Bias(4, BARRED, STEP, STEP + 1)),
     "forced": _of_steps(Bias(2, FORCED, STEP)),
     "not yet": _of_steps(Bias(2, FORCED, STEP + 1), Bias(0, BARRED, 3, STEP)),
+    "following": {
+        **_of_steps(
+            *(Bias(token, 5.0, after=(2,)) for token in range(0, 40, 3)),
+            *(Bias(token, -4.0, after=(1, 2)) for token in range(1, 40, 3)),
+            *(Bias(token, 9.0, after=(2, 2)) for token in range(1, 40, 3)),
+            Bias(4, BARRED, after=(3, 2, 6, 9, 9, 9, 1)),
+            Bias(2, BARRED, after=(3, 3, 2, 6, 9, 9, 9, 1, 2)[-7:]),
+            Bias(0, 3.0, 0, STEP, after=(2,)),
+        ),
+        "chosen": CHOSEN,
+    },
     "allowed": {"mask": mask_of(4000, allowed=range(0, 4000, 2))},
     "banned": {"mask": mask_of(2**18 + 64, banned=[0, 3, 7, *range(40, 900)])},
     "cleaned": {"cleaned": True},
@@ -86,11 +98,15 @@ SINGLE_EDITS: dict[str, dict[str, Any]] = {
 
 EVERYTHING: dict[str, Any] = {
     **_counting(repetition_penalty=0.8, presence_penalty=-0.5, frequency_penalty=0.3),
-    **_of_steps(*(Bias(token, token % 5 - 2.5) for token in range(0, 2400, 8)), Bias(6, BARRED, 0, 2**20)),
+    **_of_steps(
+        *(Bias(token, token % 5 - 2.5) for token in range(0, 2400, 49)),
+        Bias(6, BARRED, 0, 2**20),
+        Bias(7, 4.0, after=(1, 2)),
+    ),
     "mask": mask_of(2**18 + 64, banned=range(9, 2000, 4)),
     "cleaned": True,
 }
-"""All of it, with as many biases as an API's users may give."""
+"""All of it."""
 
 EDITED = [
     *(Sampling(**edit, temperature=0.7) for edit in SINGLE_EDITS.values()),
@@ -123,13 +139,14 @@ def _edited(logits: Tensor, setting: Sampling, text: Tensor) -> Tensor:
     """`[V]` logits after HuggingFace's processors before the temperature; OpenAI's penalties follow HuggingFace's."""
     vocabulary = len(logits)
     values = defaultdict[tuple[int, ...], float](float)
-    tokens, bits, first, end = setting.biases
-    for token, value, begins, ends in zip(tokens.tolist(), bits.view(np.float32).tolist(), first, end, strict=True):
+    for token, bits, begins, ends, *before in setting.biases.T:
         if token < vocabulary and begins <= STEP < ends:
-            values[token,] += value
+            after = [int(other) for other in reversed(before) if other >= 0]
+            values[(*after, int(token))] += float(bits.view(np.float32))
+    if known := {sequence: value for sequence, value in values.items() if max(sequence) < vocabulary}:
+        ids = torch.from_numpy(np.concatenate([setting.tail, setting.chosen, [0]])).long()
+        logits = SequenceBiasLogitsProcessor(known)(ids[None, :-1], logits[None].clone())[0]
     processors = LogitsProcessorList()
-    if values:
-        processors.append(SequenceBiasLogitsProcessor(dict(values)))
     if setting.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(setting.repetition_penalty))
     logits = processors(text[None], logits[None].clone())[0]

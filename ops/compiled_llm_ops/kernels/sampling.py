@@ -19,7 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts import BIASED, CLEANED, COUNTED, MASKED, MOST_BIASES, SampleTokens
+from compiled_llm_ops.contracts import (
+    BIASED,
+    CLEANED,
+    COUNTED,
+    FOLLOWING,
+    MASKED,
+    MOST_BIASES,
+    MOST_FOLLOWED,
+    SampleTokens,
+)
 
 _TILE = tl.constexpr(64)
 _SPAN = tl.constexpr(2048)
@@ -30,6 +39,8 @@ _LIKELY_TILES = tl.constexpr(128)
 # exp(-104) is 0 in float32: a token whose score is further below the largest is never drawn.
 _REACH = tl.constexpr(104.0)
 _COUNTED, _MASKED, _CLEANED, _BIASED = (tl.constexpr(kind) for kind in (COUNTED, MASKED, CLEANED, BIASED))
+_FOLLOWING = tl.constexpr(FOLLOWING)
+_MOST_FOLLOWED = tl.constexpr(MOST_FOLLOWED)
 _MOST_BIASES = tl.constexpr(MOST_BIASES)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 _MOST_COUNTED = tl.constexpr(2**15 - 1)
@@ -60,7 +71,7 @@ def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
     chosen = torch.empty(rows, dtype=torch.int64, device=device)
     tables = (
         args.slots, args.positions, args.temperature, args.edits, args.repetition_penalty, args.presence_penalty,
-        args.frequency_penalty, args.counts, args.allowed, args.biases,
+        args.frequency_penalty, args.counts, args.allowed, args.biases, args.recent,
     )  # fmt: skip
     shared = (logits, logits.stride(0), *tables, vocabulary, largest, mass, tiles)
     _summarise_for_sampling[(rows, triton.cdiv(vocabulary, _SPAN.value))](*shared, num_warps=_WIDE_WARPS)
@@ -74,7 +85,7 @@ def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
 @triton.jit
 def _source(
     logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-    vocabulary,
+    recent, vocabulary,
 ):  # fmt: skip
     """Return what the scores of this program's row are made of, its entry in the tables, and its temperature."""
     row = tl.program_id(0).to(tl.int64)
@@ -85,7 +96,7 @@ def _source(
     source = (
         logits + row * stride, tl.load(edits + slot), vocabulary, scale, positions + row, repetition + slot,
         presence + slot, frequency + slot, counts + slot * vocabulary, allowed + slot * tl.cdiv(vocabulary, 32),
-        biases + slot * (4 * _MOST_BIASES),
+        biases + slot * ((4 + _MOST_FOLLOWED) * _MOST_BIASES), recent + slot * (_MOST_FOLLOWED + 1),
     )  # fmt: skip
     return source, row, slot, row_temperature
 
@@ -108,7 +119,7 @@ def _logits(source, token):
     edits = source[1]
     if edits != 0:
         if edits >= _BIASED:
-            logits = _biased(logits, token, source[10], edits // _BIASED, tl.load(source[4]))
+            logits = _biased(logits, token, source[10], source[11], edits, tl.load(source[4]))
         if (edits & _COUNTED) != 0:
             logits = _penalised(logits, source, token)
         if (edits & _CLEANED) != 0:
@@ -121,16 +132,20 @@ def _logits(source, token):
 
 
 @triton.jit
-def _biased(logits, token, biases, count, position):
+def _biased(logits, token, biases, recent, edits, position):
     """Add the biases that hold; only those are looked at whose tokens may be among these."""
     entry = tl.arange(0, _MOST_BIASES)
-    tokens = tl.load(biases + entry, mask=entry < count, other=_NO_TOKEN)
+    tokens = tl.load(biases + entry, mask=entry < edits // _BIASED, other=_NO_TOKEN)
+    followed = (edits // _FOLLOWING) & _MOST_FOLLOWED
     first = tl.sum((tokens < tl.min(token, axis=0)).to(tl.int32), axis=0)
     end = tl.sum((tokens <= tl.max(token, axis=0)).to(tl.int32), axis=0)
     for at in range(first, end):
         bias = biases + at
         value = tl.load(bias + _MOST_BIASES).to(tl.float32, bitcast=True)
         holds = (tl.load(bias + 2 * _MOST_BIASES) <= position) & (position < tl.load(bias + 3 * _MOST_BIASES))
+        for back in range(1, followed + 1):
+            wanted = tl.load(bias + (3 + back) * _MOST_BIASES)
+            holds = holds & ((wanted < 0) | (wanted == tl.load(recent + ((position - back) & _MOST_FOLLOWED))))
         logits += tl.where(holds & (token == tl.load(bias)), value, 0.0)
     return logits
 
@@ -148,23 +163,25 @@ def _penalised(logits, source, token):
 
 @triton.jit
 def _count(source, token):
-    """Note that a token was chosen."""
+    """Note that a token was chosen, and where."""
     if (source[1] & _COUNTED) != 0:
         place = source[8] + token
         before = tl.load(place).to(tl.int32)
         tl.store(place, tl.where(before < _MOST_COUNTED - 1, before + 2, before).to(tl.int16))
+    if ((source[1] // _FOLLOWING) & _MOST_FOLLOWED) != 0:
+        tl.store(source[11] + (tl.load(source[4]) & _MOST_FOLLOWED), token.to(tl.int32))
 
 
 @triton.jit
 def _summarise_for_sampling(
     logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-    vocabulary,
+    recent, vocabulary,
     largest, mass, tiles,
 ):  # fmt: skip
     """Write each tile's largest score, and the sum of ``exp(score - largest)``; grid ``(B, spans)``."""
     source, row, _, _ = _source(
         logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-        vocabulary,
+        recent, vocabulary,
     )  # fmt: skip
     span = tl.program_id(1)
     scores = _scores(source, span * _SPAN + tl.arange(0, _SPAN))
@@ -180,14 +197,14 @@ def _summarise_for_sampling(
 @triton.jit
 def _sample_rows(
     logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-    vocabulary,
+    recent, vocabulary,
     largest, mass, tiles, top_k, top_p, min_p, uniform,
     found, candidates, candidate_scores, chosen, not_a_token, padded_tiles: tl.constexpr,
 ):  # fmt: skip
     """Choose one row's token and count it; grid ``(B,)``."""
     source, row, slot, row_temperature = _source(
         logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-        vocabulary,
+        recent, vocabulary,
     )  # fmt: skip
     tile = tl.arange(0, padded_tiles)
     tops = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
