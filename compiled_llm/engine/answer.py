@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compiled_llm.engine.answer_text import AnswerText, TextFormat
-from compiled_llm.engine.logprobs import cumulative, token_logprobs
+from compiled_llm.engine.logprobs import token_logprobs
 from compiled_llm.engine.output import Completion
 from compiled_llm.engine.request import FinishReason, Request, RequestError
 
@@ -111,7 +111,7 @@ class Answer:
             error=error,
             stop_reason=self.stop_reason,
             logprobs=logprobs,
-            cumulative_logprob=None if logprobs is None else cumulative(logprobs, tokens),
+            cumulative_logprob=None if logprobs is None else logprobs.cumulative,
         )
 
 

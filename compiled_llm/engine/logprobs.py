@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
 from torch import Tensor
@@ -32,6 +32,50 @@ class Logprob(NamedTuple):
     rank: int
 
 
+class Logprobs(Sequence[dict[int, Logprob]]):
+    """The entries of some tokens, one after the other, made when they are looked at: millions would take seconds.
+
+    Each has its own token's first, then those of the likeliest ones.
+    """
+
+    def __init__(self, places: Sequence[tuple[TopLogprobs, int]], tokens: Sequence[int], most: int) -> None:
+        """Keep where they are.
+
+        Args:
+            places: of each token, and in which row.
+            tokens: that stand there, or more.
+            most: of how many of the likeliest tokens.
+        """
+        self._places = list(zip(places, tokens, strict=False))
+        self._most = most
+
+    def __len__(self) -> int:
+        """Of how many tokens they are."""
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob]]: ...
+
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob]]:
+        """Return a token's entries, by token id; of a slice, a list of them."""
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        (scored, row), token = self._places[index]
+        return logprobs_of(scored, row, token, self._most)
+
+    def __repr__(self) -> str:
+        """Of how many tokens they are."""
+        return f"<{type(self).__name__} of {len(self)} tokens>"
+
+    @property
+    def cumulative(self) -> float:
+        """The sum over the tokens."""
+        return sum((float(scored.chosen[row]) for (scored, row), _ in self._places), 0.0)
+
+
 def logprobs_of(scored: TopLogprobs, row: int, token: int, most: int) -> dict[int, Logprob]:
     """Return the entries of one place: the token that stands there first, then the ``most`` likeliest ones.
 
@@ -50,26 +94,16 @@ def logprobs_of(scored: TopLogprobs, row: int, token: int, most: int) -> dict[in
     return found
 
 
-def token_logprobs(request: Request, tokens: Sequence[int]) -> list[dict[int, Logprob]] | None:
+def token_logprobs(request: Request, tokens: Sequence[int]) -> Logprobs | None:
     """Return the entries of each of a request's first tokens; None if it does not want them."""
-    if request.logprobs is None:
-        return None
-    places = zip(request.scored, tokens, strict=False)
-    return [logprobs_of(scored, row, token, request.logprobs) for (scored, row), token in places]
+    return None if request.logprobs is None else Logprobs(request.scored, tokens, request.logprobs)
 
 
-def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
+def prompt_logprobs(request: Request) -> Sequence[dict[int, Logprob] | None] | None:
     """Return the entries of each of a prompt's tokens, as far as they were computed; None if nobody wants them."""
-    most, tokens = request.prompt_logprobs, request.prompt.tolist()
-    if most is None:
+    if request.prompt_logprobs is None:
         return None
-    places = zip(request.prompt_scored, tokens[1:], strict=False)
-    return [None, *(logprobs_of(scored, row, token, most) for (scored, row), token in places)]
-
-
-def cumulative(logprobs: Sequence[dict[int, Logprob]], tokens: Sequence[int]) -> float:
-    """Return the sum of what ``tokens`` have."""
-    return sum((entries[token].logprob for entries, token in zip(logprobs, tokens, strict=True)), 0.0)
+    return [None, *Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs)]
 
 
 def check_mode(mode: LogprobsMode, requests: Iterable[Request]) -> None:

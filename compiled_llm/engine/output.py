@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from compiled_llm.engine.logprobs import Logprob
@@ -31,7 +32,7 @@ class Completion:
     text: str | None = None
     error: BaseException | None = field(default=None, repr=False)
     stop_reason: int | str | None = None
-    logprobs: list[dict[int, Logprob]] | None = field(default=None, repr=False)
+    logprobs: Sequence[dict[int, Logprob]] | None = field(default=None, repr=False)
     cumulative_logprob: float | None = None
 
 
@@ -58,7 +59,7 @@ class RequestOutput:
     queue_seconds: float | None
     first_token_seconds: float | None
     seconds: float
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(default=None, repr=False)
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = field(default=None, repr=False)
 
     @property
     def token_ids(self) -> list[int]:
