@@ -6,6 +6,7 @@ import ast
 import copy
 import functools
 import inspect
+import itertools
 import pickle
 import re
 import textwrap
@@ -29,10 +30,12 @@ from transformers import LlamaForCausalLM as Llama
 
 import compiled_llm
 from compiled_llm.compat import huggingface as compat
+from compiled_llm.compat import tokenizers as tokenizer_parts
 from compiled_llm.huggingface.wrapped_model import WrappedModel
 from support import vision
 from support.families import CLASSES, FAMILIES
 from support.in_threads import in_thread
+from support.text_tokenizers import byte_fallback, byte_level, word_pieces
 from support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.core
@@ -315,3 +318,29 @@ def test_hooks_that_huggingface_leaves_on_modules_are_recognized():
     assert hooks
     assert all(map(compat.captures_outputs, hooks))
     assert not compat.captures_outputs(lambda *_: None)
+
+
+# ---- tokenizers
+
+
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback, word_pieces])
+def test_fast_tokenizers_decode_as_their_backend_and_clean_up_unless_it_is_bpe(kind: Callable[[], Any]) -> None:
+    tokenizer = kind()
+    tokens = list(range(len(tokenizer)))
+    backend = tokenizer_parts.backend_of(tokenizer)
+    for skip in (True, False):
+        text = backend.decode(tokens, skip_special_tokens=skip)
+        if tokenizer_parts.cleans_up(tokenizer):
+            text = tokenizer.clean_up_tokenization(text)
+        assert tokenizer.decode(tokens, skip_special_tokens=skip) == text
+        kept = [token for token in tokens if not (skip and token in tokenizer_parts.special_tokens(backend))]
+        assert tokenizer.decode(kept) == text
+    cleaned = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    bpe = type(backend.model).__name__ == "BPE"
+    with pytest.MonkeyPatch.context() as patch:
+        for spaces, forced in itertools.product((True, False), repeat=2):
+            patch.setattr(tokenizer, "clean_up_tokenization_spaces", spaces)
+            patch.setattr(tokenizer, cleaned, forced)
+            patch.setattr(tokenizer, "clean_up_tokenization", lambda text: "cleaned up")
+            assert tokenizer_parts.cleans_up(tokenizer) == (spaces and (forced or not bpe))
+            assert (tokenizer.decode(tokens) == "cleaned up") == tokenizer_parts.cleans_up(tokenizer)

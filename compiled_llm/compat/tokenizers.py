@@ -31,3 +31,10 @@ def cleans_up(tokenizer: Any) -> bool:
     return model != "BPE" or bool(
         getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
     )
+
+
+def special_tokens(backend: Any) -> frozenset[int]:
+    """Return the tokens that a ``tokenizers.Tokenizer`` leaves out with ``skip_special_tokens``; none of None."""
+    if backend is None:
+        return frozenset()
+    return frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)

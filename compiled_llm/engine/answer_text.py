@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from compiled_llm.engine.detokenizer import Detokenizer, decoded
+from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.request import Request
 from compiled_llm.engine.stop_strings import StopStrings
@@ -14,39 +14,39 @@ class TextFormat(NamedTuple):
     """How a request's tokens become text.
 
     Attributes:
-        tokenizer: decodes them.
+        decoding: of the tokenizer.
         stop: strings that end an answer.
         keeps_stop: leave what has ended an answer in its text: a stop string, or a token.
         skip_special_tokens: leave special tokens out.
         unsearched: tokens at the beginning in whose text no stop string ends an answer.
     """
 
-    tokenizer: Any
+    decoding: Decoding
     stop: tuple[str, ...] = ()
     keeps_stop: bool = False
     skip_special_tokens: bool = True
     unsearched: int = 0
 
     @classmethod
-    def of(cls, params: SamplingParams, tokenizer: Any) -> TextFormat | None:
+    def of(cls, params: SamplingParams, decoding: Decoding | None) -> TextFormat | None:
         """Return what a request asks for; None without a tokenizer.
 
         Raises:
             ValueError: there are stop strings and no tokenizer.
         """
         stop = params.stop_strings
-        if tokenizer is None and stop:
+        if decoding is None and stop:
             raise ValueError(
                 f"stop={params.stop!r}: stop strings need a tokenizer; give compiled_llm.Engine(model, "
                 "tokenizer=tokenizer), or stop_token_ids"
             )
-        if tokenizer is None:
+        if decoding is None:
             return None
-        return cls(tokenizer, stop, params.include_stop_str_in_output, params.skip_special_tokens, params.min_tokens)
+        return cls(decoding, stop, params.include_stop_str_in_output, params.skip_special_tokens, params.min_tokens)
 
     def text_of(self, request: Request, tokens: list[int]) -> str:
         """Return the text of all tokens at once."""
-        return decoded(self.tokenizer, tokens[: self.textual(request, tokens)], self.skip_special_tokens)
+        return self.decoding.text(tokens[: self.textual(request, tokens)], self.skip_special_tokens)
 
     def textual(self, request: Request, tokens: list[int]) -> int:
         """Return how many tokens have a text: all but the one that has ended the answer."""
@@ -75,7 +75,7 @@ class AnswerText:
         """
         self._request = request
         self._format = form
-        self._detokenizer = Detokenizer(form.tokenizer, form.skip_special_tokens)
+        self._detokenizer = form.decoding.detokenizer(form.skip_special_tokens)
         self._stops = StopStrings(form.stop) if form.stop else None
         self.text, self.shown, self.count = "", 0, 0
         self.stop: str | None = None

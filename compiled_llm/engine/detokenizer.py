@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from compiled_llm.compat.tokenizers import backend_of, cleans_up
+from tokenizers.decoders import DecodeStream
+
+from compiled_llm.compat.tokenizers import backend_of, cleans_up, special_tokens
 
 _INCOMPLETE = "\ufffd"
 """What decoders make of bytes that are no whole character, or not yet one."""
+_RUN = 16
+"""After so many tokens without a whole character, one is looked for only as often: each look decodes them all."""
+
+
+class Decoding:
+    """How a tokenizer makes text of tokens; one for all requests of an engine."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Look at a tokenizer.
+
+        Args:
+            tokenizer: HuggingFace's, or anything with its ``decode``.
+        """
+        self._tokenizer = tokenizer
+        self._backend = backend_of(tokenizer)
+        self._special = special_tokens(self._backend)
+        self._cleans_up = cleans_up(tokenizer)
+
+    def text(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        """Return the text of all tokens at once."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        """Return what makes text of one answer's tokens as they come."""
+        if self._backend is not None:
+            stream: _Stream | _Window = _Stream(self._backend, skip_special_tokens)
+        else:
+            options = {"clean_up_tokenization_spaces": False} if self._cleans_up else {}
+            stream = _Window(
+                functools.partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens, **options)
+            )
+        cleanup = SpaceCleanup(self._tokenizer) if self._cleans_up else None
+        text = functools.partial(self.text, skip_special_tokens=skip_special_tokens)
+        return Detokenizer(text, stream, cleanup, self._special if skip_special_tokens else frozenset())
 
 
 class Detokenizer:
@@ -19,21 +57,40 @@ class Detokenizer:
     only where byte tokens end up as no UTF-8, that takes back what had been a character, and pieces cannot.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        text: Callable[[Sequence[int]], str],
+        stream: _Stream | _Window,
+        cleanup: SpaceCleanup | None,
+        without_text: Collection[int],
+    ) -> None:
         """Begin without tokens.
 
         Args:
-            tokenizer: HuggingFace's, or anything with its ``decode``.
-            skip_special_tokens: leave special tokens out.
+            text: decodes all tokens at once.
+            stream: decodes some more at a time.
+            cleanup: takes spaces away; None if they stay.
+            without_text: tokens that are left out.
         """
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        backend, self._cleanup = backend_of(tokenizer), SpaceCleanup(tokenizer) if cleans_up(tokenizer) else None
-        self._stream = _Window(self._decode_raw) if backend is None else _Stream(backend, skip_special_tokens)
+        self._text = text
+        self._stream = stream
+        self._cleanup = cleanup
+        self._without_text = without_text
+        self._held: list[int] = []  # tokens whose text has not come
+        self._tried = 0  # how many of them the stream has
 
     def add(self, token: int) -> str:
         """Return the text that a token completes; often that of the token, sometimes none."""
-        piece = self._stream.add(token)
+        if token in self._without_text:
+            return ""
+        held = self._held
+        held.append(token)
+        if len(held) > _RUN and len(held) % _RUN:
+            return ""
+        piece = self._stream.add(held[self._tried :])
+        self._tried = len(held)
+        if piece:
+            self._held, self._tried = [], 0
         return piece if self._cleanup is None else self._cleanup.add(piece)
 
     def rest(self, tokens: Sequence[int], given: str) -> tuple[str, str]:
@@ -46,86 +103,50 @@ class Detokenizer:
         Returns:
             The last piece, and the whole text.
         """
-        whole = self._decode(tokens)
-        return (whole[len(given) :] if whole.startswith(given) else self._decode(self._stream.held)), whole
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return decoded(self._tokenizer, tokens, self._skip)
-
-    def _decode_raw(self, tokens: Sequence[int]) -> str:
-        if self._cleanup is None:
-            return self._decode(tokens)
-        text: str = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
-        )
-        return text
-
-
-def decoded(tokenizer: Any, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-    """Return the text of all tokens at once."""
-    text: str = tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
-    return text
+        whole = self._text(tokens)
+        return (whole[len(given) :] if whole.startswith(given) else self._text(self._held)), whole
 
 
 class _Stream:
-    """As ``_Window``, in ``tokenizers``: a third of the time.
-
-    Attributes:
-        held: tokens whose text has not come.
-    """
+    """As ``_Window``, in ``tokenizers``: a third of the time."""
 
     def __init__(self, backend: Any, skip_special_tokens: bool) -> None:
         self._backend = backend
-        self._skip = skip_special_tokens
-        self._begin()
+        self._new = functools.partial(DecodeStream, skip_special_tokens=skip_special_tokens)
+        self._stream = self._new()
+        self._held: list[int] = []
 
-    def _begin(self) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._stream = DecodeStream(skip_special_tokens=self._skip)
-        self.held: list[int] = []
-
-    def add(self, token: int) -> str:
-        self.held.append(token)
+    def add(self, tokens: list[int]) -> str:
+        self._held += tokens
         try:
-            piece = self._stream.step(self._backend, token)
-        except Exception:  # bytes before it, of which text has come, are no character together with it
-            piece = self._again()
-        if piece is None:
+            piece = self._stream.step(self._backend, tokens)
+        except Exception:  # bytes before it, of which text has come, are no character together with it: begin anew
+            self._stream = self._new()
+            piece = self._stream.step(self._backend, self._held)
+        if not piece:
             return ""
-        self.held = []
-        return piece
-
-    def _again(self) -> str | None:
-        """Go on behind the text that has come."""
-        held = self.held
-        self._begin()
-        self.held = held
-        return "".join(piece for token in held if (piece := self._stream.step(self._backend, token))) or None
+        self._held = []
+        return str(piece)
 
 
 class _Window:
-    """Decodes the latest tokens together with those before them, since text depends on what it follows.
+    """Decodes the latest tokens together with those before them, since text depends on what it follows."""
 
-    Attributes:
-        held: tokens whose text has not come.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._before: list[int] = []  # tokens whose text came last
         self._before_text = ""
-        self.held: list[int] = []
+        self._held: list[int] = []
 
-    def add(self, token: int) -> str:
-        self.held.append(token)
-        text = self._decode([*self._before, *self.held])
+    def add(self, tokens: list[int]) -> str:
+        self._held += tokens
+        text = self._decode([*self._before, *self._held])
         if text.endswith(_INCOMPLETE) or len(text) <= len(self._before_text):
             return ""
         if not text.startswith(self._before_text):  # see ``_Stream``
-            self._before_text, text = "", self._decode(self.held)
+            self._before_text, text = "", self._decode(self._held)
         piece = text[len(self._before_text) :]
-        self._before, self.held = self.held, []
+        self._before, self._held = self._held, []
         self._before_text = self._decode(self._before)
         return piece
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.answer_text import TextFormat
+from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError as QueueFullError
@@ -77,6 +78,7 @@ class Engine:
         self._model = model
         self._max_rows = max_rows
         self._tokenizer = tokenizer
+        self._decoding = None if tokenizer is None else Decoding(tokenizer)
         self._max_queue = max_queue
         self._logprobs_mode = logprobs_mode
         self._driver = Driver(model, self._runtime, LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode))
@@ -168,7 +170,7 @@ class Engine:
             prompt, params, self._model, device_model, self._tokenizer, priority=priority, timeout=timeout, salt=salt
         )
         check_mode(self._logprobs_mode, requests)
-        form = TextFormat.of(params, self._tokenizer)
+        form = TextFormat.of(params, self._decoding)
         driver = self._driver
         return RequestHandle(requests, driver.cancel, form, driver.handles.output, driver.turns.check_elsewhere)
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 logger = logging.getLogger("compiled_llm.engine")
@@ -73,7 +73,7 @@ class Listeners:
                 logger.warning("compiled_llm: a listener has failed, and hears no more: %s", error)
 
 
-def tell(several: Iterable[Listeners]) -> None:
+def tell(several: Sequence[Listeners]) -> None:
     """Wake whoever waits for one of these; each event loop once, however many of its tasks wait."""
     tasks: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Event]] = defaultdict(list)
     for listeners in several:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,9 @@ class StopStrings:
             strings: none of them empty.
         """
         self._strings = strings
+        self._longest = max(map(len, strings))
+        self._any = re.compile("|".join(map(re.escape, strings)))
+        self._begins = frozenset("".join(string[:-1] for string in strings))
 
     def find(self, text: str, searched: int) -> Match | None:
         """Return the stop string that ends first, of those that end together the one that is listed first.
@@ -32,11 +36,15 @@ class StopStrings:
             text: as far as it is known.
             searched: characters at the beginning in which none is to end.
         """
+        if self._any.search(text, max(0, searched - self._longest + 1)) is None:  # as in nearly all steps
+            return None
         found = [match for string in self._strings if (match := _match(string, text, searched)) is not None]
         return min(found, key=lambda match: match.end, default=None)
 
     def begun(self, text: str) -> int:
         """Return how many characters at a text's end may be the beginning of a stop string."""
+        if text[-1:] not in self._begins:
+            return 0
         return max((_overlap(string, text) for string in self._strings), default=0)
 
 

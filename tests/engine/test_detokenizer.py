@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compiled_llm.compat.tokenizers import backend_of, cleans_up
 from compiled_llm.engine.answer_text import AnswerText, TextFormat
-from compiled_llm.engine.detokenizer import Detokenizer, decoded
+from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.request import Request
 from compiled_llm.engine.stop_strings import StopStrings
 from support.text_tokenizers import SAMPLES, byte_fallback, byte_level, slow, word_pieces
@@ -33,9 +33,13 @@ class OnItsOwn:
             self.clean_up_tokenization = tokenizer.clean_up_tokenization
 
 
+def decoded(tokenizer: Any, tokens: list[int], skip: bool) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=skip))
+
+
 def in_pieces(tokenizer: Any, tokens: list[int], skip: bool = True) -> tuple[list[str], str]:
     """The pieces of a text, and all of it."""
-    detokenizer = Detokenizer(tokenizer, skip)
+    detokenizer = Decoding(tokenizer).detokenizer(skip)
     pieces = [detokenizer.add(token) for token in tokens]
     rest, whole = detokenizer.rest(tokens, "".join(pieces))
     return [*pieces, rest], whole
@@ -77,6 +81,27 @@ def test_bytes_that_take_back_a_character_end_nothing() -> None:
     for each in (tokenizer, OnItsOwn(tokenizer)):
         pieces, whole = in_pieces(each, [a, e, wrong, a])
         assert ("".join(pieces), whole) == ("a!\ufffda", "a\ufffd\ufffda")
+
+
+def test_long_runs_without_a_whole_character_cost_little() -> None:
+    """Special tokens that are left out, and bytes of which nothing becomes a character."""
+    tokenizer, calls = byte_level(), 0
+
+    class Counting:
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            nonlocal calls
+            calls += len(tokens)
+            return decoded(tokenizer, tokens, skip_special_tokens)
+
+    (wrong,) = tokenizer(b"\xff".decode("latin-1"), add_special_tokens=False).input_ids[:1]
+    run = [*tokenizer("a", add_special_tokens=False).input_ids, *[wrong] * 400, *tokenizer("bcd" * 9).input_ids]
+    for each in (tokenizer, Counting()):
+        check_pieces(each, run)
+    assert calls < 12_000
+    special = [*[tokenizer.eos_token_id] * 400, *run[:1], *[tokenizer.eos_token_id] * 400, *run[:1]]
+    assert [piece for piece in in_pieces(tokenizer, special)[0] if piece] == ["a", "a"]
+    check_pieces(tokenizer, special)
+    check_pieces(tokenizer, special, skip=False)
 
 
 TOKENS = st.lists(st.integers(0, 10**6), max_size=40)
@@ -168,7 +193,7 @@ def searched(form: TextFormat, tokens: list[int]) -> tuple[str, int, Any]:
 
 
 def check_stops(tokenizer: Any, tokens: list[int], stops: list[str], keeps: bool = False, unsearched: int = 0) -> None:
-    form = TextFormat(tokenizer, tuple(stops), keeps, True, unsearched)
+    form = TextFormat(Decoding(tokenizer), tuple(stops), keeps, True, unsearched)
     assert searched(form, tokens) == naive(tokenizer, tokens, stops, keeps, unsearched), (tokens, form)
 
 
@@ -220,7 +245,7 @@ def test_the_token_that_ends_an_answer_is_not_in_its_text_unless_it_is_kept() ->
     for keeps, wanted in ((False, tokens[:-1]), (True, tokens)):
         request = request_of(tokens)
         request.ends, request.finish_reason = frozenset({tokens[-1]}), "stop"
-        form = TextFormat(tokenizer, keeps_stop=keeps)
+        form = TextFormat(Decoding(tokenizer), keeps_stop=keeps)
         text = AnswerText(request, form)
         text.read()
         assert text.text == text.whole == form.text_of(request, tokens) == decoded(tokenizer, wanted, True)

@@ -12,7 +12,7 @@ import torch
 import compiled_llm
 from compiled_llm.compilation.logprobs import TopLogprobs, top_logprobs
 from compiled_llm.compilation.sampling import Sampling
-from compiled_llm.engine.detokenizer import decoded
+from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.logprobs import Logprob, logprobs_of
 from compiled_llm.engine.params import SamplingParams
@@ -84,7 +84,7 @@ def the_first_in_the_text_stops(engine: Engine) -> None:
 
 def text_is_that_of_the_answer_alone(engine: Engine) -> None:
     tokenizer = byte_fallback()
-    assert decoded(tokenizer, tokenizer.convert_tokens_to_ids(["▁fox"]), skip_special_tokens=True) == "fox"
+    assert Decoding(tokenizer).text(tokenizer.convert_tokens_to_ids(["▁fox"]), skip_special_tokens=True) == "fox"
 
 
 def words_are_short(engine: Engine) -> None:

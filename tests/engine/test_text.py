@@ -185,6 +185,39 @@ def test_many_streams_at_once_each_give_their_text_in_order(engine: Engine) -> N
     assert len(threads()) == 1
 
 
+@pytest.mark.parametrize("as_text", [True, False])
+def test_an_event_loop_is_woken_once_a_step_for_all_its_streams(engine: Engine, as_text: bool) -> None:
+    woken = 0
+
+    async def read(handle: RequestHandle) -> None:
+        async for _ in handle.text() if as_text else handle:
+            pass
+
+    async def read_all() -> None:
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+
+        def counted(*arguments: Any) -> Any:
+            nonlocal woken
+            woken += 1
+            return wake(*arguments)
+
+        loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
+        with engine.paused():
+            handles = [engine.submit(PROMPT, settings(number)) for number in range(16)]
+        await asyncio.gather(*map(read, handles))
+
+    asyncio.run(read_all())
+    assert 0 < woken <= engine.stats().steps + 20
+
+
+def test_in_the_thread_that_has_paused_the_engine_a_stream_says_so(engine: Engine) -> None:
+    handle = engine.submit(PROMPT, settings())
+    with engine.paused(), pytest.raises(RuntimeError, match="paused, or running, in this thread"):
+        "".join(handle.text())
+    assert "".join(handle.text()) == handle.result(PATIENCE).text
+
+
 def test_a_stream_may_begin_late_and_be_read_again(engine: Engine) -> None:
     handle = engine.submit(PROMPT, settings())
     text = handle.result(PATIENCE).text
