@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_llm_ops import top_logprobs
+
 _AT_ONCE = 2**24
-"""Numbers of ``[R, V]`` float32 that are computed together."""
-_TILE = 128
-"""Neighbouring tokens, of which the largest says whether any can be among the likeliest."""
+"""Numbers of ``[R, V]`` float32 that are sorted together."""
 
 
 class Filters(NamedTuple):
@@ -37,7 +37,7 @@ class Filters(NamedTuple):
     min_p: Tensor
 
 
-class TopLogprobs(NamedTuple):
+class ScoredTokens(NamedTuple):
     """What has come of the logits of some rows, on the host.
 
     Attributes:
@@ -53,15 +53,15 @@ class TopLogprobs(NamedTuple):
     tokens: NDArray[np.int32]
 
     @classmethod
-    def unpacked(cls, numbers: NDArray[np.int32], rows: int) -> TopLogprobs:
-        """Return what ``top_logprobs`` has packed."""
+    def unpacked(cls, numbers: NDArray[np.int32], rows: int) -> ScoredTokens:
+        """Return what ``score_tokens`` has packed."""
         columns = numbers.reshape(rows, -1)
         most = columns.shape[1] // 2 - 1
         values = np.ascontiguousarray(columns[:, 2 : 2 + most]).view(np.float32)
         return cls(columns[:, 0].copy().view(np.float32), columns[:, 1], values, columns[:, 2 + most :])
 
 
-def top_logprobs(logits: Tensor, tokens: Tensor, most: int, filters: Filters | None = None) -> Tensor:
+def score_tokens(logits: Tensor, tokens: Tensor, most: int, filters: Filters | None = None) -> Tensor:
     """Compute log-probabilities in float32, and wait for nothing.
 
     Args:
@@ -71,49 +71,17 @@ def top_logprobs(logits: Tensor, tokens: Tensor, most: int, filters: Filters | N
         filters: what is left out of the distribution; None for nothing.
 
     Returns:
-        ``[R * (2 + 2 * K)]`` int32, for ``TopLogprobs.unpacked``.
+        ``[R * (2 + 2 * K)]`` int32, for ``ScoredTokens.unpacked``.
     """
+    if filters is None:
+        return top_logprobs(logits, tokens, most).view(-1)
     rows = max(1, _AT_ONCE // logits.shape[1])
     parts = []
     for start in range(0, len(logits), rows):
         some = slice(start, start + rows)
-        of_some = None if filters is None else Filters(*(column[some] for column in filters))
-        parts.append(_packed(logits[some], tokens[some], most, of_some))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(-1)
-
-
-def _packed(logits: Tensor, tokens: Tensor, most: int, filters: Filters | None) -> Tensor:
-    scores = logits if filters is None else processed(logits, filters)
-    values = torch.log_softmax(scores, dim=-1, dtype=torch.float32)
-    chosen = values.gather(1, tokens.clamp(min=0)[:, None])
-    ranks = (values > chosen).sum(dim=-1, keepdim=True) + 1
-    columns = [chosen.view(torch.int32), ranks.int()]
-    if most:
-        best, at = _likeliest(values, most)
-        columns += [best.view(torch.int32), at.int()]
-    return torch.cat(columns, dim=1)
-
-
-def _likeliest(values: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return the ``most`` largest of each row and their places, in descending order.
-
-    They lie in the tiles with the largest maxima, so that a small part of each row is sorted.
-    """
-    tiles = values.shape[1] // _TILE
-    if tiles <= most:
-        return values.topk(most)
-    rest = tiles * _TILE
-    tiled = values[:, :rest].unflatten(1, (tiles, _TILE))
-    where = tiled.amax(dim=-1).topk(most, sorted=False).indices[:, :, None]
-    inside = torch.arange(_TILE, device=values.device)
-    found = tiled.gather(1, where.expand(-1, -1, _TILE)).flatten(1)
-    places = (where * _TILE + inside).flatten(1)
-    if rest < values.shape[1]:
-        found = torch.cat([found, values[:, rest:]], dim=1)
-        beyond = torch.arange(rest, values.shape[1], device=values.device).expand(len(values), -1)
-        places = torch.cat([places, beyond], dim=1)
-    best, at = found.topk(most)
-    return best, places.gather(1, at)
+        scores = processed(logits[some], Filters(*(column[some] for column in filters)))
+        parts.append(top_logprobs(scores, tokens[some], most))
+    return torch.cat(parts).view(-1)
 
 
 def processed(logits: Tensor, filters: Filters) -> Tensor:

@@ -17,7 +17,7 @@ from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError as QueueFullError
 from compiled_llm.engine.intake import requests_for
-from compiled_llm.engine.logprobs import LogprobsMode, check_mode
+from compiled_llm.engine.logprobs import LogprobsMode, check_mode, prepare_logprobs
 from compiled_llm.engine.loop import LoopSettings
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.output import RequestOutput
@@ -203,6 +203,7 @@ class Engine:
             raise ValueError(f"rows: {wrong[0]!r} is not a whole number between 1 and max_rows={self._max_rows}")
         with self._driver.paused():
             self._runtime.prepare(sizes)
+            prepare_logprobs(self._driver.check.look())
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, overload
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from compiled_llm.compilation.logprobs import Filters, TopLogprobs, neutral, top_logprobs
+from compiled_llm.compilation.logprobs import Filters, ScoredTokens, neutral, score_tokens
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.engine.request import Request
 from compiled_llm.execution.batch import Step
@@ -38,7 +39,7 @@ class Logprobs(Sequence[dict[int, Logprob]]):
     Each has its own token's first, then those of the likeliest ones.
     """
 
-    def __init__(self, places: Sequence[tuple[TopLogprobs, int]], tokens: Sequence[int], most: int) -> None:
+    def __init__(self, places: Sequence[tuple[ScoredTokens, int]], tokens: Sequence[int], most: int) -> None:
         """Keep where they are.
 
         Args:
@@ -76,7 +77,7 @@ class Logprobs(Sequence[dict[int, Logprob]]):
         return sum((float(scored.chosen[row]) for (scored, row), _ in self._places), 0.0)
 
 
-def logprobs_of(scored: TopLogprobs, row: int, token: int, most: int) -> dict[int, Logprob]:
+def logprobs_of(scored: ScoredTokens, row: int, token: int, most: int) -> dict[int, Logprob]:
     """Return the entries of one place: the token that stands there first, then the ``most`` likeliest ones.
 
     Args:
@@ -122,6 +123,17 @@ def check_mode(mode: LogprobsMode, requests: Iterable[Request]) -> None:
         )
 
 
+def prepare_logprobs(device_model: DeviceModel) -> None:
+    """Have the kernels compiled that compute them; no recording has these."""
+    device_model.thread.call(_score_nothing, device_model)
+
+
+def _score_nothing(device_model: DeviceModel) -> None:
+    state = device_model.state
+    logits = torch.zeros_like(state.slots.tables.counts[:1], dtype=state.pages[0].dtype)
+    score_tokens(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
+
+
 class Arriving(NamedTuple):
     """Log-probabilities on their way to the host.
 
@@ -135,7 +147,7 @@ class Arriving(NamedTuple):
 
     def hand_out(self) -> None:
         """Give them to requests that have not ended; a token that comes for one that has is dropped, too."""
-        scored = TopLogprobs.unpacked(self.readback.array(), len(self.requests))
+        scored = ScoredTokens.unpacked(self.readback.array(), len(self.requests))
         for row, request in enumerate(self.requests):
             if not request.done:
                 request.scored.append((scored, row))
@@ -158,7 +170,7 @@ class ArrivingPrompt(NamedTuple):
 
     def hand_out(self) -> None:
         """Give them to the request, those that it does not have: it may have begun again."""
-        scored, known = TopLogprobs.unpacked(self.readback.array(), self.length), self.request.prompt_scored
+        scored, known = ScoredTokens.unpacked(self.readback.array(), self.length), self.request.prompt_scored
         if self.start <= len(known):
             known += [(scored, row) for row in range(len(known) - self.start, self.length)]
 
@@ -227,7 +239,7 @@ class _Group:
             logits, tokens = logits.index_select(0, self._there), tokens.index_select(0, self._there)
         if self._filtered and self._filters is None:
             self._filters = self._uploaded(device_model, logits.shape[1])
-        return top_logprobs(logits, tokens, min(self._most, logits.shape[1]), self._filters)
+        return score_tokens(logits, tokens, min(self._most, logits.shape[1]), self._filters)
 
     def _uploaded(self, device_model: DeviceModel, vocabulary: int) -> Filters:
         each = [neutral(vocabulary) | _filters(request.sampling) for request in self.requests]

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm.compilation.logprobs import TopLogprobs
+from compiled_llm.compilation.logprobs import ScoredTokens
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.kvcache.row import Row
 
@@ -77,8 +77,8 @@ class Request:
     arrival: int = field(default_factory=_arrivals.__next__)
     row: Row | None = None
     tokens: list[int] = field(default_factory=list)
-    scored: list[tuple[TopLogprobs, int]] = field(default_factory=list)
-    prompt_scored: list[tuple[TopLogprobs, int]] = field(default_factory=list)
+    scored: list[tuple[ScoredTokens, int]] = field(default_factory=list)
+    prompt_scored: list[tuple[ScoredTokens, int]] = field(default_factory=list)
     generation: int = 0
     cached: int | None = None
     finish_reason: FinishReason | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from compiled_llm.compilation.logprobs import top_logprobs
+from compiled_llm.compilation.logprobs import score_tokens
 from compiled_llm.engine.logprobs import ArrivingPrompt, Watch
 from compiled_llm.engine.plan import Chunk
 from compiled_llm.execution.batch import Extension
@@ -29,7 +29,7 @@ def run_scored(device_model: DeviceModel, persistent: PersistentBatch, chunk: Ch
     following = request.prompt[start + 1 : start + 1 + count]
     (tokens,) = device_model.state.staging.to_device([following])
     most = min(request.prompt_logprobs or 0, logits.shape[1])
-    numbers = top_logprobs(logits[: len(following)], tokens, most)
+    numbers = score_tokens(logits[: len(following)], tokens, most)
     watch.add(ArrivingPrompt(request, start, len(following), device_model.readbacks.start(numbers)))
     if not chunk.ends:
         return tokens[:0]

@@ -22,6 +22,7 @@ from compiled_llm_ops.contracts import (
 from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
+from compiled_llm_ops.logprobs import top_logprobs
 from compiled_llm_ops.sampling import NOT_A_TOKEN, sample_tokens, uniform_numbers, uniform_of
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "plan_paged_attention",
     "sample_tokens",
     "skinny_linear",
+    "top_logprobs",
     "uniform_numbers",
     "uniform_of",
 ]

@@ -228,6 +228,14 @@ class SampleTokens(NamedTuple):
     recent: Tensor
 
 
+class TopLogprobs(NamedTuple):
+    """What ``top_logprobs`` takes."""
+
+    logits: Tensor
+    tokens: Tensor
+    most: int
+
+
 class UniformNumbers(NamedTuple):
     """What ``uniform_numbers`` takes."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compiled_llm
-from compiled_llm.compilation.logprobs import TopLogprobs, top_logprobs
+from compiled_llm.compilation.logprobs import ScoredTokens, score_tokens
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.engine import Engine
@@ -102,8 +102,8 @@ def nothing_left_is_refused(engine: Engine) -> None:
 
 
 def equally_likely_tokens_share_a_rank(engine: Engine) -> None:
-    numbers = top_logprobs(torch.tensor([[0.0, 1.0, 1.0, -1.0]]), torch.tensor([2]), 3).numpy()
-    entries = logprobs_of(TopLogprobs.unpacked(numbers, 1), row=0, token=2, most=3)
+    numbers = score_tokens(torch.tensor([[0.0, 1.0, 1.0, -1.0]]), torch.tensor([2]), 3).numpy()
+    entries = logprobs_of(ScoredTokens.unpacked(numbers, 1), row=0, token=2, most=3)
     assert {token: entry.rank for token, entry in entries.items()} == {2: 1, 1: 1, 0: 3}
     assert Logprob._fields == ("logprob", "rank")
 

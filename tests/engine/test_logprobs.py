@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compilation.logprobs import Filters, TopLogprobs, processed, top_logprobs
+from compiled_llm.compilation.logprobs import Filters, ScoredTokens, processed, score_tokens
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.logprobs import Logprob, logprobs_of
 from compiled_llm.engine.loop import Loop
@@ -147,7 +147,7 @@ def test_filters_keep_what_tokens_are_drawn_from(seed):
 def test_ranks_of_tokens_that_are_equally_likely(vocabulary, seed):
     logits = torch.randn(5, vocabulary).mul(2).round().bfloat16()
     tokens = torch.randint(vocabulary, (5,))
-    scored = TopLogprobs.unpacked(top_logprobs(logits, tokens, 4).numpy(), 5)
+    scored = ScoredTokens.unpacked(score_tokens(logits, tokens, 4).numpy(), 5)
     expected = torch.log_softmax(logits.float(), dim=-1)
     assert np.allclose(scored.values, expected.topk(4).values, atol=1e-6)
     for row, token in enumerate(tokens.tolist()):
@@ -156,11 +156,14 @@ def test_ranks_of_tokens_that_are_equally_likely(vocabulary, seed):
             assert rank == 1 + int((expected[row] > expected[row, other]).sum())
 
 
-def test_many_rows_are_computed_some_at_a_time(monkeypatch, seed):
+@pytest.mark.parametrize("filtered", [False, True])
+def test_many_rows_are_computed_some_at_a_time(filtered, monkeypatch, seed):
     logits, tokens = torch.randn(7, 500), torch.randint(500, (7,))
-    whole = top_logprobs(logits, tokens, 3)
-    monkeypatch.setattr("compiled_llm.compilation.logprobs._AT_ONCE", 1000)
-    assert torch.equal(top_logprobs(logits, tokens, 3), whole)
+    filters = Filters(torch.rand(7) + 0.5, torch.randint(1, 500, (7,)), torch.rand(7), torch.rand(7) / 9)
+    whole = score_tokens(logits, tokens, 3, filters if filtered else None)
+    for module in ("compiled_llm.compilation.logprobs", "compiled_llm_ops.logprobs"):
+        monkeypatch.setattr(f"{module}._AT_ONCE", 1000)
+    assert torch.equal(score_tokens(logits, tokens, 3, filters if filtered else None), whole)
 
 
 def test_an_unknown_mode():

@@ -241,6 +241,10 @@ def normed_linear_cases() -> list[tuple[Any, ...]]:
     return cases
 
 
+def logprob_cases() -> list[tuple[Any, ...]]:
+    return [(torch.randn(rows, 40), torch.randint(40, (rows,)), most) for rows, most in ((1, 0), (3, 5))]
+
+
 def uniform_cases() -> list[tuple[Any, ...]]:
     return [(torch.randint(2**62, (count,)), torch.randint(4096, (count,))) for count in (1, 5)]
 
@@ -256,5 +260,6 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "plan_paged_attention": plan_cases,
     "sample_tokens": sample_cases,
     "skinny_linear": linear_cases,
+    "top_logprobs": logprob_cases,
     "uniform_numbers": uniform_cases,
 }

@@ -1,0 +1,83 @@
+"""The kernels of log-probabilities, under Triton's interpreter on the CPU; `test_logprobs_gpu.py` runs them on a GPU.
+
+Triton decides at import whether it interprets, so the tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm_ops import top_logprobs
+from compiled_llm_ops.contracts import TopLogprobs
+from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
+from support.logprob_cases import check_packed, logits_of
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
+
+KINDS = ["normal", "ties", "filtered", "strided"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_plain_pytorch(kind: str, dtype: torch.dtype, seed: int) -> None:
+    logits, tokens = logits_of(kind, 5, 700, dtype), torch.tensor([0, 699, 5, -1, 44])
+    for most in (0, 1, 20, 700):
+        check_packed(top_logprobs(logits, tokens, most), logits, tokens, most)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((torch.zeros(2, 5), torch.zeros(3, dtype=torch.int64), 1), r"tokens must be \[2\] int64; got \[3\]"),
+        ((torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), 6), "most=6 must be from 0 to 5"),
+        ((torch.zeros(5), torch.zeros(5, dtype=torch.int64), 1), r"logits must be \[R, V\] floats"),
+    ],
+)
+def test_what_does_not_fit_is_refused(given: tuple[Tensor, Tensor, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        top_logprobs(*given)
+
+
+@pytest.mark.slow
+@not_interpreted
+def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
+    check_interpreted(__file__, request.config)
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.parametrize(("dtype", "tiles"), [("bf16", 2048), ("fp32", 1)])
+def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes what Triton's compiler does not."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from compiled_llm_ops.kernels import logprobs as kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    numbers = dict.fromkeys(("stride", "vocabulary", "tiles", "spans", "most"), "i32")
+    types = {"logits": f"*{dtype}", "tokens": "*i64", "likelier": "*i32", "packed": "*i32", **numbers}
+    for kernel, constants in (
+        (kernels._summarise_for_logprobs, {}),
+        (kernels._take_likeliest, {"padded_tiles": tiles, "padded_spans": max(1, tiles // 32)}),
+    ):
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
+        places = {(names.index(name),): value for name, value in constants.items()}
+        compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [5, 128, 5000])
+def test_kernels(vocabulary: int, dtype: torch.dtype, kind: str, seed: int) -> None:
+    from compiled_llm_ops.kernels import logprobs as kernels
+
+    logits, tokens = logits_of(kind, 3, vocabulary, dtype), torch.tensor([0, vocabulary - 1, -1])
+    for most in (0, 1, min(20, vocabulary)):
+        check_packed(kernels.top_logprobs(TopLogprobs(logits, tokens, most)), logits, tokens, most)
