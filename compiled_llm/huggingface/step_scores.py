@@ -75,10 +75,12 @@ def check_room(call: Call) -> None:
     Raises:
         ValueError: there is not.
     """
+    if not (call.wants_scores() and _runs_to_the_end(call)):
+        return  # before the device is asked for its memory: that takes longer than all else before the first token
     rows, width = len(call.input_ids), logits_width(call.runtime.facts.model)
     kinds = 1 + (call.wants_scores("output_scores") and call.wants_scores("output_logits") and bool(call.processors))
     needed, free = 4 * call.most_new * rows * width * kinds, free_bytes(call.device_model.device)
-    if call.wants_scores() and needed > free and _runs_to_the_end(call):
+    if needed > free:
         raise ValueError(
             f"output_scores, output_logits: {call.most_new} steps of {rows} rows and {width} tokens take "
             f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; give fewer rows or max_new_tokens, wrap "

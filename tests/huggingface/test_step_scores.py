@@ -132,3 +132,14 @@ def test_memory_that_is_not_there(models, seed, monkeypatch):
     assert len(ours.scores) == len(theirs.scores)  # it may end early, and HuggingFace's loop takes memory as it goes
     del ours
     assert_account_is_empty(wrapped)
+
+
+def test_only_calls_that_keep_scores_ask_for_free_memory(models, seed, monkeypatch):
+    """On a GPU the question takes longer than all else before the first token."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr("compiled_llm.huggingface.step_scores.free_bytes", lambda device: asked.append(device) or 2**40)
+    _, wrapped = models
+    greedy(wrapped, mixed_prompts([4, 6], 128, seed), 3)
+    assert not asked
+    greedy(wrapped, mixed_prompts([4, 6], 128, seed), 3, **BOTH)
+    assert asked
