@@ -9,11 +9,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+Task = tuple[asyncio.AbstractEventLoop, asyncio.Event]
+"""What waits in an event loop, and what wakes it."""
+
 logger = logging.getLogger("compiled_llm.engine")
 
 
 class Listeners:
-    """Waits in any thread and any event loop, and is told when something has changed."""
+    """Waits in any thread and any event loop, and is told when something has changed.
+
+    Attributes:
+        count: how many wait; in each step of many requests nobody does for most.
+    """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         """Begin with nobody.
@@ -29,39 +36,54 @@ class Listeners:
         self._changed = threading.Condition()
         self._threads = 0
         self._functions: set[Callable[[], object]] = set()
-        self._tasks: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
-
-    def __bool__(self) -> bool:
-        """Whether anybody waits; in each step of many requests nobody does for most."""
-        return self._threads > 0 or bool(self._tasks) or bool(self._functions)
+        self._tasks: set[Task] = set()
+        self.count = 0
 
     def add(self, function: Callable[[], object]) -> None:
         """Have a function called whenever something has changed."""
-        self._functions.add(function)
+        with self._changing():
+            self._functions.add(function)
 
     def wait_until(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait in this thread, ``timeout`` seconds at most; whether it is ``ready``."""
         if not ready():
             self._check()
         with self._changed:
-            self._threads += 1  # whoever does not see this has changed everything before, and ``ready`` is asked now
+            with (
+                self._changing()
+            ):  # whoever does not see this has changed everything before, and ``ready`` is asked now
+                self._threads += 1
             try:
                 return self._changed.wait_for(ready, timeout)
             finally:
-                self._threads -= 1
+                with self._changing():
+                    self._threads -= 1
 
     @contextmanager
     def listening(self) -> Iterator[asyncio.Event]:
         """Yield an event of the running event loop that is set whenever something has changed."""
         event = asyncio.Event()
         task = asyncio.get_running_loop(), event
-        self._tasks.add(task)
+        with self._changing():
+            self._tasks.add(task)
         try:
             yield event
         finally:
-            self._tasks.discard(task)
+            self.forget([task])
 
-    def _tell_threads(self) -> None:
+    def forget(self, tasks: Iterable[Task]) -> None:
+        """Tell these no more."""
+        with self._changing():
+            self._tasks.difference_update(tasks)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._changed:
+            yield
+            self.count = self._threads + len(self._functions) + len(self._tasks)
+
+    def tell_threads(self) -> Sequence[Task]:
+        """Wake threads and call functions, and return the tasks that are to be told."""
         if self._threads:
             with self._changed:
                 self._changed.notify_all()
@@ -69,25 +91,26 @@ class Listeners:
             try:
                 function()
             except Exception as error:  # that ends nobody's request
-                self._functions.discard(function)
                 logger.warning("compiled_llm: a listener has failed, and hears no more: %s", error)
+                with self._changing():
+                    self._functions.discard(function)
+        return tuple(self._tasks)
 
 
 def tell(several: Sequence[Listeners]) -> None:
     """Wake whoever waits for one of these; each event loop once, however many of its tasks wait."""
-    tasks: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Event]] = defaultdict(list)
+    loops: defaultdict[asyncio.AbstractEventLoop, list[Task]] = defaultdict(list)
     for listeners in several:
-        listeners._tell_threads()
-        for loop, event in tuple(listeners._tasks):
-            tasks[loop].append(event)
-    for loop, events in tasks.items():
+        for task in listeners.tell_threads():
+            loops[task[0]].append(task)
+    for loop, tasks in loops.items():
         try:
-            loop.call_soon_threadsafe(_set, events)
+            loop.call_soon_threadsafe(_wake, tasks)
         except RuntimeError:  # it was closed in the midst of it; nobody waits there any more
             for listeners in several:
-                listeners._tasks -= {(loop, event) for event in events}
+                listeners.forget(tasks)
 
 
-def _set(events: Iterable[asyncio.Event]) -> None:
-    for event in events:
+def _wake(tasks: Iterable[Task]) -> None:
+    for _, event in tasks:
         event.set()

@@ -59,7 +59,7 @@ class OutputThread:
 
     def tell(self, handles: Iterable[Told | None]) -> None:
         """Tell whoever waits for these requests, once their text is made."""
-        awaited = [handle for handle in handles if handle is not None and (handle.has_text or handle.listeners)]
+        awaited = [handle for handle in handles if handle is not None and (handle.has_text or handle.listeners.count)]
         if not awaited:
             return
         if texts := [handle for handle in awaited if handle.has_text]:

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 MOST_BIASED = 300
 """How many tokens ``logit_bias`` may have, as in OpenAI's API."""
 
-_LATER = ("structured_outputs", "guided_decoding", "logits_processors", "best_of")
+_LATER = (
+    *("structured_outputs", "guided_decoding", "logits_processors", "best_of"),
+    *("detokenize", "spaces_between_special_tokens"),
+)
 """Names that vLLM's users know and the engine does not serve."""
 
 _OF_GENERATE = {

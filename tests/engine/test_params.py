@@ -205,7 +205,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 21}, "prompt_logprobs=21 must be from 0 to 20"),
     *(({"logprobs": value}, f"logprobs={value} must be from 0 to 20") for value in (21, -1, True, 1.5)),
     *(({name: 1}, f"{name}=1 must be True") for name in ("include_stop_str_in_output", "skip_special_tokens")),
-    *(({name: []}, f"{name}: the engine") for name in ("logits_processors", "structured_outputs")),
+    *(({name: []}, f"{name}: the engine") for name in ("logits_processors", "structured_outputs", "detokenize")),
 ]
 
 

@@ -1,0 +1,128 @@
+"""Clients of every kind read text, stop, leave and are late, all at once, while the engine is paused and closed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import compiled_llm
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.output import RequestOutput
+from compiled_llm.engine.params import SamplingParams
+from support.parity import assert_account_is_empty
+from support.text_tokenizers import byte_level
+from support.tiny_models import tiny_qwen3
+
+PROMPT = list(range(3, 23))
+PATIENCE = 60.0
+
+
+def decode(tokens: list[int]) -> str:
+    return str(byte_level().decode(tokens, skip_special_tokens=True))
+
+
+class Client:
+    """One that asks six times, for answers that it knows."""
+
+    def __init__(self, engine: Engine, known: list[list[int]], draw: random.Random) -> None:
+        self.engine, self.known, self.draw = engine, known, draw
+        self.kinds: list[Callable[[], None]] = [self.wait, self.read, self.read_tokens, self.leave, self.read_together]
+
+    def ask(self) -> None:
+        for _ in range(6):
+            self.seed = self.draw.randrange(len(self.known))
+            text = decode(self.known[self.seed])
+            start = self.draw.randrange(len(text) - 4)
+            stop = text[start : start + self.draw.randint(1, 3)]
+            self.stop = "\0" if "\ufffd" in stop else stop
+            self.params = SamplingParams(seed=self.seed, max_tokens=60, ignore_eos=True, stop=self.stop)
+            try:
+                self.draw.choice(self.kinds)()
+            except RuntimeError as error:
+                if "closed" not in str(error):
+                    raise
+
+    def check(self, output: RequestOutput, text: str | None = None) -> None:
+        assert text is None or text == output.text
+        if output.finish_reason in ("stop", "length"):
+            tokens, whole = self.known[self.seed], decode(self.known[self.seed])
+            for count in range(1, len(tokens) + 1):
+                before = decode(tokens[:count])
+                if self.stop in before and not before.endswith("\ufffd"):
+                    tokens, whole = tokens[:count], before[: before.index(self.stop)]
+                    break
+            assert (output.token_ids, output.text) == (tokens, whole)
+
+    def wait(self) -> None:
+        self.check(self.engine.generate(PROMPT, self.params)[0])
+
+    def read(self) -> None:
+        handle = self.engine.submit(PROMPT, self.params, timeout=self.draw.choice([None, 0.01]))
+        text = "".join(handle.text())
+        self.check(handle.result(PATIENCE), text)
+
+    def read_tokens(self) -> None:
+        handle = self.engine.submit(PROMPT, self.params)
+        tokens = list(handle)
+        output = handle.result(PATIENCE)
+        assert tokens == output.token_ids
+        self.check(output)
+
+    def leave(self) -> None:
+        handle = self.engine.submit(PROMPT, self.params)
+        pieces = iter(handle.text())
+        first = next(pieces, "")
+        handle.cancel()
+        self.check(handle.result(PATIENCE), first + "".join(pieces))
+
+    def read_together(self) -> None:
+        async def read() -> None:
+            handle = self.engine.submit(PROMPT, self.params)
+            text = "".join([piece async for piece in handle.text()])
+            self.check(await handle, text)
+
+        async def read_all() -> None:
+            await asyncio.gather(*(read() for _ in range(3)))
+
+        asyncio.run(read_all())
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.whole)])
+def test_clients_of_every_kind_get_their_text(monkeypatch: Any, seed: int, late: bool, rounds: int) -> None:
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
+    options: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "2500 tokens", "progress": False}
+    model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=1, vocab_size=380), **options)
+    draw, errors = random.Random(seed), list[BaseException]()
+    with Engine(model, tokenizer=byte_level()) as engine:
+        params = [SamplingParams(seed=number, max_tokens=60, ignore_eos=True) for number in range(20)]
+        known = [output.token_ids for output in engine.generate([PROMPT] * 20, params)]
+
+    def run(client: Client) -> None:
+        try:
+            client.ask()
+        except BaseException as error:
+            errors.append(error)
+
+    for _ in range(rounds):
+        engine = Engine(model, tokenizer=byte_level(), max_rows=draw.choice([2, 8, 64]))
+        clients = [Client(engine, known, random.Random(draw.random())) for _ in range(6)]
+        threads = [threading.Thread(target=run, args=[client]) for client in clients]
+        for thread in threads:
+            thread.start()
+        with engine.paused(weights_stay=True):
+            pass
+        if draw.random() < 0.3:
+            engine.close()
+        for thread in threads:
+            thread.join(PATIENCE)
+        engine.close()
+        assert not errors
+        assert_account_is_empty(model)
