@@ -46,6 +46,7 @@ _NO_TOKEN = tl.constexpr(2**31 - 1)
 _MOST_COUNTED = tl.constexpr(2**15 - 1)
 _HUGE = tl.constexpr(1e30)
 _WIDE_WARPS = 4
+_WIDE_REGISTERS = 48  # what rows without edits need; without a bound, others would leave room for fewer blocks of them
 _ROW_WARPS = 16
 
 
@@ -74,7 +75,9 @@ def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
         args.frequency_penalty, args.counts, args.allowed, args.biases, args.recent,
     )  # fmt: skip
     shared = (logits, logits.stride(0), *tables, vocabulary, largest, mass, tiles)
-    _summarise_for_sampling[(rows, triton.cdiv(vocabulary, _SPAN.value))](*shared, num_warps=_WIDE_WARPS)
+    _summarise_for_sampling[(rows, triton.cdiv(vocabulary, _SPAN.value))](
+        *shared, num_warps=_WIDE_WARPS, maxnreg=_WIDE_REGISTERS
+    )  # fmt: skip
     _sample_rows[(rows,)](
         *shared, args.top_k, args.top_p, args.min_p, args.uniform, found, candidates, candidate_scores, chosen,
         not_a_token, padded_tiles=triton.next_power_of_2(tiles), num_warps=_ROW_WARPS,
@@ -133,21 +136,38 @@ def _logits(source, token):
 
 @triton.jit
 def _biased(logits, token, biases, recent, edits, position):
-    """Add the biases that hold; only those are looked at whose tokens may be among these."""
-    entry = tl.arange(0, _MOST_BIASES)
-    tokens = tl.load(biases + entry, mask=entry < edits // _BIASED, other=_NO_TOKEN)
+    """Add the biases that hold to tokens that come in whole tiles; each tile looks at its own biases alone."""
+    groups: tl.constexpr = token.shape[0] // _TILE
+    logits, token = tl.reshape(logits, (groups, _TILE)), tl.reshape(token, (groups, _TILE))
+    first_token = tl.min(token, axis=1)
+    begin = _entries_below(biases, edits // _BIASED, first_token)
+    count = _entries_below(biases, edits // _BIASED, first_token + _TILE) - begin
     followed = (edits // _FOLLOWING) & _MOST_FOLLOWED
-    first = tl.sum((tokens < tl.min(token, axis=0)).to(tl.int32), axis=0)
-    end = tl.sum((tokens <= tl.max(token, axis=0)).to(tl.int32), axis=0)
-    for at in range(first, end):
-        bias = biases + at
-        value = tl.load(bias + _MOST_BIASES).to(tl.float32, bitcast=True)
-        holds = (tl.load(bias + 2 * _MOST_BIASES) <= position) & (position < tl.load(bias + 3 * _MOST_BIASES))
+    for number in range(tl.max(count, axis=0)):
+        bias, exists = biases + begin + number, number < count
+        value = tl.load(bias + _MOST_BIASES, mask=exists, other=0).to(tl.float32, bitcast=True)
+        holds = exists & (tl.load(bias + 2 * _MOST_BIASES, mask=exists, other=0) <= position)
+        holds = holds & (position < tl.load(bias + 3 * _MOST_BIASES, mask=exists, other=0))
         for back in range(1, followed + 1):
-            wanted = tl.load(bias + (3 + back) * _MOST_BIASES)
+            wanted = tl.load(bias + (3 + back) * _MOST_BIASES, mask=exists, other=-1)
             holds = holds & ((wanted < 0) | (wanted == tl.load(recent + ((position - back) & _MOST_FOLLOWED))))
-        logits += tl.where(holds & (token == tl.load(bias)), value, 0.0)
-    return logits
+        chosen = tl.load(bias, mask=holds, other=-1)
+        logits += tl.where(token == chosen[:, None], value[:, None], 0.0)
+    return tl.reshape(logits, (groups * _TILE,))
+
+
+@triton.jit
+def _entries_below(biases, count, token):
+    """Return how many of the first ``count`` biases, whose tokens ascend, have a token below each of ``token``."""
+    low = tl.zeros_like(token)
+    high = low + count
+    for _ in tl.static_range(10):  # 2**9 biases at most
+        middle = (low + high) // 2
+        inside = low < high
+        below = inside & (tl.load(biases + middle, mask=inside, other=_NO_TOKEN) < token)
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(inside & ~below, middle, high)
+    return low
 
 
 @triton.jit

@@ -116,7 +116,7 @@ class _Maker:
             seed=self.number(1000),
             **self.callbacks(0.25),
         )
-        return _where_signals_go(step)
+        return _in_float32_if_biased(_where_signals_go(step))
 
     def may_be_embedded(self, settings: dict[str, Any]) -> bool:
         chunked = "prefill_chunk_size" in settings
@@ -265,3 +265,9 @@ class _Maker:
 def _where_signals_go(call: Generate) -> Generate:
     """A call that presses Ctrl-C in the main thread: only that one sees it, and would leave another one behind."""
     return replace(call, around="") if call.around == "thread" and "'signals'" in repr(call) else call
+
+
+def _in_float32_if_biased(call: Generate) -> Generate:
+    """A call that HuggingFace can run: its biases have the default type, and its table of them is float32."""
+    biased = {"bad_words_ids", "sequence_bias"} & set(call.settings)
+    return replace(call, around="") if biased and call.around == "default float64" else call
