@@ -100,7 +100,7 @@ def token_logprobs(request: Request, tokens: Sequence[int]) -> Logprobs | None:
     return None if request.logprobs is None else Logprobs(request.scored, tokens, request.logprobs)
 
 
-def prompt_logprobs(request: Request) -> Sequence[dict[int, Logprob] | None] | None:
+def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
     """Return the entries of each of a prompt's tokens, as far as they were computed; None if nobody wants them."""
     if request.prompt_logprobs is None:
         return None
@@ -189,8 +189,10 @@ class Watch:
             mode: of which distribution.
         """
         self._device_model = device_model
-        groups = [_Group(requests, mode) for requests in launches if requests]
-        self._groups = {group.first: group for group in groups if group.requests}
+        self._groups: dict[Row, _Group] = {}
+        for requests in launches:
+            if at := [at for at, request in enumerate(requests) if request.logprobs is not None]:
+                self._groups[requests[0].running_row] = _Group(requests, at, mode)
         self._arriving: list[Arriving | ArrivingPrompt] = []
 
     def __bool__(self) -> bool:
@@ -218,24 +220,22 @@ class _Group:
     """The requests of one launch that want log-probabilities.
 
     Attributes:
-        first: the first row of the launch, which no other launch of the plan has.
         requests: who wants them.
     """
 
-    def __init__(self, all_of_them: Sequence[Request], mode: LogprobsMode) -> None:
-        self.first: Row = all_of_them[0].running_row
-        self.requests = [request for request in all_of_them if request.logprobs is not None]
-        self._most = max((request.logprobs or 0 for request in self.requests), default=0)
-        self._at = [at for at, request in enumerate(all_of_them) if request.logprobs is not None]
-        self._all = len(self._at) == len(all_of_them)
+    def __init__(self, all_of_them: Sequence[Request], at: Sequence[int], mode: LogprobsMode) -> None:
+        """Look what they want who are ``at`` these places of the launch."""
+        self.requests = [all_of_them[place] for place in at]
+        self._most = max(request.logprobs or 0 for request in self.requests)
+        self._at = None if len(at) == len(all_of_them) else np.array(at, dtype=np.int64)
         self._filtered = mode == "processed_logprobs" and any(_filters(request.sampling) for request in self.requests)
         self._there: Tensor | None = None  # where on the device, once that has been uploaded
         self._filters: Filters | None = None
 
     def compute(self, device_model: DeviceModel, logits: Tensor, tokens: Tensor) -> Tensor:
-        if not self._all:
+        if self._at is not None:
             if self._there is None:
-                (self._there,) = device_model.state.staging.to_device([np.array(self._at, dtype=np.int64)])
+                (self._there,) = device_model.state.staging.to_device([self._at])
             logits, tokens = logits.index_select(0, self._there), tokens.index_select(0, self._there)
         if self._filtered and self._filters is None:
             self._filters = self._uploaded(device_model, logits.shape[1])

@@ -155,6 +155,7 @@ class Loop:
         while self.scheduler.running:
             self.scheduler.preempt()
         self.scheduler.again(lost)
+        self._prepared = None
         self._persistent.restart()
 
     def free_leaks(self) -> None:
