@@ -80,7 +80,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._decoding = None if tokenizer is None else Decoding(tokenizer)
         self._max_queue = max_queue
-        self._logprobs_mode = logprobs_mode
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._driver = Driver(model, self._runtime, LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode))
         self._runtime.engine = weakref.ref(self._driver)
         self._runtime.engines.add(self._driver)

@@ -96,7 +96,7 @@ class Loop:
         self.scheduler = scheduler
         self.prefixes = prefixes
         self._persistent = PersistentBatch(device_model.state, device_model.decode)
-        self._logprobs_mode = logprobs_mode
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._prepared: _Prepared | None = None  # for the last plan
         self._launched: deque[_Launched] = deque()
         self.steps = 0

@@ -34,6 +34,9 @@ class Engine(Holder, Protocol):
         """End in a forked process, which has none of its threads; whether requests had pages."""
         ...
 
+    def close(self) -> None:
+        """End all requests; it serves no more."""
+
 
 class Runtime:
     """A model with its compiled side.
