@@ -86,8 +86,11 @@ class RequestHandle:
         """
         if not self.listeners.wait_until(lambda: self.done, timeout):
             raise TimeoutError(f"the request has not ended after {timeout} s; it goes on, unless you cancel() it")
-        self._raise_error()
-        return self.output()
+        output = self.output()
+        for answer in output.outputs:
+            if answer.error is not None:
+                raise answer.error
+        return output
 
     def output(self) -> RequestOutput:
         """Return what it came to, errors included, once it is ``done``."""

@@ -280,6 +280,8 @@ def test_a_tokenizer_that_fails_ends_that_request_alone(model: PreTrainedModel) 
     bad = next(token for token in whole[0][5:] if token not in whole[1])
     with Engine(model, tokenizer=Failing(bad)) as engine:
         for stop in (None, "\0\0"):
+            with pytest.raises(RequestError, match="planted"):
+                engine.submit(PROMPT, settings(stop=stop)).result(PATIENCE)
             failed, fine = (engine.submit(PROMPT, settings(number, stop=stop)) for number in range(2))
             with pytest.raises(RequestError, match="the tokenizer cannot decode the answer: KeyError: 'planted'"):
                 "".join(failed.text())
