@@ -34,9 +34,12 @@ END = 1
 PATIENCE = 60.0
 
 
-@pytest.fixture(params=["read at once", "read a step late"])
+BOTH_WAYS = pytest.mark.parametrize("model", ["read at once", "read a step late"], indirect=True)
+
+
+@pytest.fixture
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
-    late = request.param == "read a step late"
+    late = getattr(request, "param", "read a step late") == "read a step late"
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
     options: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 4, "progress": False}
     plain = tiny_qwen3(eos_token_id=END, num_hidden_layers=1, vocab_size=VOCABULARY)
@@ -78,6 +81,7 @@ def stop_in(tokens: list[int], draw: random.Random) -> str:
     return text[start : start + draw.randint(1, 4)]
 
 
+@BOTH_WAYS
 def test_answers_end_at_stop_strings(engine: Engine, seed: int) -> None:
     draw = random.Random(seed)
     whole = engine.generate([PROMPT] * 8, [settings(number) for number in range(8)])
@@ -102,6 +106,7 @@ def test_an_answer_without_its_stop_string_is_whole(engine: Engine) -> None:
     assert output.text == decode(output.token_ids)
 
 
+@BOTH_WAYS
 def test_tokens_behind_a_stop_string_are_never_seen(engine: Engine, seed: int) -> None:
     whole = engine.generate(PROMPT, settings())[0].token_ids
     stop = stop_in(whole, random.Random(seed))
@@ -112,6 +117,7 @@ def test_tokens_behind_a_stop_string_are_never_seen(engine: Engine, seed: int) -
     assert handle.done
 
 
+@BOTH_WAYS
 def test_a_stop_string_in_the_last_token_counts(engine: Engine) -> None:
     whole = engine.generate(PROMPT, settings())[0].token_ids
     while decode(whole).endswith("\ufffd"):
@@ -121,6 +127,7 @@ def test_a_stop_string_in_the_last_token_counts(engine: Engine) -> None:
     assert (output.finish_reason, output.text) == ("stop", text[: text.index(text[-6:])])
 
 
+@BOTH_WAYS
 def test_several_answers_stop_each_for_itself(engine: Engine) -> None:
     whole = engine.generate(PROMPT, settings(n=3))[0].outputs
     stop = decode(whole[1].token_ids)[5:8]
@@ -134,6 +141,7 @@ def test_several_answers_stop_each_for_itself(engine: Engine) -> None:
         handle.text()
 
 
+@BOTH_WAYS
 def test_stop_strings_are_looked_for_after_min_tokens(engine: Engine) -> None:
     whole = engine.generate(PROMPT, settings(min_tokens=12))[0].token_ids
     stop = decode(whole[:6])[2]
@@ -142,6 +150,7 @@ def test_stop_strings_are_looked_for_after_min_tokens(engine: Engine) -> None:
     assert str(output.text).startswith(decode(whole[:12]).rstrip("\ufffd"))
 
 
+@BOTH_WAYS
 def test_tokens_that_end_an_answer_are_not_in_its_text(engine: Engine) -> None:
     whole = engine.generate(PROMPT, settings())[0].token_ids
     stop = whole[9]
@@ -248,6 +257,7 @@ def test_a_stream_gives_what_a_request_that_is_cancelled_has(engine: Engine) -> 
     assert late.result().finish_reason == "timeout"
 
 
+@BOTH_WAYS
 def test_a_preempted_answer_goes_on_with_its_text(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 4)
     with Engine(model, tokenizer=byte_level(), prefix_cache=False) as engine:
