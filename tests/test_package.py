@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -92,6 +93,7 @@ assert compiled_llm.WrapConfig().mode == "cuda-graphs"
 def test_ops_import_without_transformers_and_flashinfer(tmp_path: Path) -> None:
     code = """
 import sys
+from collections import Counter
 sys.modules.update(transformers=None, flashinfer=None)
 import compiled_llm_ops
 assert "compiled_llm" not in sys.modules
@@ -124,3 +126,9 @@ def test_source_roots_are_no_packages(folder: str) -> None:
 def test_tox_tests_the_built_wheel(package: str) -> None:
     assert location(package).is_relative_to(sys.prefix)
     assert not location(package).is_relative_to(CHECKOUT / package)
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest would import the first of them alone, and report the other as an error, if both are run."""
+    names = Counter(path.name for path in (CHECKOUT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import string
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -213,9 +214,12 @@ def test_the_model_is_looked_at_again_after_code_that_may_have_changed_it(
     """A call's prefill looks in any case."""
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4)
     said, own = [], Runner.step
-    monkeypatch.setattr(
-        Runner, "step", lambda self, unchanged: (said.append(unchanged), own(self, unchanged=unchanged))[1]
-    )
+
+    def step(self: Runner, forced: Any = None, unchanged: bool = False, *others: Any) -> Any:
+        said.append(unchanged)
+        return own(self, forced, unchanged, *others)
+
+    monkeypatch.setattr(Runner, "step", step)
     options = {"streamer": None if streamer is None else streamer(tokenizer)}
     greedy(model, mixed_prompts([5], 128, seed=0), 6, stopping_criteria=StoppingCriteriaList(criteria), **options)
     assert said == [False, *[not watched] * 5]

@@ -1,4 +1,4 @@
-"""The kernels of log-probabilities, under Triton's interpreter on the CPU; `test_logprobs_gpu.py` runs them on a GPU.
+"""The kernels of log-probabilities, under Triton's interpreter; `test_top_logprobs_gpu.py` runs them on a GPU.
 
 Triton decides at import whether it interprets, so the tests run in a process of their own.
 """
