@@ -253,9 +253,5 @@ def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:
     return dataclasses.replace(sampling, chosen=np.array(request.tokens, dtype=np.int64))
 
 
-def _ending(chunks: Sequence[Chunk]) -> list[Request]:
-    return [chunk.request for chunk in chunks if chunk.ends]
-
-
 def _extension(chunk: Chunk) -> Extension:
     return Extension.of(chunk.request.running_row, chunk.ids, chunk.ends)
