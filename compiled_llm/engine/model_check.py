@@ -23,7 +23,7 @@ class ModelCheck:
         self._runtime = runtime
         self._looked = 0.0  # when the loop has
         self._submitted: tuple[float, weakref.ref[DeviceModel]] | None = None  # when a caller has, and what ran it
-        self._begun: DeviceModel | None = None  # what the loop has begun with, a caller having looked
+        self._begun: weakref.ref[DeviceModel] | None = None  # what the loop has begun with, a caller having looked
 
     def obstacle(self) -> str | None:
         """Return why the model can serve no request now, and what to do."""
@@ -69,8 +69,8 @@ class ModelCheck:
         """Return what runs the model now, to begin with."""
         submitted, self._submitted, self._begun = self._submitted, None, None
         if submitted is not None and time.monotonic() - submitted[0] < _SECONDS:
-            self._begun = submitted[1]()
-        return self._begun or self._runtime.device_model()
+            self._begun = submitted[1]
+        return (self._begun and self._begun()) or self._runtime.device_model()
 
     def look_if_due(self, device_model: DeviceModel) -> bool:
         """Look if nobody has for a while; whether that was so.
@@ -82,7 +82,7 @@ class ModelCheck:
         if now - self._looked < _SECONDS:
             return False
         begun, self._begun = self._begun, None
-        if device_model is not begun:
+        if begun is None or begun() is not device_model:
             self._check_no_obstacle()
             if not self._runtime.is_current(device_model):  # a new one is made once nothing runs on the old
                 raise RuntimeError("the model was moved or converted while requests were running; submit them again")

@@ -122,11 +122,6 @@ class Request:
         return self.prompt_logprobs is not None and max(start, len(self.prompt_scored)) < len(self.prompt) - 1
 
     @property
-    def chosen(self) -> int:
-        """How many tokens have been chosen for it, read or not."""
-        return self.running_row.length - len(self.prompt) + 1 if self.prefilled else len(self.tokens)
-
-    @property
     def stored(self) -> int:
         """How many tokens its row holds in the end: the last one is chosen and never fed in."""
         return len(self.prompt) + self.most - 1

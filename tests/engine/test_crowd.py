@@ -20,7 +20,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
-from support.parity import assert_account_is_empty
+from support.parity import alone, assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
 
 ENDS = [2, 5, 31, 77]
@@ -53,12 +53,6 @@ def poison_free_pages(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -
 
     then_poison("_disown")
     then_poison("uncache")
-
-
-def alone(model: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
-    return out[0, len(prompt) :].tolist()
 
 
 def some_requests(draw: random.Random, count: int) -> list[tuple[list[int], SamplingParams]]:

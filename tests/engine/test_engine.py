@@ -21,7 +21,7 @@ from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
 from support.failing_calls import fail_once
 from support.families import FAMILIES, make
-from support.parity import assert_account_is_empty, mixed_prompts
+from support.parity import alone, assert_account_is_empty, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
 ENDS = [2, 5, 31, 77, 90, 101]
@@ -54,12 +54,6 @@ def engine(model: PreTrainedModel) -> Iterator[Engine]:
     with Engine(model) as engine:
         yield engine
     assert_account_is_empty(model)
-
-
-def alone(plain: PreTrainedModel, prompt: list[int], new: int, **options: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options)
-    return out[0, len(prompt) :].tolist()
 
 
 def some_prompts(count: int, seed: int, longest: int = 70) -> list[list[int]]:

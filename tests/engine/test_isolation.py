@@ -21,7 +21,7 @@ from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.scheduler import Scheduler
 from support.failing_calls import fail_once
-from support.parity import assert_account_is_empty
+from support.parity import alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3
 
 PROMPT = list(range(3, 60))
@@ -51,12 +51,6 @@ def engine(model: PreTrainedModel, one_thread: None) -> Iterator[Engine]:
     with Engine(model) as engine:
         yield engine
     assert_account_is_empty(model)
-
-
-def alone(model: PreTrainedModel, prompt: list[int], new: int, **options: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options)
-    return out[0, len(prompt) :].tolist()
 
 
 def train(model: PreTrainedModel, seed: int) -> PreTrainedModel:

@@ -48,7 +48,9 @@ class Watched(Scheduler):
         assert set(rows) <= set(self.running)
         assert sum(len(chunk.ids) for chunk in plan.extend) <= self._budget(len(plan.decode))
         assert all(len(chunk.ids) for chunk in plan.extend)
-        assert all(len(request.tokens) <= request.chosen < request.most for request in plan.decode)
+        for request in plan.decode:
+            chosen = request.running_row.length - len(request.prompt) + 1
+            assert len(request.tokens) <= chosen < request.most
         admitted = [request for request in self.running if request not in before]
         assert all(a.order < b.order for a in admitted for b in self._queue.ready), "somebody has been passed over"
         assert not admitted or (self.admits_until > 0 and self.preemptions == preempted)

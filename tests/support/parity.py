@@ -30,3 +30,10 @@ def assert_account_is_empty(model: PreTrainedModel) -> None:
     assert account.used == 0
     assert account.used + account.free + account.cached == account.total
     assert model.compiled.device_model().pool.available == account.free + account.cached, "pages are promised to nobody"
+
+
+def alone(model: PreTrainedModel, prompt: list[int], new: int, **options: Any) -> list[int]:
+    """The tokens that `generate` gives to one prompt, the most likely ones."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options)
+    return getattr(out, "sequences", out)[0, len(prompt) :].tolist()
