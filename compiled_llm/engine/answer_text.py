@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.request import Request
 from compiled_llm.engine.stop_strings import StopStrings
+
+
+class Written(Protocol):
+    """An answer as far as its text follows from it: a request, here or in another process.
+
+    Attributes:
+        tokens: that have come.
+        ends: tokens that end it.
+        done: whether no more come.
+    """
+
+    tokens: list[int]
+    ends: frozenset[int]
+
+    @property
+    def done(self) -> bool: ...  # noqa: D102
 
 
 class TextFormat(NamedTuple):
@@ -44,11 +59,11 @@ class TextFormat(NamedTuple):
             return None
         return cls(decoding, stop, params.include_stop_str_in_output, params.skip_special_tokens, params.min_tokens)
 
-    def text_of(self, request: Request, tokens: list[int]) -> str:
+    def text_of(self, request: Written, tokens: list[int]) -> str:
         """Return the text of all tokens at once."""
         return self.decoding.text(tokens[: self.textual(request, tokens)], self.skip_special_tokens)
 
-    def textual(self, request: Request, tokens: list[int]) -> int:
+    def textual(self, request: Written, tokens: list[int]) -> int:
         """Return how many tokens have a text: all but the one that has ended the answer."""
         return len(tokens) - (bool(tokens) and not self.keeps_stop and tokens[-1] in request.ends)
 
@@ -66,7 +81,7 @@ class AnswerText:
         error: why nothing more comes, if not all of the answer is in it.
     """
 
-    def __init__(self, request: Request, form: TextFormat) -> None:
+    def __init__(self, request: Written, form: TextFormat) -> None:
         """Begin before the first token.
 
         Args:

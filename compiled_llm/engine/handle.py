@@ -23,7 +23,8 @@ class RequestHandle:
     Any thread may use it; ``async for`` and ``await`` work in any event loop.
 
     Attributes:
-        requests: the answers, to be read only.
+        requests: the answers as the engine's loop knows them, to be read only.
+        answers: the same as their reader sees them, to be read only.
         listeners: who waits for them.
         has_text: whether somebody reads them as text, or stop strings end them.
     """
@@ -47,7 +48,7 @@ class RequestHandle:
         """
         self.requests = requests
         self.listeners = Listeners(check)
-        self._answers = [Answer(request, form) for request in requests]
+        self.answers = [Answer(request, form) for request in requests]
         self.has_text = form is not None and bool(form.stop)
         self._cancel = cancel
         self._output = output
@@ -55,21 +56,24 @@ class RequestHandle:
 
     def __repr__(self) -> str:
         """How far it is."""
-        tokens = ", ".join(str(answer.tokens) for answer in self._answers)
-        reasons = ", ".join(answer.finish_reason or answer.request.place for answer in self._answers)
+        tokens = ", ".join(str(answer.tokens) for answer in self.answers)
+        reasons = ", ".join(answer.finish_reason or answer.request.place for answer in self.answers)
         return f"<{type(self).__name__}: {tokens} tokens, {reasons}>"
 
     @property
     def done(self) -> bool:
         """Whether all answers have ended."""
-        return all(answer.done for answer in self._answers)
+        return all(answer.done for answer in self.answers)
 
     def cancel(self, index: int | None = None) -> None:
         """End what has not ended, or the answer of that index alone; tokens so far stay."""
         self._cancel([entry for entry in self.requests if not entry.done and index in (None, entry.index)])
 
     def when_changed(self, listener: Callable[[], object]) -> None:
-        """Have the engine call ``listener`` whenever a token has come or an answer has ended; it has to be quick."""
+        """Have the engine call ``listener`` whenever a token has come or an answer has ended; it has to be quick.
+
+        One that listens to several requests is called once for all that a step has changed.
+        """
         self.listeners.add(listener)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
@@ -80,7 +84,6 @@ class RequestHandle:
 
         Raises:
             TimeoutError: it has not ended by then; it goes on.
-            RuntimeError: it cannot end meanwhile, because this thread has paused the engine, or runs it.
             RuntimeError: it cannot end meanwhile, because this thread has paused the engine, or runs it.
             Exception: what ended an answer with the finish reason ``"error"``.
         """
@@ -99,7 +102,7 @@ class RequestHandle:
         ends = [now if request.finished is None else request.finished for request in self.requests]
         return RequestOutput(
             prompt_token_ids=first.prompt.tolist(),
-            outputs=[answer.completion() for answer in self._answers],
+            outputs=[answer.completion() for answer in self.answers],
             cached_tokens=first.cached or 0,
             queue_seconds=None if first.admitted is None else first.admitted - first.submitted,
             first_token_seconds=min(firsts) - first.submitted if firsts else None,
@@ -109,12 +112,12 @@ class RequestHandle:
 
     def raise_failure(self) -> None:
         """Raise what ended all requests, if this is how it ended."""
-        for answer in self._answers:
+        for answer in self.answers:
             if (error := answer.error) is not None and not isinstance(error, RequestError):
                 raise error
 
     def _raise_error(self) -> None:
-        for answer in self._answers:
+        for answer in self.answers:
             if (error := answer.error) is not None:
                 raise error
 
@@ -129,7 +132,7 @@ class RequestHandle:
         Raises:
             ValueError: there are several answers, or the engine has no tokenizer.
         """
-        answer = self._only() if index is None else self._answers[index]
+        answer = self._only() if index is None else self.answers[index]
         with self._reading:
             text, self.has_text = answer.begin_text(), True
         if self._output is not None:
@@ -183,16 +186,16 @@ class RequestHandle:
         return self.result()
 
     def _only(self) -> Answer:
-        if len(self._answers) > 1:
-            raise ValueError(f"n={len(self._answers)}: several answers have no one stream; use text(index) or result()")
-        return self._answers[0]
+        if len(self.answers) > 1:
+            raise ValueError(f"n={len(self.answers)}: several answers have no one stream; use text(index) or result()")
+        return self.answers[0]
 
     # ---- used by the engine
 
     def read_text(self) -> None:
         """Make the text of the tokens that have come, and end an answer that a stop string has ended."""
         with self._reading:
-            for answer in self._answers:
+            for answer in self.answers:
                 if answer.text is not None and not answer.text.ended:
                     self._read(answer, answer.text)
 
@@ -212,5 +215,5 @@ class RequestHandle:
             "the request runs in the process that this one was forked from; wait for it there, or submit it "
             "to an engine that is made here"
         )
-        for answer in self._answers:
+        for answer in self.answers:
             answer.give_up(error)

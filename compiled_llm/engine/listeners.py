@@ -40,7 +40,7 @@ class Listeners:
         self.count = 0
 
     def add(self, function: Callable[[], object]) -> None:
-        """Have a function called whenever something has changed."""
+        """Have a function called whenever something has changed, once for all requests that a step has changed."""
         with self._changing():
             self._functions.add(function)
 
@@ -82,27 +82,35 @@ class Listeners:
             yield
             self.count = self._threads + len(self._functions) + len(self._tasks)
 
-    def tell_threads(self) -> Sequence[Task]:
-        """Wake threads and call functions, and return the tasks that are to be told."""
+    def remove(self, function: Callable[[], object]) -> None:
+        """Call a function no more."""
+        with self._changing():
+            self._functions.discard(function)
+
+    def tell_threads(self) -> tuple[Iterable[Callable[[], object]], Iterable[Task]]:
+        """Wake threads, and return the functions and the tasks that are to be told."""
         if self._threads:
             with self._changed:
                 self._changed.notify_all()
-        for function in tuple(self._functions):
-            try:
-                function()
-            except Exception as error:  # that ends nobody's request
-                logger.warning("compiled_llm: a listener has failed, and hears no more: %s", error)
-                with self._changing():
-                    self._functions.discard(function)
-        return tuple(self._tasks)
+        return tuple(self._functions), tuple(self._tasks)
 
 
 def tell(several: Sequence[Listeners]) -> None:
-    """Wake whoever waits for one of these; each event loop once, however many of its tasks wait."""
+    """Tell whoever waits for one of these: each function and event loop once, for however many of them it waits."""
     loops: defaultdict[asyncio.AbstractEventLoop, list[Task]] = defaultdict(list)
+    called: dict[Callable[[], object], None] = {}
     for listeners in several:
-        for task in listeners.tell_threads():
+        functions, tasks = listeners.tell_threads()
+        called.update(dict.fromkeys(functions))
+        for task in tasks:
             loops[task[0]].append(task)
+    for function in called:
+        try:
+            function()
+        except Exception as error:  # that ends nobody's request
+            logger.warning("compiled_llm: a listener has failed, and hears no more: %s", error)
+            for listeners in several:
+                listeners.remove(function)
     for loop, tasks in loops.items():
         try:
             loop.call_soon_threadsafe(_wake, tasks)

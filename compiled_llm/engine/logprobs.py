@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.logprobs import Filters, ScoredTokens, neutral, score_tokens
 from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.request import Request
 from compiled_llm.execution.batch import Step
 from compiled_llm.execution.device_model import DeviceModel
@@ -19,18 +20,6 @@ from compiled_llm.kvcache.row import Row
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 """Of what the model says, or of what tokens are drawn from: after temperature, top-k, top-p and min-p."""
-
-
-class Logprob(NamedTuple):
-    """How likely a token was.
-
-    Attributes:
-        logprob: the natural logarithm of its probability.
-        rank: 1 and how many tokens were likelier; tokens that were equally likely have the same.
-    """
-
-    logprob: float
-    rank: int
 
 
 class Logprobs(Sequence[dict[int, Logprob]]):

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
-from compiled_llm.engine.logprobs import Logprob
-from compiled_llm.engine.request import FinishReason
+if TYPE_CHECKING:  # clients of a generator have outputs, too, and neither torch nor transformers
+    from compiled_llm.engine.request import FinishReason
+
+
+class Logprob(NamedTuple):
+    """How likely a token was.
+
+    Attributes:
+        logprob: the natural logarithm of its probability.
+        rank: 1 and how many tokens were likelier; tokens that were equally likely have the same.
+    """
+
+    logprob: float
+    rank: int
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from typing import Protocol
 
-from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.answer_text import AnswerText
 from compiled_llm.engine.listeners import Listeners
+
+
+class Answered(Protocol):
+    """How an answer ends, here or in another process."""
+
+    @property
+    def done(self) -> bool: ...  # noqa: D102
+
+    @property
+    def error(self) -> BaseException | None: ...  # noqa: D102
 
 
 class TextStream:
@@ -16,7 +26,7 @@ class TextStream:
     the output.
     """
 
-    def __init__(self, answer: Answer, text: AnswerText, listeners: Listeners) -> None:
+    def __init__(self, answer: Answered, text: AnswerText, listeners: Listeners) -> None:
         """Read a text.
 
         Args:

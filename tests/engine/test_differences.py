@@ -14,7 +14,8 @@ from compiled_llm.compilation.logprobs import ScoredTokens, score_tokens
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.logprobs import Logprob, logprobs_of
+from compiled_llm.engine.logprobs import logprobs_of
+from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.stop_strings import StopStrings
 from compiled_llm_ops import sample_tokens

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.compilation.logprobs import Filters, ScoredTokens, processed, score_tokens
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.logprobs import Logprob, logprobs_of
+from compiled_llm.engine.logprobs import logprobs_of
 from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.output import Completion, RequestOutput
+from compiled_llm.engine.output import Completion, Logprob, RequestOutput
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.request import Request
 from compiled_llm.engine.scheduler import Scheduler

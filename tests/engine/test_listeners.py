@@ -1,0 +1,52 @@
+"""Who waits for requests is told once a step, for however many of them it waits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from compiled_llm.engine.listeners import Listeners, tell
+
+
+def test_a_function_that_listens_to_several_is_called_once() -> None:
+    several, calls = [Listeners() for _ in range(3)], []
+
+    class Reader:
+        def wake(self) -> None:
+            calls.append("woken")
+
+    reader = Reader()
+    for listeners in several:
+        listeners.add(reader.wake)
+    tell(several[:2])
+    assert calls == ["woken"]
+
+
+def test_a_function_that_fails_is_called_no_more_for_any_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    several, calls = [Listeners() for _ in range(2)], []
+
+    def fail() -> None:
+        calls.append("failed")
+        raise ValueError("no")
+
+    for listeners in several:
+        listeners.add(fail)
+        listeners.add(lambda: calls.append("told"))
+    tell(several)
+    tell(several)
+    assert calls == ["failed", "told", "told", "told", "told"]
+    assert caplog.text.count("a listener has failed, and hears no more: no") == 1
+    assert [listeners.count for listeners in several] == [1, 1]
+
+
+def test_tasks_and_functions_are_told_together() -> None:
+    async def main() -> list[str]:
+        listeners, calls = Listeners(), []
+        listeners.add(lambda: calls.append("function"))
+        with listeners.listening() as event:
+            await asyncio.to_thread(tell, [listeners])
+            await asyncio.wait_for(event.wait(), 60)
+        return calls
+
+    assert asyncio.run(main()) == ["function"]
