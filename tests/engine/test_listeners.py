@@ -35,7 +35,7 @@ def test_a_function_that_fails_is_called_no_more_for_any_of_them(caplog: pytest.
         listeners.add(lambda: calls.append("told"))
     tell(several)
     tell(several)
-    assert calls == ["failed", "told", "told", "told", "told"]
+    assert sorted(calls) == ["failed", *["told"] * 4]
     assert caplog.text.count("a listener has failed, and hears no more: no") == 1
     assert [listeners.count for listeners in several] == [1, 1]
 
