@@ -22,6 +22,7 @@ from compiled_llm_ops import (
     BIASED,
     CLEANED,
     COUNTED,
+    DEFERRED,
     FOLLOWING,
     MASKED,
     MOST_BIASES,
@@ -55,6 +56,7 @@ class Sampling:
         start: position of the answer's first token, from which on the steps of biases count.
         tail: ``[n]`` int64, the tokens before it that biases may look at.
         mask: ``[words]`` int32, a bit for each token, the lowest first: 0 bars it; None for all tokens.
+        deferred: its token is chosen by a launch of its own, once the host has seen the tokens before it.
     """
 
     temperature: float = 1.0
@@ -72,6 +74,7 @@ class Sampling:
     start: int = 0
     tail: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
     mask: NDArray[np.int32] | None = None
+    deferred: bool = False
 
     @property
     def counts(self) -> bool:
@@ -86,13 +89,13 @@ class Sampling:
     @property
     def forgets(self) -> bool:
         """Whether it does not matter which tokens the row has seen."""
-        return not (self.counts or self.followed)
+        return not (self.counts or self.followed or self.deferred)
 
     @property
     def edits(self) -> int:
         """What changes logits before the temperature, as ``sample_tokens`` reads it."""
         kinds = COUNTED * self.counts + MASKED * (self.mask is not None) + CLEANED * self.cleaned
-        return int(kinds + FOLLOWING * self.followed + BIASED * self.biases.shape[1])
+        return int(kinds + FOLLOWING * self.followed + DEFERRED * self.deferred + BIASED * self.biases.shape[1])
 
     def starting_at(self, position: int) -> Sampling:
         """Return the same for an answer whose first token has this position."""
@@ -174,7 +177,7 @@ def wide_tables(entries: int, vocabulary: int, device: torch.device) -> dict[str
 GREEDY = Sampling(temperature=0.0)
 
 
-def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Tensor:
+def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False) -> Tensor:
     """Choose each row's next token, keep it in its slot, count and remember it.
 
     Args:
@@ -182,11 +185,14 @@ def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTab
         slots: ``[B]`` int64, each row's entry in ``tables``.
         positions: ``[B]`` int64, the position of the token that is chosen.
         tables: the settings; ``next_token``, ``counts`` and ``recent`` are written.
+        deferred: whether these are the rows that wait for this, or all others; rows of both kinds may stand there if
+            it is not.
 
     Returns:
-        ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose logits are NaN, +inf or all -inf.
+        ``[B]`` int64; ``NOT_A_TOKEN`` for a row of the other kind, whose slot keeps any token until it is chosen, and
+        for one that is drawn and whose logits are NaN, +inf or all -inf.
     """
-    chosen = _choose_at(uniform(tables.seed[slots], positions), logits, slots, positions, tables)
+    chosen = _choose_at(uniform(tables.seed[slots], positions), logits, slots, positions, tables, deferred)
     tables.next_token.index_put_((slots,), chosen.clamp(min=0))
     return chosen
 
@@ -211,11 +217,13 @@ def draw(scores: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
     return _choose_at(numbers, scores, torch.arange(rows, device=scores.device), positions, tables)
 
 
-def _choose_at(numbers: Tensor, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Tensor:
+def _choose_at(
+    numbers: Tensor, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False
+) -> Tensor:
     filters = (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
     penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
     wide = (tables.counts, tables.allowed, tables.biases, tables.recent)
-    return sample_tokens(logits, numbers, slots, positions, *filters, tables.edits, *penalties, *wide)
+    return sample_tokens(logits, numbers, slots, positions, *filters, tables.edits, *penalties, *wide, deferred)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -225,6 +233,8 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
         seeds: ``[B]`` int64, not negative.
         positions: ``[B]`` int64, not negative; another position gives another number.
     """
-    if seeds.device.type == "cpu":  # whose compiler takes seconds over the rounds, in each program
+    # The CPU's compiler takes seconds over the rounds, in each program; and without one, each of their hundred
+    # operations would be a kernel.
+    if seeds.device.type == "cpu" or not torch.compiler.is_compiling():
         return uniform_numbers(seeds, positions)
     return uniform_of(seeds, positions)

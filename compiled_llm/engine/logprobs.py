@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, overload
 
 import numpy as np
@@ -179,7 +179,7 @@ class Watch:
         """
         self._device_model = device_model
         self._groups: dict[Row, _Group] = {}
-        for requests in launches:
+        for requests in _observed_together(launches):
             if at := [at for at, request in enumerate(requests) if request.logprobs is not None]:
                 self._groups[requests[0].running_row] = _Group(requests, at, mode)
         self._arriving: list[Arriving | ArrivingPrompt] = []
@@ -203,6 +203,17 @@ class Watch:
         """Return what has been computed since it was last asked for."""
         arriving, self._arriving = self._arriving, []
         return arriving
+
+
+def _observed_together(launches: Iterable[Sequence[Request]]) -> Iterator[Sequence[Request]]:
+    """Yield the requests of each launch: first those whose tokens it chooses, then those whose choice is deferred."""
+    for requests in launches:
+        kinds = [request.sampling is not None and request.sampling.deferred for request in requests]
+        if True not in kinds:
+            yield requests
+        else:
+            yield [request for request, kind in zip(requests, kinds, strict=True) if not kind]
+            yield [request for request, kind in zip(requests, kinds, strict=True) if kind]
 
 
 class _Group:

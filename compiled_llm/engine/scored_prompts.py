@@ -33,6 +33,4 @@ def run_scored(device_model: DeviceModel, persistent: PersistentBatch, chunk: Ch
     watch.add(ArrivingPrompt(request, start, len(following), device_model.readbacks.start(numbers)))
     if not chunk.ends:
         return tokens[:0]
-    step = device_model.choose([row], logits[-1:].clone(), persistent)  # all of them would be kept
-    watch.see(step)
-    return step.tokens
+    return device_model.choose([row], logits[-1:].clone(), persistent, watch.see).tokens  # all of them would be kept

@@ -47,20 +47,15 @@ class Batch(NamedTuple):
         tokens: ``[len(decode)]`` int64 on the device, what the rows of ``decode`` feed in; None for the tokens that
             were chosen for them.
         promise: pages that the rows may take together, beside those promised to each.
-        observer: called with each launch's own step, in the model's executor, while its logits are what they are.
+        observer: called with each launch's own step, in the model's executor, while its logits are what they are;
+            with rows whose choice is deferred once their tokens are chosen, and with the others of the launch before.
     """
 
     decode: Sequence[Row] = ()
     extend: Sequence[Extension] = ()
     tokens: Tensor | None = None
     promise: Promise | None = None
-    observer: Callable[[Step], object] | None = None
-
-    def observed(self, step: Step) -> Step:
-        """Show a step of one launch to the observer."""
-        if self.observer is not None:
-            self.observer(step)
-        return step
+    observer: Observer | None = None
 
 
 class Step(NamedTuple):
@@ -75,3 +70,7 @@ class Step(NamedTuple):
     rows: Sequence[Row]
     logits: Tensor | None
     tokens: Tensor
+
+
+Observer = Callable[[Step], object]
+"""Looks at what a launch has computed."""

@@ -7,7 +7,7 @@ Shapes: T packed tokens, L tokens whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling import choose
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.batch import Batch, Extension, Step
+from compiled_llm.execution.batch import Batch, Extension, Observer, Step
 from compiled_llm.execution.decode import Decode
+from compiled_llm.execution.deferred_choice import Masks
 from compiled_llm.execution.device_state import DeviceState
 from compiled_llm.execution.events import Events
 from compiled_llm.execution.growth import grown
@@ -43,6 +44,8 @@ from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import FusedWeights
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import attention_geometries, max_positions_of, weights_of_a_layer
+
+_NOTHING: Mapping[Row, Tensor] = {}
 
 
 class DeviceModel:
@@ -136,7 +139,8 @@ class DeviceModel:
         if batch.extend:
             return self._extend(batch, persistent, unchanged)
         advances = unchanged and batch.tokens is None and persistent.can_advance(batch.decode)
-        return batch.observed(persistent.advance() if advances else self._decode(batch, persistent, unchanged))
+        step = persistent.advance() if advances else self._decode(batch, persistent, unchanged)
+        return persistent.deferred.keep(step, batch.observer)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> Step:
         rows, decode = batch.decode, self.decode
@@ -164,7 +168,9 @@ class DeviceModel:
         rows = _rows(batch.extend)
         persistent.leave(rows)
         with self._grown_by(batch.extend, batch.promise):
-            decoded = batch.observed(self._decode(batch, persistent, unchanged)) if batch.decode else None
+            decoded = self._decode(batch, persistent, unchanged) if batch.decode else None
+            if decoded is not None:
+                persistent.deferred.keep(decoded, batch.observer)
             # Recorded graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             chosen = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
@@ -172,7 +178,7 @@ class DeviceModel:
         extended = Step(_rows([extension for extension in batch.extend if extension.ends]), logits, tokens)
         persistent.chose(extended)
         if extended.rows:
-            batch.observed(extended)
+            persistent.deferred.keep(extended, batch.observer)
         if decoded is None or chosen is None:
             return extended
         return Step([*decoded.rows, *extended.rows], None, torch.cat([chosen, tokens]))
@@ -216,13 +222,16 @@ class DeviceModel:
         with grown(rows, stored.sum(axis=1).tolist(), promise, self.state.copy_pages):
             self.state.write(rows, stored, states)
 
-    def choose(self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch) -> Step:
+    def choose(
+        self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch, observer: Observer | None = None
+    ) -> Step:
         """Choose the next tokens of rows from logits that were computed elsewhere.
 
         Args:
             rows: they hold all that the logits follow from.
             logits: ``[B, V]``.
             persistent: as in ``run``.
+            observer: as in ``Batch``.
         """
         self.readiness.check_model()
         state = self.state
@@ -233,7 +242,16 @@ class DeviceModel:
         )
         step = Step(rows, logits, choose(logits, slots, positions, state.slots.tables))
         persistent.chose(step)
-        return step
+        return persistent.deferred.keep(step, observer)
+
+    def choose_deferred(
+        self, persistent: PersistentBatch, masks: Masks | None = None, edited: Mapping[Row, Tensor] = _NOTHING
+    ) -> Step:
+        """Choose for the rows whose choice is deferred, from what earlier launches have computed; wait for nothing.
+
+        Otherwise as ``DeferredChoice.run``.
+        """
+        return persistent.deferred.run(masks, edited)
 
     @contextmanager
     def _grown_by(self, extensions: Sequence[Extension], promise: Promise | None) -> Iterator[None]:

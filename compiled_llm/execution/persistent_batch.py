@@ -12,6 +12,7 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.recordings import StepOutputs
 from compiled_llm.execution.batch import Step
 from compiled_llm.execution.decode import Decode
+from compiled_llm.execution.deferred_choice import DeferredChoice
 from compiled_llm.execution.device_state import DeviceState
 from compiled_llm.execution.events import UploadCause
 from compiled_llm.execution.threads.interrupts import deferred
@@ -26,6 +27,7 @@ class PersistentBatch:
     Attributes:
         bucket: how many rows the last decode step had, padding included; 0 if there was none.
         logits: ``[B, V]`` of the last step, if it was one launch; those of a decode step are overwritten by the next.
+        deferred: the rows whose tokens are not chosen yet.
     """
 
     def __init__(self, state: DeviceState, decode: Decode) -> None:
@@ -35,6 +37,7 @@ class PersistentBatch:
         self._page_size, self._longest = state.config.page_size, state.max_positions
         self.bucket = 0
         self.logits: Tensor | None = None
+        self.deferred = DeferredChoice(state)
         # The rows on the seats, each with its slot, length and position when it was seated, and the bucket; empty if
         # others sit there. They have advanced by _advanced tokens since. They go on by themselves as long as that is
         # less than _limit, when a row runs out of listed pages or positions; unless by then, after _changes of the
@@ -56,6 +59,7 @@ class PersistentBatch:
             and self._taken == self._slots.taken
             and self._rows == rows
             and self.bucket in self._ready
+            and not self.deferred
         )
 
     def seat(self, rows: Sequence[Row], bucket: int, copied: bool) -> bool:
@@ -186,11 +190,13 @@ class PersistentBatch:
     def lose(self, rows: Sequence[Row]) -> None:
         """Forget what rows would feed in next, which a step that failed may have overwritten, and leave the seats."""
         self._slots.forget_next(rows)
+        self.deferred.forget()
         self.invalidate()
         self._decode.claim(None)
 
     def restart(self, rows: Sequence[Row] = ()) -> None:
         """Begin again with any bucket, and with rows that have no next tokens."""
         self._slots.forget_next(rows)
+        self.deferred.forget()
         self.invalidate()
         self.logits, self.bucket = None, 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.sampling import Sampling
-from compiled_llm.execution.batch import Batch, Extension, Step
+from compiled_llm.execution.batch import Batch, Extension, Observer, Step
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.execution.staging import Readback
@@ -223,7 +223,7 @@ class Runner:
     # ---- around them
 
     @contextmanager
-    def observed(self, observer: Callable[[Step], object] | None) -> Iterator[None]:
+    def observed(self, observer: Observer | None) -> Iterator[None]:
         """Have ``observer`` called with each launch's own step for the block, in the executor; see ``Batch``."""
         before, self._every_row = self._every_row, self._every_row._replace(observer=observer)
         try:
@@ -353,9 +353,8 @@ class Runner:
             return self.device_model.run(batch, self._persistent, unchanged)
         self._enter_settings()
         if self._computed is not None:
-            return self._every_row.observed(
-                self.device_model.choose(list(self.rows), self._computed.clone(), self._persistent)
-            )
+            rows, logits, observer = list(self.rows), self._computed.clone(), self._every_row.observer
+            return self.device_model.choose(rows, logits, self._persistent, observer)
         extend = [Extension.of(row, ids) for row, ids, _ in self._pending]
         return self.device_model.run(self._every_row._replace(decode=(), extend=extend), self._persistent, unchanged)
 

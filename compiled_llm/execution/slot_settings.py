@@ -36,6 +36,7 @@ class SlotSettings:
 
     Attributes:
         tables: what programs read.
+        deferring: the slots whose rows' tokens are chosen by launches of their own.
     """
 
     @staticmethod
@@ -52,6 +53,7 @@ class SlotSettings:
         entries, device = len(columns["next_token"]), columns["next_token"].device
         self.tables = SamplingTables(**columns, **_static(wide_tables(entries, vocabulary, device)))
         self._settings = [GREEDY] * entries
+        self.deferring: set[int] = set()
         self._write_numbers(list(range(entries)), self._settings)
 
     @property
@@ -101,6 +103,23 @@ class SlotSettings:
             self._write_tables(changed)
         for slot, sampling in changed.items():
             self._settings[slot] = sampling
+            (self.deferring.add if sampling.deferred else self.deferring.discard)(slot)
+
+    def allow(self, slots: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
+        """Replace the masks of rows that have one, in stream order; tokens that a mask does not know are barred.
+
+        Args:
+            slots: ``[n]``.
+            masks: ``[n, words]``.
+
+        Raises:
+            ValueError: a row has come in without a mask; nothing has changed.
+        """
+        if any(self._settings[slot].mask is None for slot in slots.tolist()):
+            raise ValueError("masks: a row that is to get masks comes in with one; give its Sampling the first")
+        masks = _as_wide(masks, self.tables.allowed.shape[1])
+        there = self._staging.to_device([slots, masks.reshape(-1)])
+        self.tables.allowed.index_copy_(0, there[0], there[1].view(masks.shape))
 
     def count_again(self, slots: Iterable[int]) -> None:
         """Forget which tokens have been chosen in these slots since rows took them."""
@@ -163,9 +182,14 @@ def _counts(settings: Mapping[int, Sampling], vocabulary: int) -> tuple[NDArray[
 def _masks(settings: Mapping[int, Sampling], vocabulary: int) -> tuple[NDArray[Any], ...]:
     """Return the slots, and their masks ``[n, words]``; tokens that a mask does not know are barred."""
     words = -(-vocabulary // 32)
-    masks = [own.mask[:words] for own in settings.values() if own.mask is not None]
-    each = [mask if len(mask) == words else np.pad(mask, (0, words - len(mask))) for mask in masks]
+    each = [_as_wide(own.mask, words) for own in settings.values() if own.mask is not None]
     return (_slots(settings), np.stack(each)) if each else ()
+
+
+def _as_wide(masks: NDArray[np.int32], words: int) -> NDArray[np.int32]:
+    """Return masks ``[..., words]``."""
+    missing = words - masks.shape[-1]
+    return masks[..., :words] if missing <= 0 else np.pad(masks, [(0, 0)] * (masks.ndim - 1) + [(0, missing)])
 
 
 def _biases(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:

@@ -67,6 +67,11 @@ class Slots:
         self._waiting: weakref.WeakKeyDictionary[Row, _Waiting] = weakref.WeakKeyDictionary()
 
     @property
+    def deferring(self) -> set[int]:
+        """The slots whose rows' tokens are chosen by launches of their own; always the same set."""
+        return self._settings.deferring
+
+    @property
     def tables(self) -> SamplingTables:
         """The rest of what programs read."""
         return self._settings.tables
@@ -164,6 +169,17 @@ class Slots:
             )
 
     # ---- what slots hold
+
+    def allow(self, rows: Sequence[Row], masks: NDArray[np.int32]) -> None:
+        """Replace the masks ``[n, words]`` of rows, in stream order; those of rows without a slot are left out.
+
+        Raises:
+            ValueError: a row has come in without a mask; nothing has changed.
+        """
+        here = [at for at, row in enumerate(rows) if row.slot is not None]
+        if here:
+            some = masks if len(here) == len(rows) else masks[here]
+            self._settings.allow(self.of([rows[at] for at in here], len(here)), some)
 
     def restore(self, slots: Iterable[int]) -> None:
         """Forget which tokens have been chosen in these slots since rows took them."""

@@ -12,6 +12,7 @@ from compiled_llm_ops.contracts import (
     BIASED,
     CLEANED,
     COUNTED,
+    DEFERRED,
     FOLLOWING,
     MASKED,
     MOST_BIASES,
@@ -23,12 +24,14 @@ from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
 from compiled_llm_ops.logprobs import top_logprobs
-from compiled_llm_ops.sampling import NOT_A_TOKEN, sample_tokens, uniform_numbers, uniform_of
+from compiled_llm_ops.sampling import NOT_A_TOKEN, sample_tokens
+from compiled_llm_ops.uniform import uniform_numbers, uniform_of
 
 __all__ = [
     "BIASED",
     "CLEANED",
     "COUNTED",
+    "DEFERRED",
     "FOLLOWING",
     "MASKED",
     "MOST_BIASES",

@@ -197,7 +197,10 @@ CLEANED = 4
 FOLLOWING = 8
 """Part of a row's edits for each token before the one that is chosen which its biases look at."""
 
-BIASED = 64
+DEFERRED = 64
+"""Part of a row's edits: its token is chosen by a launch of its own, once the host has written its mask."""
+
+BIASED = 128
 """Part of a row's edits for each of its biases; they are its largest part."""
 
 MOST_FOLLOWED = 7
@@ -226,6 +229,7 @@ class SampleTokens(NamedTuple):
     allowed: Tensor
     biases: Tensor
     recent: Tensor
+    deferred: bool = False
 
 
 class TopLogprobs(NamedTuple):

@@ -17,12 +17,12 @@ from compiled_llm_ops.contracts import (
     BIASED,
     CLEANED,
     COUNTED,
+    DEFERRED,
     FOLLOWING,
     MASKED,
     MOST_BIASES,
     MOST_FOLLOWED,
     SampleTokens,
-    UniformNumbers,
 )
 from compiled_llm_ops.library import define
 
@@ -54,8 +54,11 @@ def sample_tokens(
     allowed: Tensor,
     biases: Tensor,
     recent: Tensor,
+    deferred: bool = False,
 ) -> Tensor:
     """Choose each row's next token, and count and remember it.
+
+    A row that is ``DEFERRED`` is left out, and so is every other one if ``deferred``: nothing of it is written.
 
     Biases, repetition penalty, frequency and presence penalty, infinities, mask; temperature, top-k, top-p over what
     top-k left, min-p: in this order. Tokens as likely as the last that top-k or top-p keeps are kept too; the likeliest
@@ -73,7 +76,8 @@ def sample_tokens(
         min_p: ``[X]`` float32, keep those at least p times as probable as the most probable; 0.0 keeps all.
         edits: ``[X]`` int32, what changes logits before the temperature: ``COUNTED`` if a penalty does, ``MASKED`` if
             ``allowed`` does, ``CLEANED`` if NaN becomes 0 and infinities become finite, ``BIASED`` for each bias, and
-            ``FOLLOWING`` for each token that the one of them looks at which looks furthest back.
+            ``FOLLOWING`` for each token that the one of them looks at which looks furthest back. ``DEFERRED`` changes
+            none.
         repetition_penalty: ``[X]`` float32, divides positive logits of tokens that were counted or are in the prompt,
             and multiplies negative ones; 1.0 for none.
         presence_penalty: ``[X]`` float32, subtracted for tokens that were counted.
@@ -84,9 +88,11 @@ def sample_tokens(
             logits, the bits of a float32; the first position at which it is, and the one at which it no longer is; the
             token that has to stand before it, and the one before that, and so on, or -1 for any.
         recent: ``[X, MOST_FOLLOWED + 1]`` int32, written: the row's token at each position modulo that number, or -1.
+        deferred: choose for the rows that are ``DEFERRED`` alone, in place of for all others.
 
     Returns:
-        ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose logits are NaN, +inf or all -inf.
+        ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is left out, and for one that is drawn and whose logits are NaN,
+        +inf or all -inf.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
@@ -99,7 +105,7 @@ def sample_tokens(
     numbers = (repetition_penalty, presence_penalty, frequency_penalty)
     chosen: Tensor = _sample_tokens(
         logits, uniform, slots, positions, temperature, top_k, top_p, min_p, edits, *numbers, counts, allowed, biases,
-        recent,
+        recent, deferred,
     )  # fmt: skip
     return chosen
 
@@ -137,6 +143,17 @@ def _check(args: SampleTokens) -> None:
 
 def _cpu(args: SampleTokens) -> Tensor:
     _check(args)
+    served = (args.edits[args.slots] & DEFERRED != 0) == args.deferred
+    if bool(served.all()):
+        return _choose(args)
+    chosen = torch.full_like(args.slots, NOT_A_TOKEN)
+    if bool(served.any()):
+        columns = {name: getattr(args, name)[served] for name in ("logits", "uniform", "slots", "positions")}
+        chosen[served] = _choose(args._replace(**columns))
+    return chosen
+
+
+def _choose(args: SampleTokens) -> Tensor:
     slots, temperature, edits = args.slots, args.temperature[args.slots], args.edits[args.slots]
     scale = torch.where(temperature == 0, 1.0, temperature)[:, None]
     scores = _edited(args, edits)
@@ -299,88 +316,4 @@ _sample_tokens = define(
     fake=lambda args: args.logits.new_empty(args.logits.shape[0], dtype=torch.int64),
     cpu=_cpu,
     cuda=_cuda,
-)
-
-
-# ---- the random numbers
-
-_MASK = 0xFFFFFFFF
-_MULTIPLIER = 0xD256D193
-_WEYL = 0x9E3779B9
-_ROUNDS = 10
-
-
-def uniform_numbers(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return a number for each seed and position; nothing else decides.
-
-    Args:
-        seeds: ``[B]`` int64, not negative.
-        positions: ``[B]`` int64, not negative.
-
-    Returns:
-        ``[B]`` float64 in [0, 1).
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together.
-
-    Source:
-        Philox2x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011),
-        https://doi.org/10.1145/2063384.2063405.
-    """
-    numbers: Tensor = _uniform_numbers(seeds, positions)
-    return numbers
-
-
-def uniform_of(seeds: Tensor, positions: Tensor) -> Tensor:
-    """As ``uniform_numbers``, in operations of PyTorch, which a compiler fuses into one kernel."""
-    # The generator has a key of 32 bits: the seed's upper half goes into the counter.
-    high, low = philox(positions & _MASK, seeds >> 32, seeds & _MASK)
-    return ((high << 21) | (low >> 11)).double() * 2.0**-53
-
-
-def philox(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two words of Philox2x32-10 of the counter ``(low, high)`` under ``key``; all words in int64."""
-    for _ in range(_ROUNDS):
-        # A product of two 32-bit words in pieces of 16 bits, since 64 signed bits do not hold it.
-        below = (low & 0xFFFF) * _MULTIPLIER
-        above = (low >> 16) * _MULTIPLIER
-        product_high = (above + (below >> 16)) >> 16
-        product_low = (below + ((above & 0xFFFF) << 16)) & _MASK
-        low, high = product_high ^ key ^ high, product_low
-        key = (key + _WEYL) & _MASK
-    return low, high
-
-
-def _check_uniform(args: UniformNumbers) -> None:
-    seeds, positions = args
-    if seeds.shape != positions.shape or not seeds.dtype == positions.dtype == torch.int64:
-        raise ValueError(
-            f"uniform_numbers: seeds and positions must be int64 of one shape; got {seeds.dtype} {list(seeds.shape)} "
-            f"and {positions.dtype} {list(positions.shape)}"
-        )
-
-
-def _uniform_cpu(args: UniformNumbers) -> Tensor:
-    _check_uniform(args)
-    seed, low = (tensor.numpy().astype(np.uint64) for tensor in args)
-    key, high, low = seed & np.uint64(_MASK), seed >> np.uint64(32), low & np.uint64(_MASK)
-    for _ in range(_ROUNDS):
-        product = low * np.uint64(_MULTIPLIER)
-        low, high = (product >> np.uint64(32)) ^ key ^ high, product & np.uint64(_MASK)
-        key = (key + np.uint64(_WEYL)) & np.uint64(_MASK)
-    bits = (low << np.uint64(21)) | (high >> np.uint64(11))
-    return torch.from_numpy(np.asarray(bits.astype(np.float64) * 2.0**-53))
-
-
-def _uniform_cuda(args: UniformNumbers) -> Tensor:
-    _check_uniform(args)
-    return uniform_of(args.seeds, args.positions)
-
-
-_uniform_numbers = define(
-    "uniform_numbers",
-    UniformNumbers,
-    fake=lambda args: args.seeds.new_empty(args.seeds.shape, dtype=torch.float64),
-    cpu=_uniform_cpu,
-    cuda=_uniform_cuda,
 )

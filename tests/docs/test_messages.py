@@ -21,6 +21,8 @@ UNLISTED = {
     "insert: pages ",
     " tokens fill ",
     " tokens cannot forget ",
+    "logits_of: the row has no token that waits to be chosen",
+    "masks: a row that is to get masks comes in with one; give its Sampling the first",
     "step: the rows have no next tokens; give them as forced tokens",
 }
 

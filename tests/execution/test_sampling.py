@@ -21,7 +21,8 @@ from compiled_llm.execution.staging import Staging
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops import MOST_BIASES, sample_tokens, uniform_numbers, uniform_of
-from compiled_llm_ops.sampling import philox, smallest_kept
+from compiled_llm_ops.sampling import smallest_kept
+from compiled_llm_ops.uniform import philox
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.sampling_cases import (
     BRANCHES,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
-from compiled_llm_ops import sample_tokens
-from compiled_llm_ops.contracts import SampleTokens
+from compiled_llm_ops import sample_tokens, uniform_numbers
+from compiled_llm_ops.contracts import SampleTokens, UniformNumbers
 from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 from support.sampling_cases import (
     BRANCHES,
@@ -51,15 +51,26 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, m
     from triton.compiler import ASTSource, compile
 
     from compiled_llm_ops.kernels import sampling as kernels
+    from compiled_llm_ops.kernels import uniform as uniform_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     int32 = dict.fromkeys(("top_k", "found", "candidates", "edits", "allowed", "biases", "recent"), "*i32")
-    int64 = dict.fromkeys(("slots", "positions", "chosen"), "*i64")
-    numbers = dict.fromkeys(("stride", "vocabulary", "tiles", "not_a_token"), "i32")
-    types = {"logits": f"*{dtype}", "counts": "*i16", "uniform": "*fp64", **int32, **int64, **numbers}
+    int64 = dict.fromkeys(("slots", "positions", "chosen", "seeds"), "*i64")
+    scalars = dict.fromkeys(("stride", "vocabulary", "tiles", "not_a_token", "deferred"), "i32")
+    types = {
+        "logits": f"*{dtype}",
+        "counts": "*i16",
+        "uniform": "*fp64",
+        "numbers": "*fp64",
+        "count": "i32",
+        **int32,
+        **int64,
+        **scalars,
+    }
     for kernel, constants in (
         (kernels._summarise_for_sampling, {}),
         (kernels._sample_rows, {"padded_tiles": tiles}),
+        (uniform_kernels._philox, {"block": 128}),
     ):
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
@@ -180,6 +191,35 @@ def test_counts_stay_in_their_range(before: int) -> None:
         given.counts[0] = before
         choose(*given)
         assert given.counts[0].tolist() == [before + 2 * (before < 32766), before, before]
+
+
+@interpreted
+@pytest.mark.parametrize("choose", [launch, sample_tokens])
+def test_a_launch_serves_rows_of_one_kind_and_leaves_the_others_as_they_are(choose: Any, seed: int) -> None:
+    kinds = [Sampling(temperature=0.0), COUNTING, SETTINGS[4], Sampling(**EVERYTHING)]
+    settings = [replace(own, deferred=deferred) for own in kinds for deferred in (False, True)]
+    logits, uniform = torch.randn(len(settings), 777), torch.rand(len(settings), dtype=torch.float64)
+    whole = launch(*arguments(logits, uniform, [own for own in kinds for _ in range(2)]))
+    for deferred in (False, True):
+        given = arguments(logits, uniform, settings)
+        before = given.counts.clone(), given.recent.clone()
+        chosen = choose(*given._replace(deferred=deferred))
+        here = torch.tensor([own.deferred == deferred for own in settings])
+        assert torch.equal(chosen[here], whole[here])
+        assert chosen[~here].tolist() == [NOT_A_TOKEN] * 4
+        there = given.slots[~here]
+        for table, then in zip((given.counts, given.recent), before, strict=True):
+            assert torch.equal(table[there], then[there])
+            assert not torch.equal(table, then)
+
+
+@interpreted
+def test_uniform_numbers(seed: int) -> None:
+    from compiled_llm_ops.kernels.uniform import uniform_numbers as launched
+
+    seeds, positions = torch.randint(2**62, (300,)), torch.randint(2**40, (300,))
+    seeds[:2], positions[0] = torch.tensor([0, 2**62 - 1]), 0
+    assert torch.equal(launched(UniformNumbers(seeds, positions)), uniform_numbers(seeds, positions))
 
 
 @interpreted

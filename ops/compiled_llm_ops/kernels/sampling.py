@@ -23,6 +23,7 @@ from compiled_llm_ops.contracts import (
     BIASED,
     CLEANED,
     COUNTED,
+    DEFERRED,
     FOLLOWING,
     MASKED,
     MOST_BIASES,
@@ -39,7 +40,7 @@ _LIKELY_TILES = tl.constexpr(128)
 # exp(-104) is 0 in float32: a token whose score is further below the largest is never drawn.
 _REACH = tl.constexpr(104.0)
 _COUNTED, _MASKED, _CLEANED, _BIASED = (tl.constexpr(kind) for kind in (COUNTED, MASKED, CLEANED, BIASED))
-_FOLLOWING = tl.constexpr(FOLLOWING)
+_DEFERRED, _FOLLOWING = tl.constexpr(DEFERRED), tl.constexpr(FOLLOWING)
 _MOST_FOLLOWED = tl.constexpr(MOST_FOLLOWED)
 _MOST_BIASES = tl.constexpr(MOST_BIASES)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
@@ -74,7 +75,7 @@ def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
         args.slots, args.positions, args.temperature, args.edits, args.repetition_penalty, args.presence_penalty,
         args.frequency_penalty, args.counts, args.allowed, args.biases, args.recent,
     )  # fmt: skip
-    shared = (logits, logits.stride(0), *tables, vocabulary, largest, mass, tiles)
+    shared = (logits, logits.stride(0), *tables, int(args.deferred), vocabulary, largest, mass, tiles)
     _summarise_for_sampling[(rows, triton.cdiv(vocabulary, _SPAN.value))](
         *shared, num_warps=_WIDE_WARPS, maxnreg=_WIDE_REGISTERS
     )  # fmt: skip
@@ -102,6 +103,12 @@ def _source(
         biases + slot * ((4 + _MOST_FOLLOWED) * _MOST_BIASES), recent + slot * (_MOST_FOLLOWED + 1),
     )  # fmt: skip
     return source, row, slot, row_temperature
+
+
+@triton.jit
+def _is_served(source, deferred):
+    """Return whether this program's row is of those that the launch is for."""
+    return ((source[1] & _DEFERRED) != 0) == (deferred != 0)
 
 
 @triton.jit
@@ -192,10 +199,10 @@ def _count(source, token):
         tl.store(source[11] + (tl.load(source[4]) & _MOST_FOLLOWED), token.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["deferred"])
 def _summarise_for_sampling(
     logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-    recent, vocabulary,
+    recent, deferred, vocabulary,
     largest, mass, tiles,
 ):  # fmt: skip
     """Write each tile's largest score, and the sum of ``exp(score - largest)``; grid ``(B, spans)``."""
@@ -203,21 +210,22 @@ def _summarise_for_sampling(
         logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
         recent, vocabulary,
     )  # fmt: skip
-    span = tl.program_id(1)
-    scores = _scores(source, span * _SPAN + tl.arange(0, _SPAN))
-    scores = tl.reshape(scores, (_SPAN // _TILE, _TILE))
-    peak = tl.max(scores, axis=1)
-    # A tile that is -inf throughout would become NaN: -inf - -inf.
-    shift = tl.where(peak > float("-inf"), peak, 0.0)
-    tile = span * (_SPAN // _TILE) + tl.arange(0, _SPAN // _TILE)
-    tl.store(largest + row * tiles + tile, peak, mask=tile < tiles)
-    tl.store(mass + row * tiles + tile, tl.sum(tl.exp(scores - shift[:, None]), axis=1), mask=tile < tiles)
+    if _is_served(source, deferred):
+        span = tl.program_id(1)
+        scores = _scores(source, span * _SPAN + tl.arange(0, _SPAN))
+        scores = tl.reshape(scores, (_SPAN // _TILE, _TILE))
+        peak = tl.max(scores, axis=1)
+        # A tile that is -inf throughout would become NaN: -inf - -inf.
+        shift = tl.where(peak > float("-inf"), peak, 0.0)
+        tile = span * (_SPAN // _TILE) + tl.arange(0, _SPAN // _TILE)
+        tl.store(largest + row * tiles + tile, peak, mask=tile < tiles)
+        tl.store(mass + row * tiles + tile, tl.sum(tl.exp(scores - shift[:, None]), axis=1), mask=tile < tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["deferred"])
 def _sample_rows(
     logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-    recent, vocabulary,
+    recent, deferred, vocabulary,
     largest, mass, tiles, top_k, top_p, min_p, uniform,
     found, candidates, candidate_scores, chosen, not_a_token, padded_tiles: tl.constexpr,
 ):  # fmt: skip
@@ -230,7 +238,8 @@ def _sample_rows(
     tops = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
     peak = tl.max(tops, axis=0)
     token = not_a_token
-    if (row_temperature == 0.0) | ((peak > float("-inf")) & (peak < float("inf"))):
+    usable = (row_temperature == 0.0) | ((peak > float("-inf")) & (peak < float("inf")))
+    if _is_served(source, deferred) & usable:
         mass += row * tiles
         place = tl.load(uniform + row)
         k, p, m = tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot)

@@ -1,0 +1,247 @@
+"""Rows whose choice is deferred: their tokens are chosen from what a launch left, once the host has written masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.compilation.masks import mask_of
+from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.execution.batch import Batch, Extension, Step
+from compiled_llm.execution.deferred_choice import Masks
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.persistent_batch import PersistentBatch
+from compiled_llm.kvcache.row import Row
+from support.alone import Alone
+from support.tiny_models import tiny_qwen3
+
+pytestmark = pytest.mark.core
+
+OPTIONS: dict[str, Any] = {"page_size": 3, "kv_memory": "90 tokens", "max_batch_size": 5, "progress": False}
+OVERRIDES: dict[str, Any] = {"eos_token_id": None, "num_hidden_layers": 1}
+WIDTH = 128
+PENALISED = Sampling(temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5)
+
+
+def allowed_after(token: int) -> list[int]:
+    """A toy grammar: of each token, every seventh may follow."""
+    return list(range(3 + token * 5 % 7, WIDTH, 7))
+
+
+def mask_after(token: int) -> NDArray[np.int32]:
+    mask = mask_of(WIDTH, allowed=allowed_after(token))
+    assert mask is not None
+    return mask
+
+
+class Constrained:
+    """Runs rows, some of them under the toy grammar, beside a twin of each in HuggingFace's forward."""
+
+    def __init__(self, mode: str = "eager", beside: Constrained | None = None) -> None:
+        plain = tiny_qwen3(**OVERRIDES)
+        self.model: PreTrainedModel = compiled_llm.wrap(plain, **OPTIONS, mode=mode) if beside is None else beside.model
+        self.device_model: DeviceModel = self.model.compiled.device_model()
+        self.persistent = PersistentBatch(self.device_model.state, self.device_model.decode)
+        self.twins: dict[Row, Alone] = {}
+        self.texts: dict[Row, list[int]] = {}
+        self.constrained: set[Row] = set()
+        self.penalised: set[Row] = set()
+        self.seen: list[Step] = []
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.device_model.thread.call(function, *args, **kwargs)
+
+    def admit(self, prompt: NDArray[np.int64], constrained: bool = True, penalised: bool = False) -> Row:
+        row = Row(self.device_model.pool, 0)
+        sampling = PENALISED if penalised else Sampling(temperature=0.0)
+        if constrained:
+            fields = {"mask": mask_after(int(prompt[-1])), "deferred": True}
+            sampling = Sampling(**vars(sampling) | fields)
+            self.constrained.add(row)
+        if penalised:
+            self.penalised.add(row)
+        self.call(self.device_model.state.slots.admit, [row], [sampling])
+        self.texts[row] = []
+        return row
+
+    def run(self, decode: Sequence[Row] = (), extend: Sequence[Extension] = (), unchanged: bool = False) -> Step:
+        batch = Batch(list(decode), list(extend), observer=self.seen.append)
+        step: Step = self.call(self.device_model.run, batch, self.persistent, unchanged)
+        for row in decode:
+            self.twins[row].feed(self.texts[row][-1:])
+        for extension in extend:
+            row, ids = extension.row, extension.ids.tolist()
+            assert isinstance(row, Row)
+            if row in self.twins:
+                self.twins[row].feed(ids)
+            else:
+                self.twins[row] = Alone(tiny_qwen3(**OVERRIDES), ids)
+        for row, token in zip(step.rows, step.tokens.tolist(), strict=True):
+            if row in self.constrained:
+                assert token == NOT_A_TOKEN, "it waits to be chosen"
+            else:
+                self.take(row, token)
+        return step
+
+    def choose(self, without: Sequence[Row] = (), **edited: Any) -> Step:
+        """Choose what waits, with the masks that follow from the tokens so far."""
+        rows = [row for row in self.persistent.deferred.rows if self.texts[row] and row not in without]
+        masks = Masks(rows, np.stack([mask_after(self.texts[row][-1]) for row in rows])) if rows else None
+        step: Step = self.call(self.device_model.choose_deferred, self.persistent, masks, **edited)
+        for row, token in zip(step.rows, step.tokens.tolist(), strict=True):
+            if row.slot is not None:
+                self.take(row, token)
+        return step
+
+    def take(self, row: Row, token: int) -> None:
+        assert token == self.expected(row)
+        self.texts[row].append(token)
+
+    def expected(self, row: Row) -> int:
+        twin, text = self.twins[row], self.texts[row]
+        scores = twin.logits.clone()
+        if row in self.penalised:
+            times = torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=WIDTH)
+            scores -= PENALISED.frequency_penalty * times + PENALISED.presence_penalty * (times > 0)
+        if row in self.constrained:
+            allowed = allowed_after(text[-1] if text else twin.fed[-1])
+            return allowed[int(scores[allowed].argmax())]
+        return int(scores.argmax())
+
+
+def ids_of(length: int, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, length]).integers(3, WIDTH, length)
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+def test_rows_follow_a_grammar_beside_others_with_penalties_over_pages(mode, seed):
+    batch = Constrained(mode)
+    prompts = [ids_of(length, seed) for length in (5, 2, 7, 4)]
+    kinds = [(True, False), (False, True), (True, True), (False, False)]
+    rows = [batch.admit(prompt, *kind) for prompt, kind in zip(prompts, kinds, strict=True)]
+    batch.run(extend=[Extension.of(row, prompt) for row, prompt in zip(rows, prompts, strict=True)])
+    batch.choose()
+    for step in range(8):
+        batch.run(decode=rows, unchanged=step > 0)
+        batch.choose()
+    assert not batch.persistent.deferred
+
+
+@pytest.fixture
+def batch() -> Constrained:
+    return Constrained()
+
+
+def begun(batch: Constrained, seed: int, *lengths: int) -> list[Row]:
+    prompts = [ids_of(length, seed) for length in lengths]
+    rows = [batch.admit(prompt) for prompt in prompts]
+    batch.run(extend=[Extension.of(row, prompt) for row, prompt in zip(rows, prompts, strict=True)])
+    batch.choose()
+    return rows
+
+
+def test_a_prompt_in_chunks_ends_beside_rows_that_decode(batch, seed):
+    rows, prompt, plain = begun(batch, seed, 5, 2), ids_of(7, seed), ids_of(6, seed)
+    new, other = batch.admit(prompt), batch.admit(plain, constrained=False)
+    batch.run(decode=rows, extend=[Extension.of(new, prompt[:4], ends=False)])
+    batch.choose()
+    batch.run(decode=rows, extend=[Extension.of(new, prompt[4:]), Extension.of(other, plain)])
+    batch.choose()
+    for _ in range(3):
+        batch.run(decode=[other, *rows, new])
+        batch.choose()
+
+
+def test_what_others_run_meanwhile_changes_nothing(batch, seed):
+    rows = begun(batch, seed, 5, 2)
+    batch.run(decode=rows)
+    other = Constrained(beside=batch)
+    begun(other, seed + 1, 4, 3)
+    batch.choose()
+    batch.run(decode=rows)
+    batch.choose()
+
+
+def test_a_row_that_ends_before_its_choice_is_left_out_and_its_slot_is_free(batch, seed):
+    ended, row = begun(batch, seed, 5, 2)
+    batch.run(decode=[ended, row])
+    ended.free()
+    new = batch.admit(ids_of(4, seed), constrained=False)  # takes the slot
+    before = batch.device_model.state.slots.tables.counts.clone()
+    assert dict(zip(*batch.choose()[::2], strict=True))[ended] == NOT_A_TOKEN
+    assert torch.equal(before, batch.device_model.state.slots.tables.counts)
+    batch.run(decode=[row], extend=[Extension.of(new, ids_of(4, seed))])
+    batch.choose()
+    batch.run(decode=[row, new])
+    batch.choose()
+
+
+def test_a_row_that_comes_again_goes_on_right(batch, seed):
+    preempted, row = begun(batch, seed, 5, 2)
+    batch.run(decode=[preempted, row])
+    text = np.concatenate([ids_of(5, seed), batch.texts[preempted]])
+    preempted.free()
+    batch.choose()
+    again = batch.admit(text)
+    batch.run(decode=[row], extend=[Extension.of(again, text)])
+    batch.choose()
+    for _ in range(3):
+        batch.run(decode=[again, row])
+        batch.choose()
+
+
+def test_a_processor_of_the_users_own_gets_a_copy_and_has_its_say(batch, seed):
+    rows = begun(batch, seed, 5, 2)
+    step = batch.run(decode=rows)
+    assert step.logits is not None
+    before, own = step.logits.clone(), batch.persistent.deferred.logits_of(rows[0])
+    assert torch.equal(own, before[0])
+    wanted = allowed_after(batch.texts[rows[0]][-1])[4]
+    own.zero_()
+    own[wanted] = 1.0
+    batch.twins[rows[0]].logits = own
+    chosen = batch.choose(edited={rows[0]: own})
+    assert chosen.tokens[0] == wanted
+    assert torch.equal(step.logits, before)
+    assert torch.equal(chosen.logits, before), "observers see what the model has computed"
+
+
+def test_a_step_before_the_choice_is_refused(batch, seed):
+    rows = begun(batch, seed, 5, 2)
+    batch.run(decode=rows)
+    with pytest.raises(RuntimeError, match="the rows have no next tokens"):
+        batch.device_model.run(Batch(rows), batch.persistent, unchanged=True)
+    batch.choose()
+    batch.run(decode=rows)
+    batch.choose()
+
+
+def test_masks_are_for_rows_that_came_in_with_one(batch, seed):
+    rows = begun(batch, seed, 5)
+    plain, prompt = batch.admit(ids_of(4, seed), constrained=False), ids_of(4, seed)
+    batch.run(decode=rows, extend=[Extension.of(plain, prompt)])
+    with pytest.raises(ValueError, match="comes in with one"):
+        batch.device_model.choose_deferred(batch.persistent, Masks([plain], mask_after(3)[None]))
+    batch.choose()
+
+
+def test_observers_see_each_row_once_with_its_token(batch, seed):
+    rows, prompt = begun(batch, seed, 5, 2), ids_of(6, seed)
+    plain = batch.admit(prompt, constrained=False)
+    batch.run(decode=rows, extend=[Extension.of(plain, prompt)])
+    batch.choose()
+    batch.seen.clear()
+    batch.run(decode=[rows[0], plain, rows[1]])
+    batch.choose()
+    seen = {row: (logits, token) for step in batch.seen for row, logits, token in zip(*step, strict=True)}
+    assert len(seen) == sum(len(step.rows) for step in batch.seen) == 3
+    for row, (logits, token) in seen.items():
+        assert token == batch.texts[row][-1]
+        torch.testing.assert_close(logits, batch.twins[row].logits, rtol=1e-3, atol=1e-3)
