@@ -13,7 +13,8 @@ def logits_of(kind: str, rows: int, vocabulary: int, dtype: torch.dtype, device:
     if kind == "ties":
         logits = logits.round()
     if kind == "filtered":
-        logits = logits.masked_fill(logits < logits.topk(3).values[:, -1:], -torch.inf)
+        kept = logits[:, :vocabulary].topk(3).values[:, -1:]
+        logits = logits.masked_fill(logits < kept, -torch.inf)
     logits = logits.to(dtype)[:, :vocabulary]
     return logits if kind == "strided" else logits.contiguous()
 
