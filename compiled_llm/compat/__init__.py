@@ -1,6 +1,7 @@
 """Private parts of torch that we depend on, one function each, and what we change for the whole process.
 
-Those of transformers stand in ``compat.huggingface``, ``compat.tokenizers`` and ``compat.continuous_batching``.
+Those of transformers stand in ``compat.huggingface``, ``compat.tokenizers`` and ``compat.continuous_batching``, that of
+xgrammar in ``compat.xgrammar``.
 
 | what | for | ends when |
 | --- | --- | --- |

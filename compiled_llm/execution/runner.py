@@ -8,8 +8,7 @@ Shapes: B rows, L tokens whose logits are wanted, V vocabulary.
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,11 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.execution.admission import checked_prompt
 from compiled_llm.execution.batch import Batch, Extension, Observer, Step
+from compiled_llm.execution.deferred_choice import Masks
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.persistent_batch import PersistentBatch
-from compiled_llm.execution.staging import Readback
 from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.execution.unread import Unread
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 
@@ -51,7 +52,8 @@ class Runner:
         self._computed: Tensor | None = None
         self._persistent = PersistentBatch(device_model.state, device_model.decode)
         self._every_row = Batch(decode=self.rows, promise=self.promise)  # the list is always the same
-        self._launched: deque[tuple[Sequence[Row], Readback]] = deque()
+        self._unread = Unread(device_model.readbacks)
+        self._masks: Callable[[], Masks] | None = None
         self._finalizer = weakref.finalize(self, _free, self.rows)
 
     @property
@@ -99,25 +101,9 @@ class Runner:
                 has too few positions for both, or there would be more rows than ``max_batch_size``.
             OutOfPagesError: the pages it may need are not free; nothing was taken.
         """
-        ids = np.asarray(prompt)
-        if ids.size == 0:
-            raise ValueError("prompt is empty: give at least one token")
-        vocabulary = self.device_model.vocabulary
-        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
-            raise ValueError(
-                f"prompt: token ids are integers from 0 to {vocabulary - 1}; got {ids.dtype} from {ids.min()} to "
-                f"{ids.max()}"
-            )
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens}: must not be negative")
-        stored = ids.size + max(0, max_new_tokens - 1)  # the last token is chosen but never stored
-        if stored > self.max_positions:
-            raise ValueError(
-                f"prompt: {ids.size} tokens and max_new_tokens={max_new_tokens} take {stored} positions, and the model "
-                f"has {self.max_positions}"
-            )
+        ids, stored = checked_prompt(self.device_model, prompt, max_new_tokens)
         row = self.add_row(stored)
-        self._pending.append((row, ids.astype(np.int64).reshape(-1), sampling))
+        self._pending.append((row, ids, sampling))
         return row
 
     def resume(
@@ -173,8 +159,9 @@ class Runner:
         """
         if forced is not None and not self._pending:
             self._check_tokens(forced)
-        self._thread.call(self._launch, forced, unchanged, fed)
-        return self._read() if len(self._launched) > 1 else {}
+        masks = self._next_masks()
+        self._thread.call(self._launch, forced, unchanged, fed, masks)
+        return self._unread.read() if len(self._unread) > 1 else {}
 
     def release(self, row: Row) -> None:
         """Take a row out and give its pages back.
@@ -231,9 +218,20 @@ class Runner:
         finally:
             self._every_row = before
 
+    @contextmanager
+    def constrained(self, masks: Callable[[], Masks] | None) -> Iterator[None]:
+        """Have ``masks`` called for the block before deferred choices, once all tokens before have been returned."""
+        before, self._masks = self._masks, masks
+        try:
+            yield
+        finally:
+            self._masks = before
+
     def drain(self) -> dict[Row, int]:
         """Return the tokens of the oldest step not yet read, waiting for it; empty if there is none."""
-        return self._read() if self._launched else {}
+        if self._persistent.deferred:
+            self._thread.call(self._choose, self._next_masks())
+        return self._unread.read() if len(self._unread) else {}
 
     def logits(self) -> Tensor:
         """Return ``[B, V]``, the last step's logits of the rows that took part, in the model's dtype."""
@@ -250,7 +248,7 @@ class Runner:
         """Begin a new loop with the rows as they are; what an earlier one left is forgotten."""
         self._pending.clear()
         self._computed = None
-        self._launched.clear()
+        self._unread.forget()
         self._persistent.restart(self.rows)
         self.steps = 0
 
@@ -334,18 +332,28 @@ class Runner:
                 f"{list(tokens.shape)}"
             )
 
+    def _next_masks(self) -> Masks | None:
+        return self._masks() if self._masks is not None and self._persistent.deferred else None
+
     # ---- in the executor
 
-    def _launch(self, forced: Tensor | None, unchanged: bool = False, fed: Mapping[Row, int] = _NOTHING) -> None:
+    def _choose(self, masks: Masks | None) -> None:
+        self._unread.chosen(self.device_model.choose_deferred(self._persistent, masks))
+
+    def _launch(
+        self, forced: Tensor | None, unchanged: bool, fed: Mapping[Row, int], masks: Masks | None = None
+    ) -> None:
         if not self.rows:
             raise RuntimeError("step: there are no rows; admit a prompt first")
+        if self._persistent.deferred:
+            self._choose(masks)
         if fed:
             self.device_model.state.slots.feed(fed)
         step = self._run(forced, unchanged)
         self._pending.clear()
         self._computed = None
         self.steps += 1
-        self._launched.append((step.rows, self.device_model.readbacks.start(step.tokens)))
+        self._unread.launched(step, unchosen=len(self._persistent.deferred.rows))
 
     def _run(self, forced: Tensor | None, unchanged: bool) -> Step:
         if not self._pending:
@@ -380,10 +388,6 @@ class Runner:
         logits = self._persistent.logits
         assert logits is not None, "no step has run"
         return logits.clone()
-
-    def _read(self) -> dict[Row, int]:
-        rows, readback = self._launched.popleft()
-        return dict(zip(rows, readback.result(), strict=True))
 
 
 _NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)

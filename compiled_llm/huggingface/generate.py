@@ -36,6 +36,7 @@ from compiled_llm.compat.huggingface import pad_token
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, draw
 from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call import Call
+from compiled_llm.huggingface.grammar import grammar_of, masks_from
 from compiled_llm.huggingface.processors import new_seeds
 from compiled_llm.huggingface.step_scores import StepScores
 from compiled_llm.kvcache.row import Row
@@ -71,7 +72,12 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     sequences = Sequences(call)
     cache, runner = call.cache, call.cache.runner
     observer = sequences.recorded.see if call.wants_scores() else None
-    with _counted(call, sequences), cache.extended(call.updates, call.last) as rows, runner.observed(observer):
+    with (
+        _counted(call, sequences),
+        cache.extended(call.updates, call.last) as rows,
+        runner.observed(observer),
+        runner.constrained(masks_from(grammar_of(call.processors), rows, settings, sequences.on_host)),
+    ):
         runner.restart()
         begun = list(_begun(call, rows))
         if call.logits is None:
@@ -316,9 +322,13 @@ class Sequences:
         """``[B]`` int64 on the host: the last token of each row."""
         return self._ids[:, self.length - 1]
 
+    def on_host(self) -> Tensor:
+        """``[B, T + G]`` int64, overwritten by later tokens."""
+        return self._ids[:, : self.length]
+
     def result(self) -> Tensor:
         """``[B, T + G]`` int64 on the caller's device."""
-        return self._ids[:, : self.length].to(self._call.input_ids.device)
+        return self.on_host().to(self._call.input_ids.device)
 
     def finish(self) -> Tensor | GenerateDecoderOnlyOutput:
         """End the stream and return what ``generate`` returns."""

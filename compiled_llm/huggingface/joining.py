@@ -15,13 +15,14 @@ from compiled_llm.engine.request import Request
 from compiled_llm.execution.limits import check_fits
 from compiled_llm.huggingface.call import Call
 from compiled_llm.huggingface.generate import Sequences, callbacks_of
+from compiled_llm.huggingface.grammar import grammar_of
 
 
 def engine_to_join(call: Call) -> Driver | None:
     """Return the engine that should serve a call of the fast loop, or None.
 
     One that is idle does not while no other loop runs: alone, a call is faster in a loop of its own. Nor can it serve
-    what begins from a cache or returns one, or lets the user's code look at each token.
+    what begins from a cache or returns one, lets the user's code look at each token, or follows a processor's grammar.
     """
     driver = call.runtime.engine()
     if not isinstance(driver, Driver) or not driver.open or not (driver.busy or call.runtime.loop_lock.busy):
@@ -29,7 +30,7 @@ def engine_to_join(call: Call) -> Driver | None:
     if driver.turns.here or not _fits(call):  # inside ``engine.paused()``; or it will be refused
         return None
     alone = call.returns_cache or call.waits is not None or call.cache.runner.rows or callbacks_of(call)
-    return None if alone else driver
+    return None if alone or grammar_of(call.processors) is not None else driver
 
 
 def _fits(call: Call) -> bool:

@@ -33,10 +33,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from compiled_llm.compat.xgrammar import is_grammar
 from compiled_llm.compilation.bias import BARRED, FORCED, LARGEST, Bias, packed
 from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.huggingface.call import Call
+from compiled_llm.huggingface.grammar import Grammar, all_tokens
 from compiled_llm.model.sizes import logits_width
 from compiled_llm_ops import MOST_BIASES, MOST_FOLLOWED
 
@@ -52,6 +54,7 @@ _ORDER: tuple[type[LogitsProcessor], ...] = (
     InfNanRemoveLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
+    Grammar,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -111,15 +114,19 @@ def _by_kind(processors: Iterable[LogitsProcessor]) -> _Found | None:
     listed = list(processors)
     if not all(is_a_number(entry) or _is_of_tokens(entry) for entry in listed):
         return None
-    ranks = [_ORDER.index(type(entry)) for entry in listed]
-    return {type(entry): entry for entry in listed} if ranks == sorted(set(ranks)) else None
+    ranks = [_ORDER.index(_kind(entry)) for entry in listed]
+    return {_kind(entry): entry for entry in listed} if ranks == sorted(set(ranks)) else None
+
+
+def _kind(processor: LogitsProcessor) -> type[LogitsProcessor]:
+    return Grammar if is_grammar(processor) else type(processor)
 
 
 def _is_of_tokens(processor: Any) -> bool:
     """Whether the graph does what a processor does, which names tokens, or sequences that are not too long."""
     if type(processor) in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
         return all(len(sequence) <= MOST_FOLLOWED + 1 for sequence in processor.sequence_bias)
-    return type(processor) in _ORDER and type(processor) not in _NUMBERS
+    return _kind(processor) in _ORDER and type(processor) not in _NUMBERS
 
 
 def _numbers(found: _Found, do_sample: bool) -> Sampling:
@@ -155,7 +162,12 @@ def _edits(found: _Found, call: Call) -> dict[str, Any] | None:
     ours = all(bias.token < width and (bias.value in (BARRED, FORCED) or abs(bias.value) <= LARGEST) for bias in biases)
     if not ours or len(biases) > MOST_BIASES or _forces_what_is_barred(biases, suppressed):
         return None
-    return {"biases": packed(biases), "mask": mask_of(width, banned=suppressed)}
+    mask = mask_of(width, banned=suppressed)
+    if Grammar not in found:
+        return {"biases": packed(biases), "mask": mask}
+    if any(bias.value == FORCED for bias in biases) or call.wants_scores("output_scores"):
+        return None  # it may bar what is forced; and it sees each step once
+    return {"biases": packed(biases), "mask": all_tokens(width) if mask is None else mask, "deferred": True}
 
 
 def _suppressed(found: _Found, call: Call) -> list[int]:

@@ -11,7 +11,7 @@ from support.pages import CHECKOUT, DOCS
 # Where errors are raised that somebody meets who calls wrap or generate; those of a `Runner` are met by whoever writes
 # a loop of their own.
 SPEAKING = ("config.py", "model/*.py", "kvcache/*.py", "execution/*.py", "engine/*.py", "huggingface/*.py")
-QUIET = {"runner.py"}
+QUIET = {"runner.py", "admission.py"}
 # Only for people who write a loop of their own, or said by another message on the page.
 UNLISTED = {
     "a row cannot have room for ",

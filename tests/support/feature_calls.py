@@ -9,9 +9,17 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+from transformers import (
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+)
 
 from support.parity import mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -51,6 +59,14 @@ def fresh(make: Callable[[], Any]) -> Callable[[], Any]:
     """An option that has to be made for each call."""
     make.fresh = True  # type: ignore[attr-defined]
     return make
+
+
+@fresh
+def by_a_grammar() -> LogitsProcessorList:
+    """A processor of xgrammar's for HuggingFace, under which some rows end."""
+    xgrammar, hf = pytest.importorskip("xgrammar"), pytest.importorskip("xgrammar.contrib.hf")
+    tokens = xgrammar.TokenizerInfo([chr(33 + token % 94) for token in range(128)], vocab_size=128, stop_token_ids=[2])
+    return LogitsProcessorList([hf.LogitsProcessor(xgrammar.GrammarCompiler(tokens).compile_regex("[a-z]{3,}[A-Z]*"))])
 
 
 def each(**options: Any) -> list[Call]:

@@ -30,6 +30,7 @@ from support.feature_calls import (
     a_step_over_a_cache,
     assistant,
     batched,
+    by_a_grammar,
     changed,
     drawn,
     dynamic_cache,
@@ -149,6 +150,20 @@ FEATURES: dict[str, list[Feature]] = {
         Feature(
             "one kind of processor twice, or another order than HuggingFace's",
             each(logits_processor=LogitsProcessorList([Halve(), Halve()])),
+        ),
+        Feature(
+            "xgrammar's `LogitsProcessor` for HuggingFace, once a call",
+            [
+                generate(logits_processor=by_a_grammar, eos_token_id=2),
+                generate(logits_processor=by_a_grammar, eos_token_id=2, repetition_penalty=1.3, suppress_tokens=[70]),
+            ],
+        ),
+        Feature(
+            "that with `output_scores`, or what forces tokens",
+            [
+                generate(logits_processor=by_a_grammar, eos_token_id=2, output_scores=True, **SEVERAL),
+                generate(logits_processor=by_a_grammar, eos_token_id=2, forced_eos_token_id=2),
+            ],
         ),
         Feature("`token_healing`", [healed]),
         Feature(
