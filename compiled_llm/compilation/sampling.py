@@ -192,34 +192,15 @@ def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTab
         ``[B]`` int64; ``NOT_A_TOKEN`` for a row of the other kind, whose slot keeps any token until it is chosen, and
         for one that is drawn and whose logits are NaN, +inf or all -inf.
     """
-    chosen = _choose_at(uniform(tables.seed[slots], positions), logits, slots, positions, tables, deferred)
+    chosen = choose_at(uniform(tables.seed[slots], positions), logits, slots, positions, tables, deferred)
     tables.next_token.index_put_((slots,), chosen.clamp(min=0))
     return chosen
 
 
-def draw(scores: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
-    """Draw from scores that processors have finished with.
-
-    Args:
-        scores: ``[B, V]`` float32.
-        seeds: ``[B]`` int64; if None, the token with the largest score is taken, as ``argmax`` does.
-        positions: ``[B]`` int64, the position of the token that is drawn.
-
-    Returns:
-        ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose scores are NaN, +inf or all -inf.
-    """
-    rows, vocabulary = scores.shape
-    tables = SamplingTables.allocate(rows, vocabulary, scores.device)
-    numbers = torch.zeros(rows, dtype=torch.float64, device=scores.device)
-    if seeds is not None:
-        tables.temperature.fill_(1.0)
-        numbers = uniform(seeds, positions)
-    return _choose_at(numbers, scores, torch.arange(rows, device=scores.device), positions, tables)
-
-
-def _choose_at(
+def choose_at(
     numbers: Tensor, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False
 ) -> Tensor:
+    """Choose each row's next token with these random numbers, ``[B]`` float64; otherwise as ``choose``."""
     filters = (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
     penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
     wide = (tables.counts, tables.allowed, tables.biases, tables.recent)

@@ -138,8 +138,8 @@ class DeviceModel:
         """
         if batch.extend:
             return self._extend(batch, persistent, unchanged)
-        advances = unchanged and batch.tokens is None and persistent.can_advance(batch.decode)
-        step = persistent.advance() if advances else self._decode(batch, persistent, unchanged)
+        advances = unchanged and persistent.can_advance(batch.decode)
+        step = persistent.advance(batch.tokens) if advances else self._decode(batch, persistent, unchanged)
         return persistent.deferred.keep(step, batch.observer)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> Step:

@@ -97,9 +97,15 @@ class PersistentBatch:
 
     # ---- advance it
 
-    def advance(self) -> Step:
-        """Run a step of the same rows in the pages that are listed for them."""
+    def advance(self, tokens: Tensor | None = None) -> Step:
+        """Run a step of the same rows in the pages that are listed for them.
+
+        Args:
+            tokens: what they feed in, as in ``Batch``.
+        """
         try:
+            if tokens is not None:
+                self._decode.feed(len(self._rows), self.bucket, tokens)
             outputs = self._decode.run(self.bucket)
             with deferred():
                 if self._entering is None:

@@ -29,6 +29,7 @@ from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 
 _NOTHING: Mapping[Row, int] = {}
+_NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 class Runner:
@@ -309,17 +310,18 @@ class Runner:
         """Return ``[2, K, length, D]`` for each row: copies of a layer's keys and values."""
         return self._thread.call(lambda: [self.device_model.state.read(layer, row) for row in self.rows])
 
-    def decode(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Sequence[int] | None = None, unchanged: bool = False) -> Tensor:
         """Run one decode step of all rows with these tokens, and read nothing back.
 
         Args:
             tokens: ``[B]`` int64, in the order of ``rows``.
-            positions: their rotary positions.
+            positions: their rotary positions; those that follow their last if None.
+            unchanged: the model cannot have changed since the last step; skip the validity checks.
 
         Returns:
             ``[B, V]`` logits in the model's dtype, the caller's to keep.
         """
-        return self._thread.call(self._decode, tokens, positions)
+        return self._thread.call(self._decode, tokens, positions, unchanged)
 
     def _check_room(self, rows: int) -> None:
         if rows > self.max_rows:
@@ -378,19 +380,16 @@ class Runner:
         self._persistent.invalidate()
         return self.device_model.extend(extensions, self.promise, keep, embeddings)
 
-    def _decode(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
-        for row, position in zip(self.rows, positions, strict=True):
+    def _decode(self, tokens: Tensor, positions: Sequence[int] | None, unchanged: bool) -> Tensor:
+        for row, position in zip(self.rows, positions or (), strict=positions is not None):
             row.position = position
-        self.device_model.run(self._every_row._replace(tokens=tokens), self._persistent)
+        self.device_model.run(self._every_row._replace(tokens=tokens), self._persistent, unchanged)
         return self._last_logits()
 
     def _last_logits(self) -> Tensor:
         logits = self._persistent.logits
         assert logits is not None, "no step has run"
         return logits.clone()
-
-
-_NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 @deferred()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,11 +33,10 @@ from transformers.generation.streamers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from compiled_llm.compat.huggingface import pad_token
-from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, draw
+from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call import Call
 from compiled_llm.huggingface.grammar import grammar_of, masks_from
-from compiled_llm.huggingface.processors import new_seeds
 from compiled_llm.huggingface.step_scores import StepScores
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.modules import has_hooks
@@ -73,13 +72,13 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     cache, runner = call.cache, call.cache.runner
     observer = sequences.recorded.see if call.wants_scores() else None
     with (
-        _counted(call, sequences),
+        counted(call, sequences),
         cache.extended(call.updates, call.last) as rows,
         runner.observed(observer),
         runner.constrained(masks_from(grammar_of(call.processors), rows, settings, sequences.on_host)),
     ):
         runner.restart()
-        begun = list(_begun(call, rows))
+        begun = list(begin_rows(call, rows))
         if call.logits is None:
             for row, tokens, sampling in zip(rows, begun, settings, strict=True):
                 runner.resume(row, tokens, sequences.most_new, sampling)
@@ -89,7 +88,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
         watched = sequences.may_change_model
         while not sequences.done:
             if watched:
-                _check_hooks(call)
+                check_hooks(call)
             unchanged = runner.steps > 0 and not watched
             fed = _padded(sequences, ends, runner.steps) if ends and observer is not None else {}
             chosen = runner.step(None, unchanged, fed) if runner.steps < sequences.most_new else runner.drain()
@@ -97,14 +96,14 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
                 chosen = runner.drain()  # the first tokens do not wait for decode to be compiled
             if not chosen:
                 continue
-            ended = _append(call, sequences, [chosen.get(row, 0) for row in rows])
+            ended = append_tokens(call, sequences, [chosen.get(row, 0) for row in rows])
             if ended and call.returns_cache:
                 ends.update({rows[index]: sequences.generated for index in ended})
             elif ended:
                 for index in ended:
                     runner.release(rows[index])
         if call.returns_cache:
-            _settle(call, rows, ends if observer is None else {}, sequences)
+            settle(call, rows, ends if observer is None else {}, sequences)
     call.runtime.counters.add_steps(runner.steps)
     if call.returns_cache:
         cache.count(sequences.generated - 1)
@@ -112,7 +111,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
 
 
 @contextmanager
-def _counted(call: Call, sequences: Sequences) -> Iterator[None]:
+def counted(call: Call, sequences: Sequences) -> Iterator[None]:
     """Count the time of a loop, and its tokens, also of one that is interrupted."""
     with call.runtime.events.generating.running():
         try:
@@ -121,7 +120,7 @@ def _counted(call: Call, sequences: Sequences) -> Iterator[None]:
             call.runtime.counters.add_tokens(sequences.new_tokens)
 
 
-def _append(call: Call, sequences: Sequences, tokens: Sequence[int]) -> list[int]:
+def append_tokens(call: Call, sequences: Sequences, tokens: Sequence[int]) -> list[int]:
     """Take one token a row; another loop may run meanwhile if it waits, or if code of the user's looks at the token."""
     lock = call.runtime.loop_lock
     if not (sequences.callbacks or lock.wanted):
@@ -130,7 +129,7 @@ def _append(call: Call, sequences: Sequences, tokens: Sequence[int]) -> list[int
         return sequences.append(tokens)
 
 
-def _check_hooks(call: Call) -> None:
+def check_hooks(call: Call) -> None:
     """Check that no callback has put hooks on the model: the calls that they wait for are not made here.
 
     Raises:
@@ -144,7 +143,7 @@ def _check_hooks(call: Call) -> None:
         )
 
 
-def _begun(call: Call, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
+def begin_rows(call: Call, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
     """Promise each row its pages, and give the tokens to compute of it: those that no other row begins with as well.
 
     All are computed at once: in each layer, every row's keys and values are stored before any row attends.
@@ -166,7 +165,7 @@ def _padded(sequences: Sequences, ends: dict[Row, int], step: int) -> dict[Row, 
     return {row: sequences.pad_token for row, count in ends.items() if step > count}
 
 
-def _settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: Sequences) -> None:
+def settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: Sequences) -> None:
     """Leave in the cache what HuggingFace leaves there: all columns but the last, pads after a row's end included.
 
     The loop ran a step ahead of what it read, and rows that had ended went on with tokens of their own.
@@ -190,41 +189,6 @@ def _settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: Sequen
             [np.full(count, sequences.pad_token, dtype=np.int64) for _, count in late],
             [row.position + np.arange(count) for row, count in late],
         )
-
-
-def processed_loop(call: Call) -> Tensor | GenerateDecoderOnlyOutput:
-    """Generate with HuggingFace's processors run between steps, on the device, in the caller's thread.
-
-    The caller holds the loop lock. Each step is read before the next is launched, as in HuggingFace's own loop: that is
-    what processors of any kind cost.
-
-    Returns:
-        As ``fast_loop``.
-
-    Raises:
-        RuntimeError: a row is drawn and its scores are NaN, +inf or all -inf.
-    """
-    sequences = Sequences(call)
-    runner, device = call.cache.runner, call.input_ids.device
-    seeds = new_seeds(len(call.input_ids)).to(device) if call.config.do_sample else None
-    with _counted(call, sequences), call.cache.extended(call.updates, call.last) as rows:
-        tokens = list(_begun(call, rows))
-        positions = [row.position + np.arange(len(new)) for row, new in zip(rows, tokens, strict=True)]
-        logits = runner.extend(rows, tokens, positions) if call.logits is None else call.logits
-        while True:
-            with call.runtime.loop_lock.yielded(), allowed():
-                raw = logits.to(device=device, dtype=torch.float32, copy=True)
-                scores = call.processors(cast(torch.LongTensor, sequences.result()), raw)
-                sequences.recorded.record(scores, raw)
-                counted = torch.tensor([row.position for row in rows], device=device)
-                sequences.append(draw(scores, seeds, counted).tolist())
-            if sequences.done:
-                break
-            _check_hooks(call)
-            logits = runner.decode(sequences.last().to(logits.device), [row.position for row in rows])
-    call.cache.count(sequences.generated - 1)
-    call.runtime.counters.add_steps(sequences.generated)
-    return sequences.finish()
 
 
 def callbacks_of(call: Call) -> list[Any]:
@@ -317,10 +281,6 @@ class Sequences:
         self._running = running - ended
         self._tokens_of_ended += (len(running) - len(self._running)) * self.generated
         return sorted(running & ended) if self._pads else []
-
-    def last(self) -> Tensor:
-        """``[B]`` int64 on the host: the last token of each row."""
-        return self._ids[:, self.length - 1]
 
     def on_host(self) -> Tensor:
         """``[B, T + G]`` int64, overwritten by later tokens."""

@@ -18,9 +18,11 @@ from compiled_llm.execution.threads.interrupts import allowed, deferred
 from compiled_llm.huggingface.cache_choice import CacheChoice
 from compiled_llm.huggingface.call import Call, LoopArguments
 from compiled_llm.huggingface.current_call import took
-from compiled_llm.huggingface.generate import fast_loop, processed_loop
+from compiled_llm.huggingface.generate import fast_loop
+from compiled_llm.huggingface.guidance import with_twins
 from compiled_llm.huggingface.joining import engine_to_join, run_in_engine
 from compiled_llm.huggingface.model_obstacles import forward_reasons
+from compiled_llm.huggingface.processed_loop import processed_loop
 from compiled_llm.huggingface.processors import read_processors
 from compiled_llm.huggingface.stand_in import StandIn
 from compiled_llm.huggingface.step_scores import check_room
@@ -70,7 +72,9 @@ def run_our_loop(call: Call) -> Any:
     if (driver := engine_to_join(call)) is not None and (sampling := _sampling_in_graph(call)) is not None:
         took(call.runtime, "engine")
         return run_in_engine(driver, call, sampling)
-    needed = call.pages_needed()
+    processors = call.processors
+    call, twins = with_twins(call)
+    needed = call.pages_needed() + (0 if twins is None else twins.pages_needed(call))
     with _alone(call, call.most_new, needed):
         waits = call.waits
         if waits is not None:
@@ -81,9 +85,9 @@ def run_our_loop(call: Call) -> Any:
             check_room(call)
             took(call.runtime, "fast loop", waits)
             return _with_original(call, fast_loop(call, sampling))
-        names = sorted({type(processor).__name__ for processor in call.processors})
+        names = sorted({type(processor).__name__ for processor in processors})
         took(call.runtime, "processed loop", waits or Reason("processors", ", ".join(names)))
-        return _with_original(call, processed_loop(call))
+        return _with_original(call, processed_loop(call, twins))
 
 
 def _with_original(call: Call, result: Any) -> Any:

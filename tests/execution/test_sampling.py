@@ -14,7 +14,8 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import compiled_llm
 from compiled_llm.compilation.bias import Bias, packed
-from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose, draw, uniform
+from compiled_llm.compilation.draws import Draws
+from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose, uniform
 from compiled_llm.execution.arena import Arena
 from compiled_llm.execution.slots import Slots
 from compiled_llm.execution.staging import Staging
@@ -221,8 +222,16 @@ def test_processed_scores_are_drawn_from_as_they_are(seed):
     scores = torch.randn(1, VOCABULARY).log_softmax(dim=-1)
     scores[0, ::3] = -math.inf
     rows = scores.expand(2000, -1)
-    assert_drawn_from(draw(rows, torch.arange(2000), torch.full((2000,), 7)), scores[0].exp() / scores[0].exp().sum())
-    assert draw(scores, None, torch.tensor([7])).item() == scores.argmax()
+    draws = Draws(torch.arange(2000), torch.full((2000,), 7))
+    assert_drawn_from(draws(rows), scores[0].exp() / scores[0].exp().sum())
+    assert Draws(None, torch.tensor([7]))(scores).item() == scores.argmax()
+
+
+def test_tokens_drawn_outside_the_graph_are_those_drawn_inside(seed):
+    logits = torch.randn(3, VOCABULARY)
+    stepped = FixedLogits(logits, [Sampling(seed=row) for row in range(3)], "eager")
+    draws = Draws(torch.arange(3), stepped.positions + 1)
+    assert torch.equal(torch.stack([draws(logits) for _ in range(20)]), stepped.steps(20))
 
 
 def test_philox_gives_the_published_numbers():

@@ -17,6 +17,7 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
 
@@ -103,7 +104,11 @@ FEATURES: dict[str, list[Feature]] = {
             draws=True,
         ),
         Feature("`repetition_penalty`", each(repetition_penalty=1.3)),
-        Feature("`num_return_sequences` with `do_sample`", drawn(num_return_sequences=3), draws=True),
+        Feature(
+            "`num_return_sequences` with `do_sample`: the prompt is computed once",
+            drawn(num_return_sequences=3),
+            draws=True,
+        ),
         Feature(
             "`typical_p`, `top_h`, `epsilon_cutoff`, `eta_cutoff`",
             drawn(typical_p=0.8, top_h=0.6, epsilon_cutoff=0.01, eta_cutoff=0.01),
@@ -139,9 +144,19 @@ FEATURES: dict[str, list[Feature]] = {
             ],
         ),
         Feature("`renormalize_logits`", each(renormalize_logits=True)),
-        Feature("`guidance_scale`", each(guidance_scale=1.5)),
         Feature(
-            "`watermarking_config`", each(watermarking_config=WatermarkingConfig(bias=2.5, seeding_scheme="lefthash"))
+            "`guidance_scale`, `negative_prompt_ids`: two rows a request",
+            [
+                *each(guidance_scale=1.5),
+                generate(guidance_scale=1.5, negative_prompt_ids=inputs()["input_ids"].flip(0)),
+            ],
+        ),
+        Feature(
+            "`watermarking_config`",
+            [
+                *each(watermarking_config=WatermarkingConfig(bias=2.5, seeding_scheme="lefthash")),
+                *each(watermarking_config=SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 6, 7])),
+            ],
         ),
         Feature(
             "a `LogitsProcessor` of your own, `prefix_allowed_tokens_fn`",

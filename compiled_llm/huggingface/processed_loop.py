@@ -1,0 +1,140 @@
+"""The decoding loop that lets logits processors see each step: HuggingFace's code between our launches.
+
+Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from compiled_llm.compilation.draws import Draws
+from compiled_llm.execution.threads.interrupts import allowed
+from compiled_llm.huggingface.call import Call
+from compiled_llm.huggingface.generate import Sequences, append_tokens, begin_rows, check_hooks, counted, settle
+from compiled_llm.huggingface.guidance import GuidanceByTwins, Twins
+from compiled_llm.huggingface.processors import new_seeds
+from compiled_llm.kvcache.row import Row
+
+
+def processed_loop(call: Call, twins: Twins | None = None) -> Tensor | GenerateDecoderOnlyOutput:
+    """Generate with HuggingFace's processors run between steps, on the device, in the caller's thread.
+
+    The caller holds the loop lock. Tokens go from the choice into the next forward on the device, and are read while
+    that runs. So processors see the very steps that HuggingFace's loop shows them, and what they launch, like the
+    choice, is queued before the forward is done; a processor that reads what is on the device waits for itself.
+
+    Args:
+        call: the call.
+        twins: the second rows of guidance.
+
+    Returns:
+        As ``fast_loop``.
+
+    Raises:
+        RuntimeError: a row is drawn and its scores are NaN, +inf or all -inf.
+    """
+    sequences = Sequences(call)
+    with counted(call, sequences), call.cache.extended(call.updates, call.last) as rows, ExitStack() as stack:
+        steps = _Steps(call, twins, sequences)
+        steps.begin(rows, [] if twins is None else stack.enter_context(twins.beside(call.cache.runner, call.most_new)))
+        while True:
+            tokens = steps.choose()
+            reading = call.device_model.thread.call(call.device_model.readbacks.start, tokens)
+            launched = steps.may_go_ahead and steps.launch(tokens)
+            steps.pad(append_tokens(call, sequences, reading.result()))
+            if sequences.done:
+                break
+            launched = launched or steps.launch(tokens)
+        if call.returns_cache:
+            settle(call, rows, {}, sequences)
+    call.cache.count(sequences.generated - 1)
+    call.runtime.counters.add_steps(sequences.generated)
+    return sequences.finish()
+
+
+class _Steps:
+    """What lies on the device between a forward and the tokens that are chosen after it."""
+
+    def __init__(self, call: Call, twins: Twins | None, sequences: Sequences) -> None:
+        self._call = call
+        self._twins = twins
+        self._sequences = sequences
+        self._runner = call.cache.runner
+        self._ids = call.input_ids
+        self._running: Tensor | None = None  # [B] bool, once a row has ended that gets pads
+        self._launched = False
+        self._runs_foreign_code = not all(map(_is_known, call.processors))
+        self._watched = self._runs_foreign_code or sequences.may_change_model
+
+    def begin(self, rows: list[Row], twins: list[Row]) -> None:
+        """Compute the prompts, and those of the twins with them."""
+        call = self._call
+        new = list(zip(rows, begin_rows(call, rows), strict=True))
+        extended = [] if call.logits is not None else [(*one, one[0].position + np.arange(len(one[1]))) for one in new]
+        if self._twins is not None:
+            extended += zip(twins, self._twins.tokens, self._twins.positions, strict=True)
+        logits = [] if call.logits is None else [call.logits]
+        if extended:
+            logits.append(self._runner.extend(*map(list, zip(*extended, strict=True))))  # type: ignore[arg-type]
+        self._logits = torch.cat(logits) if len(logits) > 1 else logits[0]
+        device = call.input_ids.device
+        seeds = new_seeds(len(rows)).to(device) if call.config.do_sample else None
+        self._draws = Draws(seeds, torch.tensor([row.position for row in rows], device=device))
+
+    def choose(self) -> Tensor:
+        """Process the last logits, and return ``[B]`` int64, the next tokens."""
+        logits = self._logits.to(self._ids.device)
+        logits = logits if self._twins is None else self._twins.take_logits(logits)
+        raw = logits.to(torch.float32, copy=True)
+        scores = self._processed(raw)
+        self._sequences.recorded.record(scores, raw)
+        tokens = self._draws(scores)
+        if self._running is not None:
+            tokens = torch.where(self._running, tokens, self._sequences.pad_token)
+        self._ids = torch.cat([self._ids, tokens[:, None]], dim=1)
+        return tokens
+
+    def _processed(self, logits: Tensor) -> Tensor:
+        ids, scores = cast(torch.LongTensor, self._ids), cast(torch.FloatTensor, logits)
+        if not self._runs_foreign_code:
+            return self._call.processors(ids, scores)
+        with self._call.runtime.loop_lock.yielded(), allowed():  # it may call the model
+            return self._call.processors(ids, scores)
+
+    @property
+    def may_go_ahead(self) -> bool:
+        """Whether the next forward can be launched before it is known whether it is needed."""
+        runner, sequences = self._runner, self._sequences
+        return runner.asynchronous and runner.prepared and sequences.generated + 1 < sequences.most_new
+
+    def launch(self, tokens: Tensor) -> bool:
+        """Launch the forward that feeds in ``tokens`` ``[B]``; True."""
+        if self._watched:
+            check_hooks(self._call)
+        fed = tokens.clamp(min=0).to(self._logits.device)
+        fed = fed if self._twins is None else fed.repeat(2)
+        self._logits = self._runner.decode(fed, unchanged=self._launched and not self._watched)
+        self._launched = True
+        return True
+
+    def pad(self, ended: list[int]) -> None:
+        """Give rows pads from now on; nobody waits for that."""
+        if ended and self._running is None:
+            self._running = torch.ones(len(self._ids), dtype=torch.bool, device=self._ids.device)
+        for row in ended:
+            self._running[row] = False  # type: ignore[index]
+
+
+def _is_known(processor: LogitsProcessor) -> bool:
+    """Whether a processor is HuggingFace's own, and neither calls nor changes the model."""
+    kind = type(processor)
+    known = kind.__module__ == LogitsProcessor.__module__ and kind is not UnbatchedClassifierFreeGuidanceLogitsProcessor
+    return known or kind is GuidanceByTwins
