@@ -86,6 +86,7 @@ class NaiveDevice:
         self.readbacks = SimpleNamespace(start=self._start_reading)
         config = SimpleNamespace(page_size=pool.page_size)
         self.taken = 0
+        self.deferring: set[int] = set()
         self.state = SimpleNamespace(slots=self, pool=pool, config=config, max_positions=10_000)
         self.decode = SimpleNamespace(ready=())
         self.events = SimpleNamespace(preparing=SimpleNamespace(seconds=0.0))
