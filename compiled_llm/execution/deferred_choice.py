@@ -149,19 +149,27 @@ class DeferredChoice:
         Raises:
             ValueError: a row that is given a mask has come in without one; nothing has changed.
         """
-        slots, rows = self._state.slots, self.rows
-        if masks is not None:
-            slots.allow(masks.rows, masks.bits)
+        rows = self.rows
+        slots, positions = self._uploaded(rows, masks)
         parts, self._unchosen = self._unchosen, []
         logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
-        positions = np.array([row.position for row in rows], dtype=np.int64)
-        self._state.arena.flush()
-        there, at = self._state.staging.to_device([slots.of(rows, len(rows)), positions])
-        tokens = choose(_replaced(logits, rows, edited), there, at, slots.tables, deferred=True)
+        tokens = choose(_replaced(logits, rows, edited), slots, positions, self._state.slots.tables, deferred=True)
         for row in rows:
             row.has_next = row.slot is not None
         self._observe(parts, tokens)
         return Step(rows, logits, tokens)
+
+    def _uploaded(self, rows: Sequence[Row], masks: Masks | None) -> tuple[Tensor, Tensor]:
+        """Write what has to be written, all in one upload, and return the rows' slots and positions on the device."""
+        state = self._state
+        new = None if masks is None else state.slots.masks_of(*masks)
+        positions = np.array([row.position for row in rows], dtype=np.int64)
+        arrays = [state.slots.of(rows, len(rows)), positions, *(() if new is None else (new[0], new[1].reshape(-1)))]
+        state.arena.flush()
+        there = state.staging.to_device(arrays)
+        if new is not None:
+            state.slots.tables.allowed.index_copy_(0, there[2], there[3].view(new[1].shape))
+        return there[0], there[1]
 
     @staticmethod
     def _observe(parts: Sequence[_Unchosen], tokens: Tensor) -> None:
@@ -184,3 +192,12 @@ def _replaced(logits: Tensor, rows: Sequence[Row], edited: Mapping[Row, Tensor])
     for row, own in edited.items():
         logits[rows.index(row)] = own
     return logits
+
+
+def prepare_deferred(state: DeviceState) -> None:
+    """Launch what a deferred choice launches, for rows of padding."""
+    tables, padding = state.slots.tables, state.slots.of([], 2)
+    slots, positions = state.staging.to_device([padding, np.zeros_like(padding)])
+    tables.allowed.index_copy_(0, slots[:1], tables.allowed[slots[:1]])
+    logits = torch.zeros((2, tables.counts.shape[1]), dtype=state.pages[0].dtype, device=state.device)
+    choose(logits.clone().index_select(0, torch.zeros_like(slots)), slots, positions, tables, deferred=True)

@@ -24,7 +24,7 @@ from compiled_llm.compilation.sampling import choose
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Batch, Extension, Observer, Step
 from compiled_llm.execution.decode import Decode
-from compiled_llm.execution.deferred_choice import Masks
+from compiled_llm.execution.deferred_choice import Masks, prepare_deferred
 from compiled_llm.execution.device_state import DeviceState
 from compiled_llm.execution.events import Events
 from compiled_llm.execution.growth import grown
@@ -268,6 +268,11 @@ class DeviceModel:
         Otherwise as ``DeferredChoice.run``.
         """
         return persistent.deferred.run(masks, edited)
+
+    def prepare_deferred(self) -> None:
+        """Have the kernels compiled that deferred choices launch; no recording has all of these."""
+        self.readiness.check_model()
+        prepare_deferred(self.state)
 
     @contextmanager
     def _grown_by(self, extensions: Sequence[Extension], promise: Promise | None) -> Iterator[None]:

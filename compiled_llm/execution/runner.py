@@ -211,22 +211,17 @@ class Runner:
     # ---- around them
 
     @contextmanager
-    def observed(self, observer: Observer | None) -> Iterator[None]:
-        """Have ``observer`` called with each launch's own step for the block, in the executor; see ``Batch``."""
-        before, self._every_row = self._every_row, self._every_row._replace(observer=observer)
-        try:
-            yield
-        finally:
-            self._every_row = before
+    def observed(self, observer: Observer | None, masks: Callable[[], Masks] | None = None) -> Iterator[None]:
+        """Have ``observer`` called with each launch's own step for the block, in the executor; see ``Batch``.
 
-    @contextmanager
-    def constrained(self, masks: Callable[[], Masks] | None) -> Iterator[None]:
-        """Have ``masks`` called for the block before deferred choices, once all tokens before have been returned."""
-        before, self._masks = self._masks, masks
+        And ``masks`` before deferred choices, in the caller's thread, once all tokens before have been returned.
+        """
+        before = self._every_row, self._masks
+        self._every_row, self._masks = self._every_row._replace(observer=observer), masks
         try:
             yield
         finally:
-            self._masks = before
+            self._every_row, self._masks = before
 
     def drain(self) -> dict[Row, int]:
         """Return the tokens of the oldest step not yet read, waiting for it; empty if there is none."""
@@ -343,7 +338,11 @@ class Runner:
         self._unread.chosen(self.device_model.choose_deferred(self._persistent, masks))
 
     def _launch(
-        self, forced: Tensor | None, unchanged: bool, fed: Mapping[Row, int], masks: Masks | None = None
+        self,
+        forced: Tensor | None,
+        unchanged: bool = False,
+        fed: Mapping[Row, int] = _NOTHING,
+        masks: Masks | None = None,
     ) -> None:
         if not self.rows:
             raise RuntimeError("step: there are no rows; admit a prompt first")

@@ -105,21 +105,15 @@ class SlotSettings:
             self._settings[slot] = sampling
             (self.deferring.add if sampling.deferred else self.deferring.discard)(slot)
 
-    def allow(self, slots: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
-        """Replace the masks of rows that have one, in stream order; tokens that a mask does not know are barred.
-
-        Args:
-            slots: ``[n]``.
-            masks: ``[n, words]``.
+    def laid_out(self, slots: NDArray[np.int64], masks: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return masks ``[n, words]`` as the table has them; tokens that they do not know are barred.
 
         Raises:
-            ValueError: a row has come in without a mask; nothing has changed.
+            ValueError: a row in ``slots`` ``[n]`` has come in without a mask.
         """
         if any(self._settings[slot].mask is None for slot in slots.tolist()):
             raise ValueError("masks: a row that is to get masks comes in with one; give its Sampling the first")
-        masks = _as_wide(masks, self.tables.allowed.shape[1])
-        there = self._staging.to_device([slots, masks.reshape(-1)])
-        self.tables.allowed.index_copy_(0, there[0], there[1].view(masks.shape))
+        return _as_wide(masks, self.tables.allowed.shape[1])
 
     def count_again(self, slots: Iterable[int]) -> None:
         """Forget which tokens have been chosen in these slots since rows took them."""

@@ -170,16 +170,23 @@ class Slots:
 
     # ---- what slots hold
 
-    def allow(self, rows: Sequence[Row], masks: NDArray[np.int32]) -> None:
-        """Replace the masks ``[n, words]`` of rows, in stream order; those of rows without a slot are left out.
+    def masks_of(
+        self, rows: Sequence[Row], masks: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]] | None:
+        """Return slots and what ``tables.allowed`` is to have there; None if no row has a slot, as others are left out.
+
+        Args:
+            rows: rows that have come in with a mask.
+            masks: ``[n, words]``, their next ones.
 
         Raises:
-            ValueError: a row has come in without a mask; nothing has changed.
+            ValueError: a row has come in without one.
         """
         here = [at for at, row in enumerate(rows) if row.slot is not None]
-        if here:
-            some = masks if len(here) == len(rows) else masks[here]
-            self._settings.allow(self.of([rows[at] for at in here], len(here)), some)
+        if not here:
+            return None
+        slots = self.of([rows[at] for at in here], len(here))
+        return slots, self._settings.laid_out(slots, masks if len(here) == len(rows) else masks[here])
 
     def restore(self, slots: Iterable[int]) -> None:
         """Forget which tokens have been chosen in these slots since rows took them."""

@@ -74,8 +74,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
     with (
         counted(call, sequences),
         cache.extended(call.updates, call.last) as rows,
-        runner.observed(observer),
-        runner.constrained(masks_from(grammar_of(call.processors), rows, settings, sequences.on_host)),
+        runner.observed(observer, masks_from(grammar_of(call.processors), rows, settings, sequences.on_host)),
     ):
         runner.restart()
         begun = list(begin_rows(call, rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.kvcache.row import Row
 from support.alone import Alone
+from support.sampling_cases import EVERYTHING, SINGLE_EDITS
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core
@@ -245,3 +247,31 @@ def test_observers_see_each_row_once_with_its_token(batch, seed):
     for row, (logits, token) in seen.items():
         assert token == batch.texts[row][-1]
         torch.testing.assert_close(logits, batch.twins[row].logits, rtol=1e-3, atol=1e-3)
+
+
+def answers(settings: Sequence[Sampling], late: bool) -> list[list[int]]:
+    """What a runner's rows get; on CUDA it reads late."""
+    batch = Constrained()
+    runner = batch.model.compiled.runner()
+    rows = [runner.admit(ids_of(4 + number, 0), 12, own) for number, own in enumerate(settings)]
+    arrived = []
+    for _ in range(12):
+        arrived.append(runner.step())
+        if not late:
+            arrived.append(runner.drain())
+    while last := runner.drain():
+        arrived.append(last)
+    runner.close()
+    return [[tokens[row] for tokens in arrived if row in tokens] for row in rows]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_choice_is_the_same_however_late(late, seed):
+    """Draws, penalties, biases that look back and masks: a deferred row's tokens are those of one that is not."""
+    masked = {"mask": mask_of(WIDTH, banned=range(0, WIDTH, 3))}
+    kinds = [{}, {"top_k": 9, **masked}, EVERYTHING | {"start": 6}, SINGLE_EDITS["following"] | {"start": 7}]
+    plain = [Sampling(**kind, seed=seed + number) for number, kind in enumerate(kinds)]
+    expected = answers(plain, late)
+    assert [len(tokens) for tokens in expected] == [12] * 4
+    assert answers([replace(own, deferred=True) for own in plain], late) == expected
+    assert answers([replace(own, deferred=at in (1, 2)) for at, own in enumerate(plain)], late) == expected

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import LogitsProcessor
+from transformers import DynamicCache, LogitsProcessor
 
 import compiled_llm
 from compiled_llm.execution.runner import Runner
@@ -136,6 +136,21 @@ def test_a_cache_is_returned_as_huggingfaces(pair, compile_pattern, seed):
     out = assert_equal(pair, inputs, lambda: [hf.LogitsProcessor(grammar)], "fast loop", **options)
     assert len(out.logits) == out.sequences.shape[1] - 5
     out.past_key_values.close()
+    assert_account_is_empty(pair[1])
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_cache_of_huggingfaces_is_continued(pair, compile_pattern, filled, seed):
+    inputs, grammar = mixed_prompts([5, 5], WIDTH, seed), compile_pattern(PATTERNS[1])
+    outs = []
+    for model in pair:
+        cache = DynamicCache(config=model.config)
+        if filled:
+            with torch.no_grad():
+                pair[0](input_ids=inputs["input_ids"][:, :-1], past_key_values=cache)
+        options = {"logits_processor": [hf.LogitsProcessor(grammar)], "past_key_values": cache}
+        outs.append(model.generate(**inputs, **options, max_new_tokens=12, do_sample=False))
+    assert torch.equal(*outs)
     assert_account_is_empty(pair[1])
 
 
