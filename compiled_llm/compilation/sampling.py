@@ -23,10 +23,15 @@ from compiled_llm_ops import (
     CLEANED,
     COUNTED,
     DEFERRED,
+    FILTERED,
     FOLLOWING,
+    GROWING,
     MASKED,
     MOST_BIASES,
     MOST_FOLLOWED,
+    MOST_GROWING,
+    PROMPTED,
+    Seldom,
     sample_tokens,
     uniform_numbers,
     uniform_of,
@@ -45,6 +50,12 @@ class Sampling:
         top_k: draw among the k most likely; 0 for all.
         top_p: draw among the most likely that together exceed this probability; 1.0 for all.
         min_p: draw among those at least this times as likely as the most likely; 0.0 for all.
+        top_h: draw among the most likely whose entropy is this part of that of the 100 most likely; 0.0 for all.
+        typical_p: draw among those whose information is closest to the entropy, that together have this probability;
+            1.0 for all.
+        epsilon_cutoff: draw among those that are at least this likely; 0.0 for all.
+        eta_cutoff: the same, or less where the entropy is high; 0.0 for all.
+        prompt_penalty: as the next, of tokens of the prompt alone, before it.
         repetition_penalty: divides positive logits of tokens seen before, multiplies negative ones; 1.0 for none.
         presence_penalty: subtracted from logits of tokens that the answer has.
         frequency_penalty: subtracted for each time that the answer has a token.
@@ -56,6 +67,9 @@ class Sampling:
         start: position of the answer's first token, from which on the steps of biases count.
         tail: ``[n]`` int64, the tokens before it that biases may look at.
         mask: ``[words]`` int32, a bit for each token, the lowest first: 0 bars it; None for all tokens.
+        growth: binary logarithm of what logits of ``growing`` grow by at each step.
+        grows_after: the step after which they do.
+        growing: tokens, at most ``MOST_GROWING``.
         deferred: its token is chosen by a launch of its own, once the host has seen the tokens before it.
     """
 
@@ -63,6 +77,11 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_h: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    prompt_penalty: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -74,12 +93,16 @@ class Sampling:
     start: int = 0
     tail: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
     mask: NDArray[np.int32] | None = None
+    growth: float = 0.0
+    grows_after: int = 0
+    growing: tuple[int, ...] = ()
     deferred: bool = False
 
     @property
     def counts(self) -> bool:
         """Whether it matters how often the row has seen which token."""
-        return not (self.repetition_penalty == 1.0 and self.presence_penalty == self.frequency_penalty == 0.0)
+        penalties = (self.repetition_penalty, self.prompt_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 1.0, 0.0, 0.0)
 
     @property
     def followed(self) -> int:
@@ -92,14 +115,26 @@ class Sampling:
         return not (self.counts or self.followed or self.deferred)
 
     @property
+    def seldom(self) -> Seldom:
+        """The numbers that few rows have."""
+        return Seldom(*(getattr(self, name) for name in Seldom._fields))
+
+    @property
+    def filtered(self) -> bool:
+        """Whether other filters than top-k, top-p and min-p leave tokens out."""
+        return (self.top_h, self.typical_p, self.epsilon_cutoff, self.eta_cutoff) != (0.0, 1.0, 0.0, 0.0)
+
+    @property
     def edits(self) -> int:
-        """What changes logits before the temperature, as ``sample_tokens`` reads it."""
+        """Which tables a row uses, as ``sample_tokens`` reads it."""
         kinds = COUNTED * self.counts + MASKED * (self.mask is not None) + CLEANED * self.cleaned
+        kinds += FILTERED * self.filtered + GROWING * bool(self.growing) + PROMPTED * (self.prompt_penalty != 1.0)
         return int(kinds + FOLLOWING * self.followed + DEFERRED * self.deferred + BIASED * self.biases.shape[1])
 
     def starting_at(self, position: int) -> Sampling:
         """Return the same for an answer whose first token has this position."""
-        return self if self.start == position or not self.biases.size else replace(self, start=position)
+        anywhere = not (self.biases.size or self.growing)
+        return self if anywhere or self.start == position else replace(self, start=position)
 
 
 NUMBERS = {
@@ -134,6 +169,8 @@ class SamplingTables(NamedTuple):
         allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token.
         biases: ``[X, 4 + MOST_FOLLOWED, MOST_BIASES]`` int32, packed, their steps as positions.
         recent: ``[X, MOST_FOLLOWED + 1]`` int32, the latest tokens, at their positions modulo that.
+        seldom: ``[X, len(Seldom._fields)]`` float32.
+        growing: ``[X, 1 + MOST_GROWING]`` int32, a position, and tokens whose logits grow from there on, or -1.
     """
 
     next_token: Tensor
@@ -150,6 +187,8 @@ class SamplingTables(NamedTuple):
     allowed: Tensor
     biases: Tensor
     recent: Tensor
+    seldom: Tensor
+    growing: Tensor
 
     @classmethod
     def allocate(cls, rows: int, vocabulary: int, device: torch.device) -> SamplingTables:
@@ -170,6 +209,8 @@ def wide_tables(entries: int, vocabulary: int, device: torch.device) -> dict[str
         "allowed": ((entries, -(-vocabulary // 32)), torch.int32),
         "biases": ((entries, 4 + MOST_FOLLOWED, MOST_BIASES), torch.int32),
         "recent": ((entries, MOST_FOLLOWED + 1), torch.int32),
+        "seldom": ((entries, len(Seldom._fields)), torch.float32),
+        "growing": ((entries, 1 + MOST_GROWING), torch.int32),
     }
     return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
 
@@ -203,7 +244,7 @@ def choose_at(
     """Choose each row's next token with these random numbers, ``[B]`` float64; otherwise as ``choose``."""
     filters = (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
     penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
-    wide = (tables.counts, tables.allowed, tables.biases, tables.recent)
+    wide = (tables.counts, tables.allowed, tables.biases, tables.recent, tables.seldom, tables.growing)
     return sample_tokens(logits, numbers, slots, positions, *filters, tables.edits, *penalties, *wide, deferred)
 
 

@@ -153,6 +153,8 @@ def _obstacle(
     shared = sampling_of(in_graph, do_sample=False)
     if shared is None:
         return Reason("processors", "one of a kind twice, or in another order")
+    if shared.filtered:
+        return Reason("processors", ", ".join(type(processor).__name__ for processor in in_graph))
     return Reason("logprobs") if batching.return_logprobs and shared.edits else None
 
 

@@ -17,9 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import (
+    EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
+    LogitNormalization,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -29,8 +34,10 @@ from transformers.generation.logits_process import (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from compiled_llm.compat.xgrammar import is_grammar
@@ -40,11 +47,12 @@ from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.huggingface.call import Call
 from compiled_llm.huggingface.grammar import Grammar, all_tokens
 from compiled_llm.model.sizes import logits_width
-from compiled_llm_ops import MOST_BIASES, MOST_FOLLOWED
+from compiled_llm_ops import MOST_BIASES, MOST_FOLLOWED, MOST_GROWING
 
 # The order in which HuggingFace applies them. Ours has the same results: what bars a token bars it at any place.
 _ORDER: tuple[type[LogitsProcessor], ...] = (
     SequenceBiasLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     NoBadWordsLogitsProcessor,
     MinLengthLogitsProcessor,
@@ -52,21 +60,33 @@ _ORDER: tuple[type[LogitsProcessor], ...] = (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
+    ExponentialDecayLengthPenalty,
     SuppressTokensLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     Grammar,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,  # changes what scores are called, and none of the choices
 )
 _NUMBERS = (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
 )
+
+_PENALTIES = {RepetitionPenaltyLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor}
 
 _Found = Mapping[type[LogitsProcessor], Any]
 
@@ -80,10 +100,10 @@ def read_processors(call: Call) -> list[Sampling] | None:
     rows, do_sample = len(call.input_ids), bool(call.config.do_sample)
     if (found := _by_kind(call.processors)) is None or (edits := _edits(found, call)) is None:
         return None
+    if (seen := _seen(found, call)) is None:
+        return None
     settings = replace(_numbers(found, do_sample), **edits)
     seeds = new_seeds(rows).tolist() if do_sample else [0] * rows
-    penalty = found.get(RepetitionPenaltyLogitsProcessor)
-    seen = [np.zeros(0, dtype=np.int64)] * rows if penalty is None else _seen(penalty, call)
     tails = call.ids[:, -MOST_FOLLOWED:] if settings.followed else [seen[0][:0]] * rows
     each = zip(seeds, seen, tails, strict=True)
     return [replace(settings, seed=seed, seen=tokens, tail=tail) for seed, tokens, tail in each]
@@ -138,13 +158,33 @@ def _numbers(found: _Found, do_sample: bool) -> Sampling:
         top_k=int(setting(TopKLogitsWarper, "top_k", 0)),
         top_p=setting(TopPLogitsWarper, "top_p", 1.0),
         min_p=setting(MinPLogitsWarper, "min_p", 0.0),
+        top_h=setting(TopHLogitsWarper, "top_h", 0.0),
+        typical_p=setting(TypicalLogitsWarper, "mass", 1.0),
+        epsilon_cutoff=setting(EpsilonLogitsWarper, "epsilon", 0.0),
+        eta_cutoff=setting(EtaLogitsWarper, "epsilon", 0.0),
+        prompt_penalty=setting(EncoderRepetitionPenaltyLogitsProcessor, "penalty", 1.0),
         repetition_penalty=setting(RepetitionPenaltyLogitsProcessor, "penalty", 1.0),
         cleaned=InfNanRemoveLogitsProcessor in found,
     )
 
 
-def _seen(penalty: Any, call: Call) -> list[NDArray[np.int64]]:
-    """Return the prompt tokens of each row that HuggingFace's penalty counts."""
+def _seen(found: _Found, call: Call) -> list[NDArray[np.int64]] | None:
+    """Return the prompt tokens of each row that penalties count; None if two of them count others."""
+    repeated, of_prompt = (
+        found.get(RepetitionPenaltyLogitsProcessor),
+        found.get(EncoderRepetitionPenaltyLogitsProcessor),
+    )
+    counted = [np.zeros(0, dtype=np.int64)] * len(call.ids) if repeated is None else _repeated(repeated, call)
+    if of_prompt is None:
+        return counted
+    prompts = call.copies.of(of_prompt.encoder_input_ids).numpy()
+    all_of_them = [np.unique(row) for row in np.repeat(prompts, len(call.ids) // len(prompts), axis=0)]
+    same = all(map(np.array_equal, counted, all_of_them))
+    return all_of_them if repeated is None or same else None
+
+
+def _repeated(penalty: Any, call: Call) -> list[NDArray[np.int64]]:
+    """Return the prompt tokens of each row that HuggingFace's repetition penalty counts."""
     ignored = call.copies.of(getattr(penalty, "prompt_ignore_length", None))
     starts = np.broadcast_to(np.asarray(0 if ignored is None else ignored), len(call.ids))
     return [np.unique(row[start:]) for row, start in zip(call.ids, starts, strict=True)]
@@ -160,14 +200,27 @@ def _edits(found: _Found, call: Call) -> dict[str, Any] | None:
     suppressed, biases = _suppressed(found, call), list(_biases(found, call))
     width = logits_width(call.runtime.facts.model)
     ours = all(bias.token < width and (bias.value in (BARRED, FORCED) or abs(bias.value) <= LARGEST) for bias in biases)
-    if not ours or len(biases) > MOST_BIASES or _forces_what_is_barred(biases, suppressed):
+    if not ours or len(biases) > MOST_BIASES or _order_decides(found, biases, suppressed):
         return None
-    mask = mask_of(width, banned=suppressed)
+    if (growing := _growing(found, call)) is None:
+        return None
+    fields = {"biases": packed(biases), "mask": mask_of(width, banned=suppressed), **growing}
     if Grammar not in found:
-        return {"biases": packed(biases), "mask": mask}
+        return fields
     if any(bias.value == FORCED for bias in biases) or call.wants_scores("output_scores"):
         return None  # it may bar what is forced; and it sees each step once
-    return {"biases": packed(biases), "mask": all_tokens(width) if mask is None else mask, "deferred": True}
+    return fields | {"mask": all_tokens(width) if fields["mask"] is None else fields["mask"], "deferred": True}
+
+
+def _growing(found: _Found, call: Call) -> dict[str, Any] | None:
+    """Return the fields of ``Sampling`` that let logits grow; None if the graph cannot have them."""
+    if (decay := found.get(ExponentialDecayLengthPenalty)) is None:
+        return {}
+    tokens = dict.fromkeys(_listed(decay.eos_token_id, call))
+    if len(tokens) > MOST_GROWING or decay.regulation_factor <= 0:
+        return None
+    grows_after = decay.regulation_start - call.input_ids.shape[1]
+    return {"growing": tuple(tokens), "growth": math.log2(decay.regulation_factor), "grows_after": grows_after}
 
 
 def _suppressed(found: _Found, call: Call) -> list[int]:
@@ -193,7 +246,7 @@ def _biases(found: _Found, call: Call) -> Iterator[Bias]:
     if (bos := found.get(ForcedBOSTokenLogitsProcessor)) is not None and width == 1:
         yield Bias(bos.bos_token_id, FORCED, 0, 1)
     if (eos := found.get(ForcedEOSTokenLogitsProcessor)) is not None and (step := eos.max_length - 1 - width) >= 0:
-        yield from (Bias(token, FORCED, step, step + 1) for token in _listed(eos.eos_token_id, call))
+        yield from (Bias(token, FORCED, step, step + 1) for token in dict.fromkeys(_listed(eos.eos_token_id, call)))
 
 
 def _barred(tokens: Any, call: Call, end: int, first: int = 0) -> list[Bias]:
@@ -205,12 +258,17 @@ def _listed(tokens: Any, call: Call) -> list[int]:
     return listed
 
 
-def _forces_what_is_barred(biases: list[Bias], suppressed: list[int]) -> bool:
-    """Whether tokens are forced that are barred as well, or several are: HuggingFace's order decides then."""
+def _order_decides(found: _Found, biases: list[Bias], suppressed: list[int]) -> bool:
+    """Whether HuggingFace's order decides: what is forced is barred as well, or penalised; what is barred may grow."""
     forced = [bias for bias in biases if bias.value == FORCED]
     barred = [*(bias for bias in biases if bias.value == BARRED), *(Bias(token, BARRED) for token in suppressed)]
     both = itertools.product(forced, barred)
-    return len(forced) > 1 or any(one.token == other.token and _meet(one, other) for one, other in both)
+    if any(one.token == other.token and _meet(one, other) for one, other in both):
+        return True
+    if {InfNanRemoveLogitsProcessor, ExponentialDecayLengthPenalty} <= set(found) and (forced or barred):
+        return True
+    among = _PENALTIES & set(found) or {ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor} <= set(found)
+    return len(forced) > 1 and bool(among)
 
 
 def _meet(one: Bias, other: Bias) -> bool:

@@ -194,13 +194,22 @@ MASKED = 2
 CLEANED = 4
 """Part of a row's edits: NaN becomes 0, and infinities become finite."""
 
-FOLLOWING = 8
+FILTERED = 8
+"""Part of a row's edits: ``seldom`` has filters for it."""
+
+GROWING = 16
+"""Part of a row's edits: logits of some tokens grow with each position."""
+
+PROMPTED = 32
+"""Part of a row's edits: the tokens of its prompt have a penalty of their own; it is counted, too."""
+
+FOLLOWING = 64
 """Part of a row's edits for each token before the one that is chosen which its biases look at."""
 
-DEFERRED = 64
+DEFERRED = 512
 """Part of a row's edits: its token is chosen by a launch of its own, once the host has written its mask."""
 
-BIASED = 128
+BIASED = 1024
 """Part of a row's edits for each of its biases; they are its largest part."""
 
 MOST_FOLLOWED = 7
@@ -208,6 +217,23 @@ MOST_FOLLOWED = 7
 
 MOST_BIASES = 512
 """How many biases a row can have."""
+
+MOST_GROWING = 15
+"""How many tokens can have logits that grow."""
+
+MOST_OF_TOP_H = 100
+"""How many of the largest scores top-h looks at, as HuggingFace's does."""
+
+
+class Seldom(NamedTuple):
+    """The columns of ``seldom``: numbers that few rows have, and what they are without."""
+
+    top_h: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    prompt_penalty: float = 1.0
+    growth: float = 0.0
 
 
 class SampleTokens(NamedTuple):
@@ -229,6 +255,8 @@ class SampleTokens(NamedTuple):
     allowed: Tensor
     biases: Tensor
     recent: Tensor
+    seldom: Tensor
+    growing: Tensor
     deferred: bool = False
 
 

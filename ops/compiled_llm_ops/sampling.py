@@ -14,23 +14,24 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import (
-    BIASED,
-    CLEANED,
     COUNTED,
     DEFERRED,
+    FILTERED,
     FOLLOWING,
-    MASKED,
     MOST_BIASES,
     MOST_FOLLOWED,
+    MOST_GROWING,
     SampleTokens,
+    Seldom,
 )
+from compiled_llm_ops.edits import edited
+from compiled_llm_ops.filters import Filters, filtered
 from compiled_llm_ops.library import define
 
 NOT_A_TOKEN = -1
 """Stands for the next token of a row that is to be drawn from logits that are NaN, +inf or all -inf: none can be."""
 
 _MOST_COUNTED = 2**15 - 1
-_HUGE = 1e30  # in place of infinities: no other logit is as large, and float32 has room above it
 
 # So many of the likeliest tokens are searched for a nucleus before the whole vocabulary is sorted.
 _LIKELY = 1024
@@ -54,15 +55,18 @@ def sample_tokens(
     allowed: Tensor,
     biases: Tensor,
     recent: Tensor,
+    seldom: Tensor,
+    growing: Tensor,
     deferred: bool = False,
 ) -> Tensor:
     """Choose each row's next token, and count and remember it.
 
     A row that is ``DEFERRED`` is left out, and so is every other one if ``deferred``: nothing of it is written.
 
-    Biases, repetition penalty, frequency and presence penalty, infinities, mask; temperature, top-k, top-p over what
-    top-k left, min-p: in this order. Tokens as likely as the last that top-k or top-p keeps are kept too; the likeliest
-    is always kept. Nothing but the arguments decides. Of a row without edits, no table beyond ``edits`` is touched.
+    Biases, prompt and repetition penalty, frequency and presence penalty, infinities, growing logits, mask;
+    temperature, top-h, top-k, top-p, min-p, typical, epsilon and eta, each over what the one before has left: in this
+    order. Tokens as likely as the last that is kept are kept too; the likeliest is always kept, but by typical. Nothing
+    but the arguments decides. Of a row without edits, no table beyond ``edits`` is touched.
 
     Args:
         logits: ``[B, V]`` of any floating dtype, computed with in float32, with any stride between rows.
@@ -75,9 +79,10 @@ def sample_tokens(
         top_p: ``[X]`` float32, keep the fewest of the largest ones whose probability reaches p; 1.0 keeps all.
         min_p: ``[X]`` float32, keep those at least p times as probable as the most probable; 0.0 keeps all.
         edits: ``[X]`` int32, what changes logits before the temperature: ``COUNTED`` if a penalty does, ``MASKED`` if
-            ``allowed`` does, ``CLEANED`` if NaN becomes 0 and infinities become finite, ``BIASED`` for each bias, and
-            ``FOLLOWING`` for each token that the one of them looks at which looks furthest back. ``DEFERRED`` changes
-            none.
+            ``allowed`` does, ``CLEANED`` if NaN becomes 0 and infinities become finite, ``GROWING`` if ``growing``
+            does, ``PROMPTED`` if the penalty of ``seldom`` does, ``BIASED`` for each bias, and ``FOLLOWING`` for each
+            token that the one of them looks at which looks furthest back; and ``FILTERED`` if ``seldom`` has filters.
+            ``DEFERRED`` changes none.
         repetition_penalty: ``[X]`` float32, divides positive logits of tokens that were counted or are in the prompt,
             and multiplies negative ones; 1.0 for none.
         presence_penalty: ``[X]`` float32, subtracted for tokens that were counted.
@@ -88,6 +93,13 @@ def sample_tokens(
             logits, the bits of a float32; the first position at which it is, and the one at which it no longer is; the
             token that has to stand before it, and the one before that, and so on, or -1 for any.
         recent: ``[X, MOST_FOLLOWED + 1]`` int32, written: the row's token at each position modulo that number, or -1.
+        seldom: ``[X, 6]`` float32, what few rows have, in the order of ``Seldom``: ``top_h`` keeps the fewest of the
+            100 largest whose entropy exceeds that part of theirs, without the last; ``typical_p`` those whose
+            information is closest to the entropy, ``epsilon_cutoff`` and ``eta_cutoff`` those that are not rare; 0.0,
+            and 1.0 of ``typical_p``, keeps all. ``prompt_penalty`` divides and multiplies as ``repetition_penalty``,
+            for tokens of the prompt. ``growth`` is the binary logarithm of what logits grow by.
+        growing: ``[X, 1 + MOST_GROWING]`` int32: a position, and tokens whose logits grow from there on, or -1: by
+            their absolute value times ``2 ** (growth * positions since) - 1``; infinite and forced ones do not.
         deferred: choose for the rows that are ``DEFERRED`` alone, in place of for all others.
 
     Returns:
@@ -99,13 +111,14 @@ def sample_tokens(
 
     Source:
         Order and sets are those of transformers' logits processors; presence and frequency penalty are those of
-        OpenAI's API. Top-p: https://arxiv.org/abs/1904.09751, min-p: https://arxiv.org/abs/2407.01082. On CUDA
-        ``kernels.sampling``.
+        OpenAI's API. Top-p: https://arxiv.org/abs/1904.09751, min-p: https://arxiv.org/abs/2407.01082, typical:
+        https://arxiv.org/abs/2202.00666, epsilon and eta: https://arxiv.org/abs/2210.15191, top-h:
+        https://arxiv.org/abs/2509.02510. On CUDA ``kernels.sampling``.
     """
     numbers = (repetition_penalty, presence_penalty, frequency_penalty)
     chosen: Tensor = _sample_tokens(
         logits, uniform, slots, positions, temperature, top_k, top_p, min_p, edits, *numbers, counts, allowed, biases,
-        recent, deferred,
+        recent, seldom, growing, deferred,
     )  # fmt: skip
     return chosen
 
@@ -132,6 +145,8 @@ def _check(args: SampleTokens) -> None:
         "allowed": ([entries, -(-vocabulary // 32)], torch.int32),
         "biases": ([entries, 4 + MOST_FOLLOWED, MOST_BIASES], torch.int32),
         "recent": ([entries, MOST_FOLLOWED + 1], torch.int32),
+        "seldom": ([entries, len(Seldom._fields)], torch.float32),
+        "growing": ([entries, 1 + MOST_GROWING], torch.int32),
     }
     for name, (shape, dtype) in expected.items():
         tensor = getattr(args, name)
@@ -164,10 +179,10 @@ def _choose(args: SampleTokens) -> Tensor:
     usable = greedy | ((best > -math.inf) & (best < math.inf))  # both are False for NaN
     if not bool(greedy.all()):
         drawn = _draw(scores, best, args.uniform, args.top_k[slots], args.top_p[slots], args.min_p[slots])
-        chosen = torch.where(greedy, chosen, drawn)
+        chosen = torch.where(greedy, chosen, _drawn_of_few(drawn, scores, args, edits))
     chosen = torch.where(usable, chosen, NOT_A_TOKEN)
     _count(args.counts, slots, chosen, usable & (edits & COUNTED != 0))
-    remembered = usable & (_followed(edits) > 0)
+    remembered = usable & (edits // FOLLOWING & MOST_FOLLOWED > 0)
     at = args.positions[remembered] % (MOST_FOLLOWED + 1)
     args.recent[slots[remembered], at] = chosen[remembered].int()
     return chosen
@@ -179,52 +194,17 @@ def _count(counts: Tensor, slots: Tensor, chosen: Tensor, counted: Tensor) -> No
     counts[at] = torch.where(before < _MOST_COUNTED - 1, before + 2, before)
 
 
-def _followed(edits: Tensor) -> Tensor:
-    """Return how many tokens back rows' biases look."""
-    return edits // FOLLOWING & MOST_FOLLOWED
-
-
-# ---- what changes logits before the temperature
-
-
 def _edited(args: SampleTokens, edits: Tensor) -> Tensor:
     """Return ``[B, V]`` float32 logits with the edits ``[B]`` of their rows."""
     logits = args.logits.float()
     rows = edits.nonzero()[:, 0]
     if len(rows) == 0:
         return logits
-    edits, slots, scores = edits[rows], args.slots[rows], logits[rows]
-    counted, masked, cleaned = ((edits & kind != 0)[:, None] for kind in (COUNTED, MASKED, CLEANED))
-    if most := int(edits.max()) // BIASED:
-        _bias(scores, args, slots, edits, args.positions[rows], most)
-    if bool(counted.any()):
-        _penalise(scores, args, slots, counted)
-    if bool(cleaned.any()):
-        scores = torch.where(cleaned, scores.nan_to_num(0.0, _HUGE, -_HUGE), scores)
-    if bool(masked.any()):
-        barred = np.unpackbits(~args.allowed[slots].numpy().view(np.uint8), axis=1, bitorder="little")
-        scores.masked_fill_(masked & torch.from_numpy(barred[:, : scores.shape[1]]).bool(), -math.inf)
+    slots = args.slots[rows]
+    some = args._replace(logits=logits[rows], slots=slots, positions=args.positions[rows])
+    kinds = int(np.bitwise_or.reduce(edits[rows].numpy()))
+    scores = edited(some, args.counts[slots], kinds)
     return scores if len(rows) == len(logits) else logits.index_copy(0, rows, scores)
-
-
-def _bias(scores: Tensor, args: SampleTokens, slots: Tensor, edits: Tensor, positions: Tensor, most: int) -> None:
-    tokens, bits, first, end, *followed = args.biases[slots, :, :most].unbind(dim=1)
-    exists = (torch.arange(most, device=tokens.device) < (edits // BIASED)[:, None]) & (tokens < scores.shape[1])
-    holds = exists & (first <= positions[:, None]) & (positions[:, None] < end)
-    for back, wanted in enumerate(followed[: int(_followed(edits).max())], start=1):
-        has = args.recent[slots, (positions - back) % (MOST_FOLLOWED + 1)][:, None]
-        holds &= (_followed(edits)[:, None] < back) | (wanted < 0) | (wanted == has)
-    values = torch.where(holds, bits.contiguous().view(torch.float32), 0.0)
-    scores.scatter_add_(1, torch.where(holds, tokens, 0).long(), values)
-
-
-def _penalise(scores: Tensor, args: SampleTokens, slots: Tensor, counted: Tensor) -> None:
-    rows, tokens = ((args.counts[slots] != 0) & counted).nonzero(as_tuple=True)
-    slots, logits = slots[rows], scores[rows, tokens]
-    repetition = args.repetition_penalty[slots]
-    repeated = torch.where(logits < 0, logits * repetition, logits / repetition)
-    times = args.counts[slots, tokens] >> 1
-    scores[rows, tokens] = repeated - args.frequency_penalty[slots] * times - args.presence_penalty[slots] * (times > 0)
 
 
 # ---- the draw
@@ -237,10 +217,27 @@ def _draw(scores: Tensor, best: Tensor, uniform: Tensor, top_k: Tensor, top_p: T
     weights = (scores - best[:, None]).exp_()
     smallest = smallest_kept(scores, weights, top_k, top_p, min_p)
     weights.masked_fill_(scores < smallest[:, None], 0)
+    found = _found_at(uniform, weights)
+    return (found if tokens is None else tokens.gather(1, found.clamp(max=tokens.shape[1] - 1)))[:, 0]
+
+
+def _found_at(uniform: Tensor, weights: Tensor) -> Tensor:
+    """Return ``[B, 1]``, the places of ``weights`` ``[B, C]`` at ``uniform`` ``[B]`` of their sums."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     # Less than the last sum, and right of every sum it equals: what is found has a weight.
-    found = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    return (found if tokens is None else tokens.gather(1, found.clamp(max=tokens.shape[1] - 1)))[:, 0]
+    return torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+
+
+def _drawn_of_few(drawn: Tensor, scores: Tensor, args: SampleTokens, edits: Tensor) -> Tensor:
+    """Return ``drawn`` ``[B]``, of rows that have the filters of ``seldom`` what is drawn after these."""
+    rows = (edits & FILTERED != 0).nonzero()[:, 0]
+    if len(rows) == 0:
+        return drawn
+    slots = args.slots[rows]
+    filters = Filters(args.top_k[slots], args.top_p[slots], args.min_p[slots], args.seldom[slots])
+    kept = filtered(scores[rows], filters)
+    weights = (kept - kept.amax(dim=-1, keepdim=True)).exp_()
+    return drawn.index_copy(0, rows, _found_at(args.uniform[rows], weights)[:, 0])
 
 
 def _candidates(scores: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:

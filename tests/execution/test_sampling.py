@@ -28,6 +28,7 @@ from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.sampling_cases import (
     BRANCHES,
     EDITED,
+    FILTERED,
     SINGLE_EDITS,
     arguments,
     assert_at,
@@ -135,7 +136,7 @@ def test_each_filter_keeps_exactly_the_set_that_huggingface_keeps(setting, seed)
         assert torch.equal(scores >= smallest[:, None], expected > -math.inf)
 
 
-@pytest.mark.parametrize("setting", BRANCHES + EDITED, ids=range(len(BRANCHES + EDITED)))
+@pytest.mark.parametrize("setting", BRANCHES + EDITED + FILTERED, ids=range(len(BRANCHES + EDITED + FILTERED)))
 def test_each_token_is_drawn_in_its_part_of_huggingfaces_distribution(setting, seed):
     """One more token that may be drawn, or one less, would move all others."""
     logits = torch.randn(901) * 2
@@ -149,7 +150,7 @@ def test_each_token_is_drawn_in_its_part_of_huggingfaces_distribution(setting, s
 @pytest.mark.parametrize("vocabulary", [5, 1023, 5001])
 @pytest.mark.parametrize("spread", [0.3, 4.0])
 def test_rows_of_all_settings_follow_their_own_distributions(vocabulary, spread, dtype, seed):
-    settings = BRANCHES + EDITED
+    settings = BRANCHES + EDITED + FILTERED
     logits = (torch.randn(len(settings), vocabulary) * spread).to(dtype)
     numbers = torch.rand(len(settings), dtype=torch.float64)
     given = arguments(logits, numbers, settings)
@@ -316,10 +317,10 @@ def test_greedy_with_a_repetition_penalty_equals_huggingface(wrapped, seed):
         {"bad_words_ids": [[5], [7] * 9]},
         {"sequence_bias": {tuple(range(9)): 5.0}},
         {"sequence_bias": {(9,): 1e15}},
-        {"forced_eos_token_id": [2, 3], "eos_token_id": 2},
+        {"forced_eos_token_id": [2, 3], "eos_token_id": 2, "repetition_penalty": 1.2},
         {"forced_eos_token_id": 2, "min_new_tokens": 40, "eos_token_id": 2},
-        {"exponential_decay_length_penalty": (5, 1.5), "eos_token_id": 17},
-        {"renormalize_logits": True, "repetition_penalty": 1.2},
+        {"exponential_decay_length_penalty": (5, 1.5), "eos_token_id": list(range(16))},
+        {"renormalize_logits": True, "no_repeat_ngram_size": 3},
     ],
     ids=str,
 )

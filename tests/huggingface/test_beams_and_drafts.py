@@ -324,7 +324,7 @@ def test_rows_of_equal_tokens_and_other_padding_are_copies(plain, model, watched
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("options", [{}, {"typical_p": 0.95}], ids=["fast loop", "processed loop"])
+@pytest.mark.parametrize("options", [{}, {"watermarking_config": {"bias": 2.5}}], ids=["fast loop", "processed loop"])
 def test_sampled_copies_draw_each_for_itself(options, model, watched, seed):
     inputs, texts = mixed_prompts([13, 5], 128, seed), []
     for _ in range(2):

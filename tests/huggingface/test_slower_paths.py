@@ -28,9 +28,9 @@ class Halve(LogitsProcessor):
 
 WITH_PROCESSORS = {
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
-    "renormalize_logits": {"renormalize_logits": True},
+    "watermarks": {"watermarking_config": {"bias": 2.5}},
     "a processor of one's own": {"logits_processor": LogitsProcessorList([Halve()])},
-    "output_scores": {"return_dict_in_generate": True, "output_scores": True, "renormalize_logits": True},
+    "output_scores": {"return_dict_in_generate": True, "output_scores": True, "watermarking_config": {"bias": 2.5}},
     "output_logits": {"return_dict_in_generate": True, "output_logits": True, "no_repeat_ngram_size": 1},
 }
 OVER_COMPILED_FORWARD = {

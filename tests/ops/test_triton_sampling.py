@@ -23,6 +23,7 @@ from support.sampling_cases import (
     BRANCHES,
     EDITED,
     EVERYTHING,
+    FILTERED,
     SINGLE_EDITS,
     arguments,
     assert_at,
@@ -54,7 +55,7 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, m
     from compiled_llm_ops.kernels import uniform as uniform_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    int32 = dict.fromkeys(("top_k", "found", "candidates", "edits", "allowed", "biases", "recent"), "*i32")
+    int32 = dict.fromkeys(("top_k", "found", "candidates", "edits", "allowed", "biases", "recent", "growing"), "*i32")
     int64 = dict.fromkeys(("slots", "positions", "chosen", "seeds"), "*i64")
     scalars = dict.fromkeys(("stride", "vocabulary", "tiles", "not_a_token", "deferred"), "i32")
     types = {
@@ -84,7 +85,7 @@ def launch(*given: Any) -> Tensor:
     return triton_sampling.sample_tokens(SampleTokens(*given), NOT_A_TOKEN)
 
 
-SETTINGS = BRANCHES + EDITED
+SETTINGS = BRANCHES + EDITED + FILTERED
 COUNTING = Sampling(presence_penalty=0.5)
 
 

@@ -128,8 +128,8 @@ FEATURES: dict[str, list[Feature]] = {
             [generate(min_new_tokens=6, **EARLY), generate(min_length=15, **EARLY)],
         ),
         Feature(
-            "`forced_bos_token_id`, `forced_eos_token_id`, one token that nothing bars",
-            [*each(forced_eos_token_id=2), generate(lengths=(1, 1), forced_bos_token_id=5)],
+            "`forced_bos_token_id`, `forced_eos_token_id`, tokens that nothing else bars or penalises",
+            [*each(forced_eos_token_id=[2, 9]), generate(lengths=(1, 1), forced_bos_token_id=5)],
         ),
         Feature("`remove_invalid_values`", each(remove_invalid_values=True)),
         Feature(
@@ -137,13 +137,17 @@ FEATURES: dict[str, list[Feature]] = {
             each(bad_words_ids=[[5], [6] * 9]) + each(sequence_bias=[[[9], 4.0], [[4] * 9, -3.0]]),
         ),
         Feature(
-            "`no_repeat_ngram_size`, `encoder_repetition_penalty`, `exponential_decay_length_penalty`",
+            "`encoder_repetition_penalty`, `exponential_decay_length_penalty`, `renormalize_logits`",
             [
-                *each(no_repeat_ngram_size=2, encoder_repetition_penalty=1.4),
+                *each(encoder_repetition_penalty=1.4),
                 generate(exponential_decay_length_penalty=(3, 1.5), eos_token_id=2),
+                *each(renormalize_logits=True),
             ],
         ),
-        Feature("`renormalize_logits`", each(renormalize_logits=True)),
+        Feature(
+            "`no_repeat_ngram_size`, `encoder_no_repeat_ngram_size`",
+            [*each(no_repeat_ngram_size=2), *each(encoder_no_repeat_ngram_size=2)],
+        ),
         Feature(
             "`guidance_scale`, `negative_prompt_ids`: two rows a request",
             [

@@ -19,10 +19,14 @@ from compiled_llm_ops import (
     BIASED,
     CLEANED,
     COUNTED,
+    FILTERED,
     FOLLOWING,
+    GROWING,
     MASKED,
     MOST_BIASES,
     MOST_FOLLOWED,
+    MOST_GROWING,
+    PROMPTED,
     Geometry,
     append_paged_kv,
 )
@@ -210,13 +214,18 @@ def sample_cases() -> list[SampleTokens]:
             "presence_penalty": [0.0, 0.5, 0.0],
             "frequency_penalty": [0.0, -0.5, 0.0],
         }
-        whole = {"top_k": [0, 3, 0], "edits": [0, COUNTED + MASKED + CLEANED + FOLLOWING + BIASED, 0]}
+        whole = {
+            "top_k": [0, 3, 0],
+            "edits": [0, COUNTED + MASKED + CLEANED + FILTERED + GROWING + PROMPTED + FOLLOWING + BIASED, 0],
+        }
         shapes = {"allowed": (3, 1), "biases": (3, 4 + MOST_FOLLOWED, MOST_BIASES), "recent": (3, MOST_FOLLOWED + 1)}
+        shapes["growing"] = (3, 1 + MOST_GROWING)
         return {
             **{name: torch.tensor(column) for name, column in numbers.items()},
             **{name: torch.tensor(column, dtype=torch.int32) for name, column in whole.items()},
             **{name: torch.ones(shape, dtype=torch.int32) for name, shape in shapes.items()},
             "counts": torch.zeros(3, 11, dtype=torch.int16),
+            "seldom": torch.tensor([[0.5, 0.6, 0.1, 0.1, 1.2, 0.5]] * 3),
         }
 
     uniform, slots, positions = torch.rand(2, dtype=torch.float64), torch.tensor([2, 1]), torch.tensor([0, 9])
