@@ -9,12 +9,14 @@ import typer
 
 from compiled_llm.commands.bench.commands import app as bench
 from compiled_llm.commands.choices import Device, Dtype
+from compiled_llm.commands.client import client
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.explain import explain
 from compiled_llm.commands.generate import run
 from compiled_llm.commands.known_commands import KnownCommands
 from compiled_llm.commands.prompt import check_quoted, read_prompt
 from compiled_llm.commands.request import Request, SamplingFlags
+from compiled_llm.commands.serve import serve
 
 app = typer.Typer(
     cls=KnownCommands,
@@ -25,6 +27,8 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command()(explain)
+app.command()(serve)
+app.command()(client)
 
 _INPUT, _SAMPLING, _MODEL, _OUTPUT = "Input", "Sampling", "Model", "Output"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 
 
 def check_driver(device: str) -> None:
@@ -13,6 +14,16 @@ def check_driver(device: str) -> None:
     """
     if device == "cuda" and not _has_driver():
         raise ValueError("--device cuda: there is no CUDA driver here (libcuda.so.1); use --device cpu")
+
+
+def check_package(module: str, extra: str) -> None:
+    """Check that a package is installed that one of our extras brings.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise RuntimeError(f"this command needs {module}: pip install '.[{extra}]' in the checkout")
 
 
 def _has_driver() -> bool:

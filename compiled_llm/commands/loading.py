@@ -49,7 +49,7 @@ def load(
     """
     device = device_of(device)
     dtype = dtype_of(dtype, device)
-    source = _fetched(locate(model, progress) if isinstance(model, str) else model, progress)
+    source = fetched(locate(model, progress) if isinstance(model, str) else model, progress)
     shows_bars = progress and not source.is_local  # of a download from the hub, HuggingFace's bars tell most
     display = ProgressDisplay(progress, animated=not shows_bars)
     # Not left out: transformers would ask whoever sits at the terminal, or whatever is piped in.
@@ -101,7 +101,12 @@ def dtype_of(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
     return chosen
 
 
-def _fetched(source: Source, progress: bool) -> Source:
+def fetched(source: Source, progress: bool = True) -> Source:
+    """Return where a model is on this machine or the hub; the demo model is fetched.
+
+    Raises:
+        RuntimeError: it cannot be.
+    """
     return source._replace(location=str(demo_folder(progress))) if source.name == DEMO else source
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from compiled_llm.engine.answer import Answer, tokenizer_failure
 from compiled_llm.engine.answer_text import AnswerText, TextFormat
 from compiled_llm.engine.listeners import Listeners
 from compiled_llm.engine.logprobs import prompt_logprobs
-from compiled_llm.engine.output import RequestOutput
+from compiled_llm.engine.output import Figures, RequestOutput
 from compiled_llm.engine.output_thread import OutputThread
+from compiled_llm.engine.pending import PendingAnswers
 from compiled_llm.engine.request import Request, RequestError
 from compiled_llm.engine.text_stream import TextStream
 
 
-class RequestHandle:
+class RequestHandle(PendingAnswers[Answer]):
     """A submitted prompt: iterate over its tokens or its ``text``, wait for its ``result``, or ``cancel`` it.
 
     Any thread may use it; ``async for`` and ``await`` work in any event loop.
@@ -46,9 +46,8 @@ class RequestHandle:
             output: makes the text; needed with ``form``.
             check: raises an error in a thread that must not wait, because the engine does not run meanwhile.
         """
+        super().__init__([Answer(request, form) for request in requests], Listeners(check))
         self.requests = requests
-        self.listeners = Listeners(check)
-        self.answers = [Answer(request, form) for request in requests]
         self.has_text = form is not None and bool(form.stop)
         self._cancel = cancel
         self._output = output
@@ -60,54 +59,34 @@ class RequestHandle:
         reasons = ", ".join(answer.finish_reason or answer.request.place for answer in self.answers)
         return f"<{type(self).__name__}: {tokens} tokens, {reasons}>"
 
-    @property
-    def done(self) -> bool:
-        """Whether all answers have ended."""
-        return all(answer.done for answer in self.answers)
-
     def cancel(self, index: int | None = None) -> None:
         """End what has not ended, or the answer of that index alone; tokens so far stay."""
         self._cancel([entry for entry in self.requests if not entry.done and index in (None, entry.index)])
 
-    def when_changed(self, listener: Callable[[], object]) -> None:
-        """Have the engine call ``listener`` whenever a token has come or an answer has ended; it has to be quick.
-
-        One that listens to several requests is called once for all that a step has changed.
-        """
-        self.listeners.add(listener)
-
-    def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end.
-
-        Args:
-            timeout: seconds to wait at most; None for as long as it takes.
-
-        Raises:
-            TimeoutError: it has not ended by then; it goes on.
-            RuntimeError: it cannot end meanwhile, because this thread has paused the engine, or runs it.
-            Exception: what ended an answer with the finish reason ``"error"``.
-        """
-        if not self.listeners.wait_until(lambda: self.done, timeout):
-            raise TimeoutError(f"the request has not ended after {timeout} s; it goes on, unless you cancel() it")
-        output = self.output()
-        for answer in output.outputs:
-            if answer.error is not None:
-                raise answer.error
-        return output
+    def fail(self, error: BaseException) -> None:
+        """End what has not ended, with an error; tokens so far stay."""
+        self._cancel([entry for entry in self.requests if not entry.done], "error", error)
 
     def output(self) -> RequestOutput:
         """Return what it came to, errors included, once it is ``done``."""
-        first, now = self.requests[0], time.monotonic()
-        firsts = [request.first_token for request in self.requests if request.first_token is not None]
-        ends = [now if request.finished is None else request.finished for request in self.requests]
+        first = self.requests[0]
         return RequestOutput(
             prompt_token_ids=first.prompt.tolist(),
             outputs=[answer.completion() for answer in self.answers],
+            prompt_logprobs=prompt_logprobs(first),
+            **self.figures(),
+        )
+
+    def figures(self) -> Figures:
+        """Return the figures of the output, once it is ``done``."""
+        first, now = self.requests[0], time.monotonic()
+        firsts = [request.first_token for request in self.requests if request.first_token is not None]
+        ends = [now if request.finished is None else request.finished for request in self.requests]
+        return Figures(
             cached_tokens=first.cached or 0,
             queue_seconds=None if first.admitted is None else first.admitted - first.submitted,
             first_token_seconds=min(firsts) - first.submitted if firsts else None,
             seconds=max(ends) - first.submitted,
-            prompt_logprobs=prompt_logprobs(first),
         )
 
     def raise_failure(self) -> None:
@@ -115,13 +94,6 @@ class RequestHandle:
         for answer in self.answers:
             if (error := answer.error) is not None and not isinstance(error, RequestError):
                 raise error
-
-    def _raise_error(self) -> None:
-        for answer in self.answers:
-            if (error := answer.error) is not None:
-                raise error
-
-    # ---- tokens and text as they come
 
     def text(self, index: int | None = None) -> TextStream:
         """Return an answer's text, to be read piece by piece with ``for`` or ``async for``.
@@ -138,57 +110,6 @@ class RequestHandle:
         if self._output is not None:
             self._output.read([self])
         return TextStream(answer, text, self.listeners)
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the tokens as they come.
-
-        Raises:
-            ValueError: there are several answers.
-            Exception: what ended it with the finish reason ``"error"``.
-        """
-        answer, count = self._only(), 0
-        while not (answer.done and count == answer.tokens):
-            yield from (new := self._behind(answer, count))
-            count += len(new)
-        self._raise_error()
-
-    def _behind(self, answer: Answer, count: int) -> list[int]:
-        """Wait for more than ``count`` tokens or the end, and return those behind them."""
-        self.listeners.wait_until(lambda: answer.tokens > count or answer.done)
-        return answer.tokens_behind(count)
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        """As ``__iter__``, for ``async for``."""
-        answer, count = self._only(), 0
-        with self.listeners.listening() as event:
-            while True:
-                event.clear()
-                ended, new = answer.done, answer.tokens_behind(count)
-                for token in new:
-                    yield token
-                count += len(new)
-                if ended and count == answer.tokens:
-                    break
-                if not (new or ended):
-                    await event.wait()
-        self._raise_error()
-
-    def __await__(self) -> Generator[Any, None, RequestOutput]:
-        """Return the result, for ``await``."""
-        return self._ended().__await__()
-
-    async def _ended(self) -> RequestOutput:
-        with self.listeners.listening() as event:
-            while not self.done:
-                event.clear()
-                if not self.done:
-                    await event.wait()
-        return self.result()
-
-    def _only(self) -> Answer:
-        if len(self.answers) > 1:
-            raise ValueError(f"n={len(self.answers)}: several answers have no one stream; use text(index) or result()")
-        return self.answers[0]
 
     # ---- used by the engine
 

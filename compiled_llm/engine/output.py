@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 if TYPE_CHECKING:  # clients of a generator have outputs, too, and neither torch nor transformers
     from compiled_llm.engine.request import FinishReason
@@ -47,6 +47,15 @@ class Completion:
     stop_reason: int | str | None = None
     logprobs: Sequence[dict[int, Logprob]] | None = field(default=None, repr=False)
     cumulative_logprob: float | None = None
+
+
+class Figures(TypedDict):
+    """What is counted and measured of a prompt's answers: fields of ``RequestOutput``."""
+
+    cached_tokens: int
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    seconds: float
 
 
 @dataclass(frozen=True)

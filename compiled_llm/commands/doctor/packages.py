@@ -41,6 +41,7 @@ OPTIONAL = (
     Package("accelerate", "accelerate", "demo", "loads GGUF files, and models with a device_map"),
     Package("gguf", "gguf", "demo", "loads GGUF files, the demo model's among them"),
     Package("typer", "typer", "demo", "the command line"),
+    Package("msgspec", "msgspec", "server", "what `serve` and its clients say to each other"),
     Package("depyf", "depyf", "debug", "shows the code that Dynamo and Inductor wrote"),
     Package("matplotlib", "matplotlib", "bench", "draws what bench has measured"),
 )

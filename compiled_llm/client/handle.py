@@ -1,0 +1,134 @@
+"""What ``Client.submit`` returns: the answers to a prompt, on their way from another process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from compiled_llm.client.answer import Received, RemoteAnswer, entries_of
+from compiled_llm.engine.listeners import Listeners
+from compiled_llm.engine.output import Figures, Logprob, RequestOutput
+from compiled_llm.engine.pending import PendingAnswers
+from compiled_llm.protocol.messages import Entry, Summary, Update
+
+if TYPE_CHECKING:  # what makes text imports torch
+    from compiled_llm.engine.answer_text import TextFormat
+    from compiled_llm.engine.text_stream import TextStream
+
+Cancelling = Callable[[int | None], None]
+"""Ends an answer by its index, or all."""
+
+
+class RemoteHandle(PendingAnswers[RemoteAnswer]):
+    """A prompt that was sent to a generator: iterate over its tokens or its ``text``, wait for its ``result``.
+
+    It is used as what ``Engine.submit`` returns, by any thread, and in any event loop by ``async for`` and ``await``.
+
+    Attributes:
+        prompt: its token ids.
+        has_text: whether somebody reads it as text.
+        refused: why the generator has ended the whole request, or never began it.
+    """
+
+    def __init__(
+        self, prompt: Sequence[int], count: int, ends: frozenset[int], form: TextFormat | None, cancel: Cancelling
+    ) -> None:
+        """Wait for answers.
+
+        Args:
+            prompt: token ids.
+            count: how many answers there will be.
+            ends: tokens that end an answer.
+            form: how tokens become text; None without a tokenizer.
+            cancel: ends an answer, or all.
+        """
+        super().__init__([RemoteAnswer(index, Received(ends), form) for index in range(count)], Listeners())
+        self.prompt = prompt
+        self.has_text = False
+        self.refused: Exception | None = None
+        self._cancel = cancel
+        self._figures: Figures | None = None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._submitted = time.monotonic()
+        self._reading = threading.Lock()
+
+    def __repr__(self) -> str:
+        """How far it is."""
+        tokens = ", ".join(str(answer.tokens) for answer in self.answers)
+        reasons = ", ".join(answer.received.finish_reason or "under way" for answer in self.answers)
+        return f"<{type(self).__name__}: {tokens} tokens, {reasons}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether all answers have ended."""
+        return self._figures is not None
+
+    def cancel(self, index: int | None = None) -> None:
+        """End what has not ended, or the answer of that index alone; tokens so far stay."""
+        if not self.done:
+            self._cancel(index)
+
+    def output(self) -> RequestOutput:
+        """Return what it came to, errors included, once it is ``done``."""
+        assert self._figures is not None, "the request has not ended"
+        with self._reading:
+            completions = [answer.completion() for answer in self.answers]
+        return RequestOutput(
+            prompt_token_ids=list(self.prompt),
+            outputs=completions,
+            prompt_logprobs=self._prompt_logprobs,
+            **self._figures,
+        )
+
+    def text(self, index: int | None = None) -> TextStream:
+        """Return an answer's text, to be read piece by piece with ``for`` or ``async for``.
+
+        Args:
+            index: of which answer; needed if there are several.
+
+        Raises:
+            ValueError: there are several answers, or the client has no tokenizer.
+        """
+        from compiled_llm.engine.text_stream import TextStream
+
+        answer = self._only() if index is None else self.answers[index]
+        with self._reading:
+            text, self.has_text = answer.begin_text(), True
+        self.read_text()
+        return TextStream(answer, text, self.listeners)
+
+    # ---- in the thread that reads the connection
+
+    def take(self, update: Update) -> None:
+        """Take what is new of one answer."""
+        self.answers[update.index].received.take(update)
+
+    def take_prompt_scores(self, logprobs: Sequence[Sequence[Entry] | None]) -> None:
+        """Take the log-probabilities of the prompt's tokens."""
+        self._prompt_logprobs = [None if entries is None else entries_of(entries) for entries in logprobs]
+
+    def finish(self, summary: Summary) -> None:
+        """Take what is measured, once all answers have ended."""
+        self._figures = Figures(
+            cached_tokens=summary.cached_tokens,
+            queue_seconds=summary.queue_seconds,
+            first_token_seconds=summary.first_token_seconds,
+            seconds=summary.seconds,
+        )
+
+    def fail(self, error: Exception) -> None:
+        """End what has not ended, with an error."""
+        for answer in self.answers:
+            if not answer.done:
+                answer.received.error, answer.received.finish_reason = error, "error"
+        self.refused = error
+        seconds = time.monotonic() - self._submitted
+        self._figures = Figures(cached_tokens=0, queue_seconds=None, first_token_seconds=None, seconds=seconds)
+
+    def read_text(self) -> None:
+        """Make the text of the tokens that have come."""
+        with self._reading:
+            for answer in self.answers:
+                answer.read_text()

@@ -1,0 +1,84 @@
+"""What users give, as plain data that can be sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import msgspec
+
+from compiled_llm.engine.params import SamplingParams
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids (an array or tensor of them, too), or the messages of a chat (``{"role": ..., "content": ...}``)."""
+
+
+def plain_params(params: SamplingParams) -> dict[str, Any]:
+    """Return the settings that are not the defaults.
+
+    Raises:
+        ValueError: one cannot be sent.
+    """
+    return {
+        field.name: _plain(field.name, value)
+        for field in dataclasses.fields(params)
+        if (value := getattr(params, field.name)) != field.default
+    }
+
+
+def _plain(name: str, value: Any) -> Any:
+    try:
+        return msgspec.to_builtins(value, enc_hook=_number, str_keys=False)
+    except TypeError:
+        raise ValueError(
+            f"SamplingParams: {name}: only plain data can be sent to a generator, and functions cannot; use an engine "
+            "in this process"
+        ) from None
+
+
+def _number(value: Any) -> Any:
+    """Return a number of NumPy's as one of Python's."""
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"{type(value).__name__} is no plain data")
+
+
+def token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """Return a prompt's tokens; whether the model has them is the generator's to say.
+
+    Args:
+        prompt: as the user gave it.
+        tokenizer: for text and messages; None if there is none.
+
+    Raises:
+        ValueError: it is no prompt, or there is no tokenizer for it.
+    """
+    if isinstance(prompt, str):
+        return _ids(_needed(tokenizer, "text needs")(prompt)["input_ids"])
+    if _is_chat(prompt):
+        chat = _needed(tokenizer, "messages need").apply_chat_template
+        return _ids(chat(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+    return _ids(prompt)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _needed(tokenizer: Any, what: str) -> Any:
+    if tokenizer is None:
+        raise ValueError(f"prompt: {what} a tokenizer; give Client(path, tokenizer=...), or token ids")
+    return tokenizer
+
+
+def _ids(values: Any) -> list[int]:
+    listed = values.tolist() if hasattr(values, "tolist") else values
+    try:
+        return list(map(operator.index, listed))
+    except TypeError:
+        raise ValueError("prompt: give text, token ids or the messages of a chat; one prompt, not several") from None

@@ -1,0 +1,154 @@
+"""What a client knows of its generator: whether it is ready, and the requests and questions under way."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable
+
+from compiled_llm.client.errors import GeneratorError, GeneratorLostError, refusal
+from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.engine.listeners import Listeners, tell
+from compiled_llm.protocol.messages import (
+    FromGenerator,
+    Leaving,
+    Preparing,
+    Problem,
+    PromptScores,
+    Ready,
+    Refused,
+    Stats,
+    Step,
+)
+
+
+class Session:
+    """Brings what a generator says to whoever waits for it.
+
+    Attributes:
+        listeners: told when the generator is ready, has answered a question, or is gone.
+        doing: what the generator does before it is ready, in words.
+        ready: what it has said when it was.
+        lost: why nothing more comes; None while something may.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self.listeners = Listeners()
+        self.doing = "starting"
+        self.ready: Ready | None = None
+        self.lost: GeneratorLostError | None = None
+        self._said: str | None = None  # why the generator ends
+        self._numbers = itertools.count(1)
+        self._changing = threading.Lock()
+        self._handles: dict[int, RemoteHandle] = {}
+        self._stats: dict[int, Stats] = {}
+
+    def number(self) -> int:
+        """Return a number for a request or a question that no other has."""
+        return next(self._numbers)
+
+    def check(self) -> None:
+        """Check that the generator is there.
+
+        Raises:
+            GeneratorLostError: it is not.
+        """
+        if self.lost is not None:
+            raise self.lost
+
+    def check_ready(self) -> Ready:
+        """Return what the generator has said of its model.
+
+        Raises:
+            GeneratorLostError: it is gone.
+            GeneratorError: it takes no requests yet.
+        """
+        self.check()
+        if self.ready is None:
+            raise GeneratorError(f"the generator is not ready ({self.doing}); wait_until_ready() waits for it")
+        return self.ready
+
+    def expect(self, number: int, handle: RemoteHandle) -> None:
+        """Let a handle take what comes for a request, which is about to be sent.
+
+        Raises:
+            GeneratorLostError: nothing will come.
+        """
+        with self._changing:
+            self.check()
+            self._handles[number] = handle
+
+    def forget(self, number: int) -> None:
+        """Expect nothing for a request that could not be sent."""
+        self._handles.pop(number, None)
+
+    def wait_for_stats(self, number: int, timeout: float | None) -> Stats:
+        """Wait for the answer to a question.
+
+        Raises:
+            GeneratorLostError: none will come.
+            TimeoutError: none has come by then.
+        """
+        if not self.listeners.wait_until(lambda: number in self._stats or self.lost is not None, timeout):
+            raise TimeoutError(f"the generator has not answered for {timeout} s")
+        if (stats := self._stats.pop(number, None)) is None:
+            self.check()
+            raise AssertionError("neither an answer nor an end")
+        return stats
+
+    # ---- in the thread that reads the connection
+
+    def take(self, messages: Iterable[FromGenerator]) -> None:
+        """Take messages, then wake whoever waits for what they say."""
+        changed: dict[RemoteHandle, None] = {}
+        for message in messages:
+            changed.update(dict.fromkeys(self._taken(message)))
+        for handle in changed:
+            if handle.has_text:
+                handle.read_text()
+        tell([self.listeners, *(handle.listeners for handle in changed)])
+
+    def _taken(self, message: FromGenerator) -> Iterable[RemoteHandle]:
+        """Take one message, and return the requests that it says something of."""
+        match message:
+            case Step():
+                return self._step(message)
+            case PromptScores():
+                self._handles[message.request].take_prompt_scores(message.logprobs)
+            case Refused() if (handle := self._handles.pop(message.request, None)) is not None:
+                handle.fail(refusal(message.kind, message.message))
+                return [handle]
+            case Stats():
+                self._stats[message.number] = message
+            case Preparing():
+                self.doing = message.doing
+            case Ready():
+                self.doing, self.ready = "ready", message
+            case Leaving() | Problem():
+                self._said = message.message
+        return []
+
+    def _step(self, step: Step) -> list[RemoteHandle]:
+        changed = []
+        for update in step.updates:
+            if (handle := self._handles.get(update.request)) is not None:  # none, if it was refused in the end
+                changed.append(handle)
+                handle.take(update)
+        for summary in step.summaries:
+            if (handle := self._handles.pop(summary.request, None)) is not None:
+                changed.append(handle)
+                handle.finish(summary)
+        return changed
+
+    def lose(self, error: GeneratorLostError) -> None:
+        """End all requests: nothing more comes."""
+        if self._said is not None:
+            error = GeneratorLostError(f"the generator has ended the connection: {self._said}")
+        with self._changing:
+            self.lost, handles = self.lost or error, list(self._handles.values())
+            self._handles.clear()
+        for handle in handles:
+            handle.fail(self.lost)
+            handle.read_text()
+        tell([self.listeners, *(handle.listeners for handle in handles)])

@@ -1,0 +1,35 @@
+"""The tokenizer of a client: one that its user has, or that a folder names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from compiled_llm.protocol.messages import Ready
+
+Given = str | Path | Literal[True] | Any | None
+"""A tokenizer, the folder or the name of one, ``True`` for the one that the generator names, or None."""
+
+
+def tokenizer_of(given: Given, ready: Ready) -> Any:
+    """Return a tokenizer; to load one takes transformers, which is imported here.
+
+    Args:
+        given: as the user gave it.
+        ready: what the generator has said of its model.
+
+    Raises:
+        ValueError: the generator names none.
+    """
+    if given is True:
+        if ready.tokenizer is None:
+            raise ValueError("tokenizer=True: the generator has no tokenizer; give one, or use token ids")
+        return _loaded(ready.tokenizer, ready.gguf_file)
+    return _loaded(str(given), None) if isinstance(given, (str, Path)) else given
+
+
+def _loaded(location: str, gguf_file: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    options = {} if gguf_file is None else {"gguf_file": gguf_file}
+    return AutoTokenizer.from_pretrained(location, trust_remote_code=False, **options)

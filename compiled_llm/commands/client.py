@@ -1,0 +1,143 @@
+"""`compiled-llm client`: one prompt to a generator, and its answer as it comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from compiled_llm.commands.early_checks import check_package
+from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.printable import printable
+from compiled_llm.commands.prompt import check_quoted, read_prompt
+
+if TYPE_CHECKING:
+    from compiled_llm.client import Client
+    from compiled_llm.client.handle import RemoteHandle
+    from compiled_llm.engine.output import RequestOutput
+
+_INPUT, _SAMPLING, _OUTPUT = "Input", "Sampling", "Output"
+
+
+def client(
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(help="The generator's Unix socket.", show_default=False)],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="The text to continue, or with --chat the message to answer. `-`, or none in a pipe, reads stdin.",
+            show_default=False,
+        ),
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Read the prompt from a file; its final newline is dropped.", rich_help_panel=_INPUT
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template.", rich_help_panel=_INPUT)
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.", rich_help_panel=_INPUT)
+    ] = None,
+    ids: Annotated[
+        bool,
+        typer.Option(
+            "--ids",
+            help="The prompt is token ids with commas between them, and so is the answer; no tokenizer is loaded.",
+            rich_help_panel=_INPUT,
+        ),
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.", rich_help_panel=_SAMPLING)] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(help="Sample among the k most likely tokens; 0 for all.", rich_help_panel=_SAMPLING)
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Sample among the fewest tokens that add up to this probability.", rich_help_panel=_SAMPLING),
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same text.", rich_help_panel=_SAMPLING)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.", rich_help_panel=_OUTPUT)] = 256,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Stop before the new text contains TEXT. Can be given several times.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no figures.", rich_help_panel=_OUTPUT)] = False,
+) -> None:
+    """Send a prompt to a generator (`compiled-llm serve`), and write its answer to stdout as it comes."""
+    with readable_errors():
+        check_package("msgspec", "server")
+        check_quoted(prompt, context.args)
+        if system is not None and not chat:
+            raise ValueError("--system is a part of the chat template: give --chat as well")
+        if chat and ids:
+            raise ValueError("--ids: token ids are no chat; leave out --chat, or give its text")
+        text = read_prompt(prompt, file)
+        from compiled_llm.client import Client
+        from compiled_llm.engine.params import SamplingParams
+
+        params = SamplingParams(
+            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, stop=stop or None
+        )
+        with Client(path, tokenizer=None if ids else True, wait=False) as generator:
+            _wait(generator, quiet)
+            handle = generator.submit(_prompt(text, chat, system, ids), params)
+            _write(_pieces(handle, ids))
+            if not quiet:
+                Console(stderr=True, highlight=False).print(_figures(handle.result()), style="dim", soft_wrap=True)
+
+
+def _wait(generator: Client, quiet: bool) -> None:
+    """Wait until the generator is ready, and say meanwhile what it does."""
+    said = ""
+    while generator.doing != "ready":
+        try:
+            generator.wait_until_ready(0.2)
+        except TimeoutError:
+            if generator.doing != said and not quiet:
+                typer.echo(f"compiled_llm: the generator is not ready: {generator.doing}", err=True)
+            said = generator.doing
+
+
+def _prompt(text: str, chat: bool, system: str | None, ids: bool) -> Any:
+    if ids:
+        return _token_ids(text)
+    if not chat:
+        return text
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": text}]
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError("--ids: give token ids as PROMPT, with commas between them: 1,15,7") from None
+
+
+def _pieces(handle: RemoteHandle, ids: bool) -> Iterable[str]:
+    return (f"{token}," for token in handle) if ids else handle.text()
+
+
+def _write(pieces: Iterable[str]) -> None:
+    for piece in pieces:
+        sys.stdout.write(printable(piece) if sys.stdout.isatty() else piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _figures(output: RequestOutput) -> str:
+    tokens = len(output.token_ids)
+    first = "" if output.first_token_seconds is None else f", first token after {output.first_token_seconds:.3f} s"
+    return f"{tokens} tokens in {output.seconds:.2f} s{first}, {output.finish_reason}"

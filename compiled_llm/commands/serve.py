@@ -1,0 +1,179 @@
+"""`compiled-llm serve`: a generator. What imports torch is imported inside, while clients are told so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from compiled_llm.commands.choices import Device, Dtype, integers
+from compiled_llm.commands.early_checks import check_driver, check_package
+from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.source import Source, locate
+from compiled_llm.config import WrapConfig
+
+if TYPE_CHECKING:
+    from compiled_llm.engine.engine import Engine
+    from compiled_llm.protocol.messages import Ready
+
+_SERVING, _RUNNING = "Serving", "Running the model"
+
+
+class Served(NamedTuple):
+    """What a generator serves, and how: the options of the command."""
+
+    model: str
+    mode: str
+    backend: str
+    dtype: str
+    device: str
+    kv_memory: str | None
+    max_rows: int
+    max_queue: int | None
+    max_step_ms: float | None
+    warmup: list[int]
+    quiet: bool
+
+    def wrap_options(self) -> dict[str, Any]:
+        """Return the options of ``wrap``."""
+        memory = {} if self.kv_memory is None else {"kv_memory": _number_or_text(self.kv_memory)}
+        return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **memory}
+
+    def engine_options(self) -> dict[str, Any]:
+        """Return the options of ``Engine``."""
+        return {"max_rows": self.max_rows, "max_queue": self.max_queue, "max_step_ms": self.max_step_ms}
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="A folder, a GGUF file, a hub id, or `demo`.")],
+    uds: Annotated[
+        Path,
+        typer.Option(
+            metavar="PATH",
+            help="Listen at this Unix socket, which only your user may open.",
+            rich_help_panel=_SERVING,
+            show_default=False,
+        ),
+    ],
+    max_rows: Annotated[int, typer.Option(help="Run so many requests at once.", rich_help_panel=_SERVING)] = 256,
+    max_queue: Annotated[
+        int | None, typer.Option(help="Refuse requests while so many wait.", rich_help_panel=_SERVING)
+    ] = None,
+    max_step_ms: Annotated[
+        float | None, typer.Option(help="Cut prompts so that a step takes at most this long.", rich_help_panel=_SERVING)
+    ] = None,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(
+            help="How long requests may go on after SIGTERM or Ctrl-C; the second ends them at once.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = 30.0,
+    warmup: Annotated[
+        str,
+        typer.Option(
+            metavar="ROWS",
+            help="Compile for these numbers of requests before the first: 1,8,64. All up to --max-rows unless given.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = "",
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="What pages may take: 0.8 of what is free, 8GiB, or 20000 tokens.",
+            rich_help_panel=_RUNNING,
+        ),
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(help="How to run: eager, compile, reduce-overhead or cuda-graphs.", rich_help_panel=_RUNNING)
+    ] = "cuda-graphs",
+    backend: Annotated[
+        str, typer.Option(help="Whose attention kernels: auto, flashinfer or reference.", rich_help_panel=_RUNNING)
+    ] = "auto",
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.", rich_help_panel=_RUNNING)
+    ] = Dtype.auto,
+    device: Annotated[
+        Device, typer.Option(help="auto: CUDA if there is a device.", rich_help_panel=_RUNNING)
+    ] = Device.auto,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=_SERVING)] = False,
+) -> None:
+    """Serve a model to the clients of a Unix socket, until SIGTERM or Ctrl-C.
+
+    Clients are `compiled-llm client` and `compiled_llm.client.Client` in Python. They can connect at once, and are
+    told what is loaded and compiled until requests are taken.
+    """
+    with readable_errors():
+        check_package("msgspec", "server")
+        check_driver(device.value)
+        sizes = integers("--warmup", warmup)
+        served = Served(
+            *(model, mode, backend, dtype.value, device.value, kv_memory),
+            *(max_rows, max_queue, max_step_ms, sizes, quiet),
+        )
+        _check(served, drain_seconds)
+        source = locate(model, progress=not quiet)
+        _run(served, source, uds.expanduser().absolute(), drain_seconds)
+
+
+def _check(served: Served, drain_seconds: float) -> None:
+    WrapConfig.from_options(served.wrap_options())
+    if served.max_rows < 1:
+        raise ValueError(f"--max-rows {served.max_rows}: must be at least 1")
+    if wrong := [size for size in served.warmup if size > served.max_rows]:
+        raise ValueError(f"--warmup {wrong[0]}: there are {served.max_rows} requests at once; raise --max-rows")
+    if drain_seconds < 0:
+        raise ValueError(f"--drain-seconds {drain_seconds:g}: must be 0 or more")
+
+
+def _run(served: Served, source: Source, uds: Path, drain_seconds: float) -> None:
+    from compiled_llm.server.generator.generator import Generator
+    from compiled_llm.server.generator.process import run
+
+    generator = Generator(uds)
+    say = _silent if served.quiet else _say
+    say(f"listening at {uds}")
+
+    def prepare(report: Callable[[str], None]) -> tuple[Engine, Ready]:
+        engine, ready = _prepared(served, source, report)
+        say("ready")
+        return engine, ready
+
+    run(generator, prepare, drain_seconds)
+
+
+def _prepared(served: Served, source: Source, report: Callable[[str], None]) -> tuple[Engine, Ready]:
+    report("importing torch and transformers")
+    import compiled_llm
+    from compiled_llm.commands.loading import fetched, load
+    from compiled_llm.execution.decode_buffers import buckets_up_to
+    from compiled_llm.server.generator.facts import ready_of
+
+    report(f"loading {source.name}")
+    source = fetched(source, progress=not served.quiet)
+    loaded, tokenizer = load(source, served.dtype, served.device, progress=not served.quiet)
+    model = compiled_llm.wrap(loaded, **served.wrap_options())
+    engine = compiled_llm.Engine(model, tokenizer=tokenizer, **served.engine_options())
+    sizes = served.warmup or buckets_up_to(served.max_rows)
+    for number, size in enumerate(sizes, start=1):
+        report(f"preparing steps of {size} requests ({number} of {len(sizes)})")
+        engine.warmup(size)
+    return engine, ready_of(model, engine, source.name, source.location, source.gguf_file)
+
+
+def _number_or_text(value: str) -> float | str:
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _say(text: str) -> None:
+    typer.echo(f"compiled_llm: {text}", err=True)
+
+
+def _silent(text: str) -> None:
+    pass

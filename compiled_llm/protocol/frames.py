@@ -1,0 +1,94 @@
+"""Messages as frames: four bytes that say how long a message is, the most significant first, then the message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+MOST_BYTES = 64 * 2**20
+"""How long a message may be: twice the longest prompt's log-probabilities that one step may have to send."""
+
+_HEADER = 4
+_encoder = msgspec.msgpack.Encoder()
+
+T = TypeVar("T")
+
+
+class FrameError(ValueError):
+    """What was received, or is to be sent, is no frame of the protocol."""
+
+
+def frame_of(message: msgspec.Struct, most_bytes: int = MOST_BYTES) -> bytearray:
+    """Return a message as a frame.
+
+    Raises:
+        FrameError: it is too long.
+    """
+    frame = bytearray(_HEADER)
+    _encoder.encode_into(message, frame, _HEADER)
+    length = len(frame) - _HEADER
+    if length > most_bytes:
+        raise FrameError(f"a message of {length:,} bytes; it can have {most_bytes:,}")
+    frame[:_HEADER] = length.to_bytes(_HEADER, "big")
+    return frame
+
+
+class Frames(Generic[T]):
+    """Turns bytes, however they are cut, into messages."""
+
+    def __init__(self, message: Any, most_bytes: int = MOST_BYTES) -> None:
+        """Begin between two frames.
+
+        Args:
+            message: the type of what is received, a union of messages.
+            most_bytes: how long one may be.
+        """
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message)
+        self._most_bytes = most_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[T]:
+        """Take more bytes, and yield the messages that they complete.
+
+        Raises:
+            FrameError: they are no frames of the protocol; there is no telling where the next would begin.
+        """
+        self._buffer += data
+        while (frame := self._take()) is not None:
+            yield self._decode(frame)
+
+    def _take(self) -> bytes | None:
+        buffer = self._buffer
+        if len(buffer) < _HEADER:
+            return None
+        end = _HEADER + self._checked(int.from_bytes(buffer[:_HEADER], "big"))
+        if len(buffer) < end:
+            return None
+        frame = bytes(buffer[_HEADER:end])
+        del buffer[:end]
+        return frame
+
+    def _checked(self, length: int) -> int:
+        if length > self._most_bytes:
+            raise FrameError(
+                f"a frame that says it has {length:,} bytes, and can have {self._most_bytes:,}; only clients of "
+                "compiled_llm are understood here"
+            )
+        return length
+
+    def _decode(self, frame: bytes) -> T:
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
+            raise FrameError(f"a frame that is no message of the protocol: {error}") from error
+
+    def check_complete(self) -> None:
+        """Check that nothing is missing where the bytes have ended.
+
+        Raises:
+            FrameError: they have ended within a frame.
+        """
+        if self._buffer:
+            raise FrameError(f"a frame that was cut after {len(self._buffer):,} bytes")

@@ -1,0 +1,236 @@
+"""The messages of the protocol. A client speaks first, with ``Hello``, and the generator answers with ``Welcome``.
+
+Numbers that clients give their requests are theirs alone: those of two connections have nothing to do with each other.
+Messages of what happens in every step are arrays, the others maps; fields that a reader does not know are passed over.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+VERSION = 1
+"""Of the protocol. It is counted up whenever one side would misunderstand the other."""
+
+Kind = Literal["invalid", "full", "unavailable", "failed"]
+"""Why a request is refused or has failed: impossible, too many wait, the generator takes none now, or an error."""
+
+Entry = tuple[int, float, int]
+"""A token, its log-probability and its rank."""
+
+# ---- from clients
+
+
+class Hello(Struct, tag="hello", frozen=True):
+    """What a client begins with.
+
+    Attributes:
+        version: of the protocol that it speaks.
+        client: its name, for the generator's log.
+    """
+
+    version: int = VERSION
+    client: str = ""
+
+
+class Submit(Struct, tag="submit", frozen=True, omit_defaults=True):
+    """A prompt to answer, as for ``Engine.submit``.
+
+    Attributes:
+        request: its number; no request of the connection that has not ended may have it.
+        prompt: token ids.
+        params: the values of ``SamplingParams`` that are not the defaults, as plain data.
+        priority: smaller ones run first.
+        timeout: seconds after which it ends with what it has.
+        cache_salt: only requests with an equal one read what this one leaves in the prefix cache.
+    """
+
+    request: int
+    prompt: list[int]
+    params: dict[str, Any] = {}
+    priority: int = 0
+    timeout: float | None = None
+    cache_salt: str | None = None
+
+
+class Cancel(Struct, tag="cancel", frozen=True, omit_defaults=True):
+    """End a request, or the answer of one index alone. One that has ended already is passed over."""
+
+    request: int
+    index: int | None = None
+
+
+class AskStats(Struct, tag="ask stats", frozen=True):
+    """Ask how the generator is doing; ``number`` comes back with the answer."""
+
+    number: int
+
+
+FromClient = Hello | Submit | Cancel | AskStats
+
+# ---- from the generator
+
+
+class Welcome(Struct, tag="welcome", frozen=True):
+    """The answer to ``Hello``: versions of the protocol and of the package, and the generator's process."""
+
+    version: int
+    package: str
+    process: int
+
+
+class Preparing(Struct, tag="preparing", frozen=True):
+    """What the generator does before it takes requests, in words; comes again with each change."""
+
+    doing: str
+
+
+class Ready(Struct, tag="ready", frozen=True):
+    """The generator takes requests.
+
+    Attributes:
+        model: its name.
+        tokenizer: the folder, or the name on the hub, that its tokenizer was loaded from; None if it has none.
+        gguf_file: the file in the folder that the tokenizer is in, if it is one.
+        vocabulary: how many token ids prompts can have.
+        ends: the model's end-of-sequence tokens.
+        max_tokens: how many tokens a request may have, prompt and answer together.
+        max_rows: how many requests run at once.
+    """
+
+    model: str
+    vocabulary: int
+    ends: list[int]
+    max_tokens: int
+    max_rows: int
+    tokenizer: str | None = None
+    gguf_file: str | None = None
+
+
+class Ended(Struct, array_like=True, frozen=True):
+    """How an answer has ended.
+
+    Attributes:
+        finish_reason: as of a ``Completion``.
+        stop_reason: the stop string or token that has ended it.
+        error: what has, in a sentence, with ``"error"``.
+    """
+
+    finish_reason: Literal["stop", "length", "cancelled", "timeout", "error"]
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+class Update(Struct, array_like=True, frozen=True):
+    """What is new of one answer.
+
+    Attributes:
+        request: the number of its request.
+        index: which of the request's answers it is.
+        tokens: those that have come since the last update.
+        logprobs: for each of them, its own entry and those of the likeliest tokens; None if nobody wants them.
+        ended: how it has ended; None while it has not.
+    """
+
+    request: int
+    index: int
+    tokens: list[int]
+    logprobs: list[list[Entry]] | None = None
+    ended: Ended | None = None
+
+
+class Summary(Struct, array_like=True, frozen=True):
+    """What a request came to, once its last answer has ended; nothing comes of it afterwards.
+
+    Attributes:
+        request: its number.
+        cached_tokens: how many of the prompt's tokens the prefix cache had.
+        queue_seconds: until it first ran; None if it never did.
+        first_token_seconds: until its first token was read; None if there was none.
+        seconds: until its last answer ended.
+    """
+
+    request: int
+    cached_tokens: int
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    seconds: float
+
+
+class Step(Struct, tag="step", frozen=True, omit_defaults=True):
+    """What is new of all of a client's requests: one step of the engine, or several if the client reads slowly."""
+
+    updates: list[Update]
+    summaries: list[Summary] = []
+
+
+class PromptScores(Struct, tag="prompt scores", frozen=True):
+    """The log-probabilities of a prompt's tokens, None in place of the first; comes before the request's summary."""
+
+    request: int
+    logprobs: list[list[Entry] | None]
+
+
+class Refused(Struct, tag="refused", frozen=True):
+    """A request that was not taken, or of which nothing more can be sent; in a sentence."""
+
+    request: int
+    kind: Kind
+    message: str
+
+
+class Percentiles(Struct, frozen=True):
+    """Half of some waits were at most ``p50`` seconds, 99 of 100 at most ``p99``."""
+
+    p50: float
+    p99: float
+
+
+class Pages(Struct, frozen=True):
+    """The page account; ``used + free + cached`` is ``total``."""
+
+    total: int
+    used: int
+    free: int
+    cached: int
+
+
+class Stats(Struct, tag="stats", frozen=True, kw_only=True):
+    """How the generator is doing; fields as of ``EngineStats``.
+
+    Attributes:
+        number: that of the question.
+        connections: how many clients are connected.
+    """
+
+    number: int
+    connections: int
+    running: int
+    waiting: int
+    finished: int
+    steps: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    cold_starts: int
+    queue_seconds: Percentiles | None
+    first_token_seconds: Percentiles | None
+    inter_token_seconds: Percentiles | None
+    pages: Pages | None
+
+
+class Leaving(Struct, tag="leaving", frozen=True):
+    """The generator takes no more requests and ends; those that run may go on for a while. Why, in a sentence."""
+
+    message: str
+
+
+class Problem(Struct, tag="problem", frozen=True):
+    """Why the generator closes the connection, in a sentence; the last message."""
+
+    message: str
+
+
+FromGenerator = Welcome | Preparing | Ready | Step | PromptScores | Refused | Stats | Leaving | Problem

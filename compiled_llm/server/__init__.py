@@ -1,0 +1,1 @@
+"""The generator: an engine in a process of its own, and the connections of its clients."""

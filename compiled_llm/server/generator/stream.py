@@ -1,0 +1,124 @@
+"""One request as its client sees it: what the engine has made of it, and how much of that was sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compiled_llm.engine.answer import Answer
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.handle import RequestHandle
+from compiled_llm.engine.intake import QueueFullError
+from compiled_llm.engine.logprobs import logprobs_of, prompt_logprobs
+from compiled_llm.engine.output import Logprob
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.request import RequestError
+from compiled_llm.protocol.messages import Ended, Entry, PromptScores, Refused, Submit, Summary, Update
+
+MOST_ANSWERS = 1024
+"""How many answers to one prompt a client can ask for: each takes memory at once."""
+
+
+def begun(engine: Engine, submit: Submit) -> Stream | Refused:
+    """Give an engine what a client has sent, and return the stream of what comes, or why nothing will."""
+    try:
+        return Stream(submit.request, _submitted(engine, submit))
+    except QueueFullError as error:
+        return Refused(submit.request, "full", str(error))
+    except (TypeError, ValueError) as error:
+        return Refused(submit.request, "invalid", str(error))
+    except RuntimeError as error:  # the engine is asleep, or the model cannot be run now
+        return Refused(submit.request, "unavailable", str(error))
+
+
+def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
+    params = SamplingParams(**submit.params)
+    if params.n > MOST_ANSWERS:
+        raise ValueError(f"SamplingParams: n={params.n}: a generator gives at most {MOST_ANSWERS} answers to a prompt")
+    return engine.submit(
+        submit.prompt, params, priority=submit.priority, timeout=submit.timeout, cache_salt=submit.cache_salt
+    )
+
+
+class Stream:
+    """Says what is new of a request, whenever it is asked.
+
+    Attributes:
+        handle: of the engine.
+        ended: whether all of it has been told.
+    """
+
+    def __init__(self, number: int, handle: RequestHandle) -> None:
+        """Begin before the first token.
+
+        Args:
+            number: what its client calls it.
+            handle: of the engine.
+        """
+        self.handle = handle
+        self.ended = False
+        self._number = number
+        self._answers = [_Sent(answer) for answer in handle.answers]
+
+    @property
+    def unsent(self) -> int:
+        """How many tokens have come and were not told."""
+        return sum(sent.answer.tokens - sent.tokens for sent in self._answers)
+
+    def updates(self) -> list[Update]:
+        """Return what is new of each answer; it counts as told."""
+        return [update for sent in self._answers if not sent.ended and (update := self._update(sent)) is not None]
+
+    def _update(self, sent: _Sent) -> Update | None:
+        answer = sent.answer
+        done, tokens = answer.done, answer.tokens_behind(sent.tokens)  # in this order: no token comes after the end
+        if not (tokens or done):
+            return None
+        logprobs = _logprobs(answer, sent.tokens, tokens)
+        sent.tokens += len(tokens)
+        sent.ended = done
+        return Update(self._number, answer.request.index, tokens, logprobs, _ended(answer) if done else None)
+
+    def summary(self) -> Summary | None:
+        """Return what it came to, if all of its answers have been told; only once."""
+        if self.ended or not all(sent.ended for sent in self._answers):
+            return None
+        self.ended = True
+        return Summary(self._number, **self.handle.figures())
+
+    def prompt_scores(self) -> PromptScores | None:
+        """Return the log-probabilities of the prompt's tokens; None if nobody wants them."""
+        each = prompt_logprobs(self.handle.requests[0])
+        if each is None:
+            return None
+        return PromptScores(self._number, [None if entries is None else _entries(entries) for entries in each])
+
+    def fail(self, reason: str) -> None:
+        """End what has not ended, with an error."""
+        self.handle.fail(RequestError(reason))
+
+
+@dataclass
+class _Sent:
+    """How much of an answer has been told."""
+
+    answer: Answer
+    tokens: int = 0
+    ended: bool = False
+
+
+def _logprobs(answer: Answer, start: int, tokens: list[int]) -> list[list[Entry]] | None:
+    request, most = answer.request, answer.request.logprobs
+    if most is None:
+        return None
+    places = zip(request.scored[start:], tokens, strict=False)  # one more may be there before its token
+    return [_entries(logprobs_of(scored, row, token, most)) for (scored, row), token in places]
+
+
+def _entries(logprobs: dict[int, Logprob]) -> list[Entry]:
+    return [(token, entry.logprob, entry.rank) for token, entry in logprobs.items()]
+
+
+def _ended(answer: Answer) -> Ended:
+    error = answer.error
+    sentence = None if error is None else str(error) or type(error).__name__
+    return Ended(answer.finish_reason or "cancelled", answer.stop_reason, sentence)

@@ -1,0 +1,186 @@
+"""A client takes what an engine takes, needs neither torch nor transformers, and says whom it cannot talk to."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from compiled_llm.client import Client, GeneratorError, GeneratorLostError
+from compiled_llm.client.plain import plain_params, token_ids
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.protocol.frames import Frames, frame_of
+from compiled_llm.protocol.messages import FromClient, Preparing, Problem, Ready, Submit, Welcome
+from support.characters import character_tokenizer
+
+WELCOME, READY = Welcome(1, "a test", 1), Ready("a model", 100, [2], 1000, 8)
+
+LIGHT = """
+import sys
+from compiled_llm.client import Client
+from compiled_llm import SamplingParams
+with Client(sys.argv[1]) as client:
+    handle = client.submit([1, 2, 3], SamplingParams(max_tokens=4, stop_token_ids=[7]))
+    print(handle.refused, client.doing)
+assert not {"torch", "transformers", "numpy", "tokenizers"} & set(sys.modules), set(sys.modules)
+"""
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        yield Path(folder) / "socket"
+
+
+@contextmanager
+def answering(path: Path, *answers: Any) -> Iterator[list[Any]]:
+    """Whoever connects is told this, whatever it says; what it says is listed."""
+    received: list[Any] = []
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        frames: Frames[Any] = Frames(FromClient)
+        with connection:
+            for answer in answers:
+                connection.sendall(answer if isinstance(answer, bytes) else frame_of(answer))
+            if answers and not isinstance(answers[-1], (Problem, bytes)):
+                while data := connection.recv(2**16):
+                    received.extend(frames.feed(data))
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield received
+        thread.join()
+
+
+def test_without_a_tokenizer_neither_torch_nor_transformers_is_imported(path: Path) -> None:
+    with answering(path, WELCOME, READY) as received:
+        done = subprocess.run([sys.executable, "-c", LIGHT, str(path)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "None ready\n"), done.stderr
+    assert received[1:] == [Submit(1, [1, 2, 3], {"max_tokens": 4, "stop_token_ids": [7]})]
+
+
+def test_settings_are_sent_as_plain_data() -> None:
+    assert plain_params(SamplingParams()) == {}
+    given = SamplingParams(
+        n=np.int64(2),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        stop=["a", "b"],
+        logit_bias={np.int64(3): np.float64(-1)},  # type: ignore[dict-item]
+        allowed_token_ids=np.arange(3),  # type: ignore[arg-type]
+        max_tokens=None,
+    )
+    sent = plain_params(given)
+    assert sent == {
+        "n": 2,
+        "temperature": 0.5,
+        "stop": ("a", "b"),
+        "logit_bias": {3: -1.0},
+        "allowed_token_ids": (0, 1, 2),
+        "max_tokens": None,
+    }
+    assert type(sent["n"]) is int
+    assert SamplingParams(**sent) == given
+
+
+def test_functions_cannot_be_sent() -> None:
+    params = SamplingParams()
+    object.__setattr__(params, "bad_words", [print])
+    with pytest.raises(ValueError, match="bad_words: only plain data can be sent to a generator"):
+        plain_params(params)
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1, 2], (1, 2), np.array([1, 2]), torch.tensor([1, 2]), [np.int32(1), torch.tensor(2)], range(1, 3)]
+)
+def test_token_ids_are_taken_in_any_form(prompt: Any) -> None:
+    ids = token_ids(prompt, None)
+    assert ids == [1, 2]
+    assert {type(token) for token in ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("text", "text needs a tokenizer; give Client"),
+        ([{"role": "user", "content": "x"}], "messages need a tokenizer"),
+        ([[1], [2]], "one prompt, not several"),
+        (["a", "b"], "one prompt, not several"),
+        (7, "give text, token ids or the messages of a chat"),
+        (None, "give text, token ids or the messages of a chat"),
+        ([1.5], "give text, token ids or the messages of a chat"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(prompt: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        token_ids(prompt, None)
+
+
+def test_a_folder_is_a_tokenizer(path: Path, tmp_path: Path) -> None:
+    character_tokenizer().save_pretrained(tmp_path)
+    expected = character_tokenizer()("Hi!")["input_ids"]
+    with answering(path, WELCOME, READY) as received, Client(path, tokenizer=tmp_path) as client:
+        client.submit("Hi!")
+    assert received[1].prompt == expected
+
+
+def test_a_generator_without_a_tokenizer_says_so(path: Path) -> None:
+    said = "the generator has no tokenizer; give one, or use token ids"
+    with answering(path, WELCOME, READY), Client(path, tokenizer=True) as client, pytest.raises(ValueError, match=said):
+        client.submit("Hi!")
+
+
+def test_text_without_a_tokenizer_is_refused(path: Path) -> None:
+    with answering(path, WELCOME, READY) as received, Client(path) as client:
+        with pytest.raises(ValueError, match=r"text\(\) needs a tokenizer; give Client"):
+            client.stream([1, 2])
+        client.close()
+    assert [type(message).__name__ for message in received] == ["Hello", "Submit", "Cancel"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "said"),
+    [
+        ([], GeneratorLostError, "has gone: its process has ended"),
+        ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], GeneratorLostError, "broke: a frame that says it has"),
+        ([Welcome(9, "later", 1), Problem("x")], GeneratorError, "speaks another protocol than this client"),
+        ([Preparing("x"), Problem("x")], GeneratorError, "speaks another protocol than this client"),
+        ([Problem("too many clients")], GeneratorError, "refuses the connection: too many clients"),
+        ([WELCOME, Preparing("loading"), Problem("out of memory")], GeneratorLostError, "connection: out of memory"),
+    ],
+)
+def test_whom_it_cannot_talk_to_is_said(path: Path, answers: list[Any], kind: type[Exception], said: str) -> None:
+    with answering(path, *answers), pytest.raises(kind, match=said):
+        Client(path)
+
+
+def test_where_nobody_listens_is_said(path: Path) -> None:
+    with pytest.raises(GeneratorLostError, match="there is no such socket; start a generator with"):
+        Client(path)
+    path.write_text("")
+    with pytest.raises(GeneratorLostError, match="its generator has gone"):
+        Client(path)
+
+
+def test_a_client_that_is_closed_says_so(path: Path) -> None:
+    with answering(path, WELCOME, READY):
+        client = Client(path)
+        handle = client.submit([1, 2])
+        client.close()
+        client.close()
+        for call in (lambda: client.submit([1]), client.stats, handle.result, client.wait_until_ready):
+            with pytest.raises(GeneratorLostError, match="the client is closed; make another one"):
+                call()

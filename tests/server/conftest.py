@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.engine.engine import Engine
+from support.generators import Loop, generating
+from support.parity import assert_account_is_empty
+from support.text_tokenizers import byte_level
+from support.tiny_models import tiny_qwen3
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Its own, since pytest's can be longer than the path of a socket."""
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def path(folder: Path) -> Path:
+    return folder / "socket"
+
+
+@pytest.fixture(scope="module")
+def model(one_thread: None) -> PreTrainedModel:
+    options: dict[str, Any] = {"page_size": 4, "kv_memory": "6000 tokens", "max_batch_size": 4, "progress": False}
+    plain = tiny_qwen3(eos_token_id=1, num_hidden_layers=1, vocab_size=380)
+    return compiled_llm.wrap(plain, mode="eager", **options)
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel) -> Iterator[Engine]:
+    with Engine(model, tokenizer=byte_level()) as engine:
+        yield engine
+    assert_account_is_empty(model)
+
+
+@pytest.fixture
+def generator(engine: Engine, path: Path) -> Iterator[Loop]:
+    with generating(engine, path) as loop:
+        yield loop

@@ -1,0 +1,109 @@
+"""What is no frame closes its own connection, with a sentence; others go on, and the next one works."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from compiled_llm.client import Client, GeneratorError
+from compiled_llm.client import connection as client_connection
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.protocol import messages
+from compiled_llm.protocol.frames import frame_of
+from compiled_llm.protocol.messages import AskStats, Cancel, Hello, Problem, Step, Submit
+from compiled_llm.server.generator import connection as server_connection
+from support.generators import PATIENCE, Bytes, Loop
+
+PROMPT = [3, 4, 5]
+LONG = SamplingParams(max_tokens=900, ignore_eos=True, temperature=0.0)
+SHORT = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
+
+
+@pytest.fixture
+def beside(generator: Loop, path: Path) -> Iterator[None]:
+    """Somebody else, whose request runs through all of it."""
+    with Client(path) as client:
+        expected = client.generate([PROMPT], SHORT)[0].token_ids
+        handle = client.submit(PROMPT, LONG)
+        next(iter(handle))
+        yield
+        assert client.generate([PROMPT], SHORT)[0].token_ids == expected
+        assert handle.refused is None
+        handle.cancel()
+        assert handle.result(PATIENCE).finish_reason in ("cancelled", "length")
+    with Client(path) as another:
+        assert another.generate([PROMPT], SHORT)[0].token_ids == expected
+
+
+HELLO = bytes(frame_of(Hello()))
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", "only clients of compiled_llm are understood here"),
+        (bytes(frame_of(Hello(version=7))), "the client speaks version 7 of the protocol, and this generator 1"),
+        (bytes(frame_of(Submit(1, PROMPT))), "the first message is no hello"),
+        (HELLO[:7], "a frame that was cut after 7 bytes"),
+        (HELLO[:2], "a frame that was cut after 2 bytes"),
+        (HELLO + bytes(frame_of(Submit(1, PROMPT)))[:9], "a frame that was cut after 9 bytes"),
+        (HELLO + HELLO, "a second hello"),
+        (HELLO + b"\x7f\xff\xff\xff", "a frame that says it has 2,147,483,647 bytes"),
+        (HELLO + b"\x00\x00\x00\x03abc", "a frame that is no message of the protocol"),
+        (HELLO + b"\x00\x00\x00\x00", "a frame that is no message of the protocol"),
+    ],
+)
+def test_what_is_no_frame_closes_the_connection_with_a_sentence(
+    beside: None, path: Path, sent: bytes, said: str
+) -> None:
+    with Bytes(path) as peer:
+        peer.send(sent)
+        peer.socket.shutdown(1)  # nothing more comes
+        assert said in peer.problem()
+
+
+def test_requests_of_a_connection_that_is_closed_end(beside: None, path: Path) -> None:
+    with Bytes(path) as peer, Client(path) as other:
+        peer.greet()
+        peer.send(Submit(1, PROMPT, {"max_tokens": 900, "ignore_eos": True}))
+        assert isinstance(peer.receive(), Step)
+        peer.send(b"\x00\x00\x00\x01\xc1")
+        while not isinstance(message := peer.receive(), Problem):
+            assert message is not None
+        assert peer.receive() is None
+        while other.stats().running > 1:
+            pass
+
+
+def test_random_bytes_do_no_harm(beside: None, path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    whole = b"".join(map(frame_of, (Submit(1, PROMPT, {"max_tokens": 5}), Cancel(1), AskStats(2), Cancel(9, 3))))
+    for _ in range(60):
+        with Bytes(path) as peer:
+            damaged = bytearray(HELLO * draw.randint(0, 1) + whole)
+            for _ in range(draw.randint(0, 6)):
+                damaged[draw.randrange(len(damaged))] = draw.getrandbits(8)
+            rest = bytes(damaged[: draw.randint(0, len(damaged))])
+            while rest:
+                cut = draw.randint(1, len(rest))
+                try:
+                    peer.send(rest[:cut])
+                except OSError:  # it was closed already
+                    break
+                rest = rest[cut:]
+
+
+def test_nobody_has_for_ever_to_say_hello(beside: None, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_connection, "_PATIENCE", 0.01)
+    with Bytes(path) as peer:
+        assert peer.problem() == "no hello within 0 s"
+
+
+def test_a_client_of_another_version_hears_of_it(beside: None, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(client_connection, "Hello", lambda client: Hello(version=messages.VERSION + 1, client=client))
+        with pytest.raises(GeneratorError, match="install the same compiled-llm for both"):
+            Client(path)

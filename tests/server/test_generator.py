@@ -1,0 +1,390 @@
+"""What clients get of a generator is what its engine gives in process, whoever else is connected."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import compiled_llm
+from compiled_llm.client import Client, GeneratorBusyError, GeneratorError, GeneratorLostError
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.output import Completion, RequestOutput
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.protocol.messages import Cancel, Preparing, Refused, Step, Submit, Welcome
+from compiled_llm.server.generator.facts import ready_of
+from support.generators import PATIENCE, Bytes, Loop, generating
+from support.text_tokenizers import byte_level
+
+PROMPT = list(range(3, 13))
+
+
+def settings(**others: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "seed": 5, "max_tokens": 12, "ignore_eos": True, **others})
+
+
+def endless(**others: Any) -> SamplingParams:
+    return settings(**{"max_tokens": 900, **others})
+
+
+@pytest.fixture
+def client(generator: Loop, path: Path) -> Any:
+    with Client(path, tokenizer=byte_level()) as client:
+        yield client
+
+
+def assert_equal(ours: RequestOutput, theirs: RequestOutput) -> None:
+    """Times apart, and as far as numbers depend on what else was in a batch."""
+    assert (ours.prompt_token_ids, len(ours.outputs)) == (theirs.prompt_token_ids, len(theirs.outputs))
+    for mine, other in zip(ours.outputs, theirs.outputs, strict=True):
+        assert visible(mine) == visible(other)
+        assert mine.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+        assert_logprobs_equal(mine.logprobs, other.logprobs)
+    assert_logprobs_equal(ours.prompt_logprobs, theirs.prompt_logprobs)
+
+
+def visible(answer: Completion) -> tuple[Any, ...]:
+    return answer.index, answer.token_ids, answer.finish_reason, answer.text, answer.stop_reason
+
+
+def assert_logprobs_equal(ours: Any, theirs: Any) -> None:
+    assert (ours is None) == (theirs is None)
+    for mine, other in zip(ours or (), theirs or (), strict=True):
+        assert (mine is None) == (other is None)
+        for token, entry in (mine or {}).items():
+            assert entry.rank == other[token].rank
+            assert entry.logprob == pytest.approx(other[token].logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        settings(temperature=0.0),
+        settings(n=3, logprobs=2, prompt_logprobs=1),
+        settings(ignore_eos=False, stop_token_ids=list(range(100, 300)), include_stop_str_in_output=True),
+        settings(max_tokens=60, stop=["a", "e", "s"], min_tokens=3),
+        settings(max_tokens=60, stop="t", include_stop_str_in_output=True, skip_special_tokens=False),
+        settings(
+            top_k=20,
+            top_p=0.9,
+            min_p=0.01,
+            logit_bias={5: 2.5, 7: -100},
+            presence_penalty=0.5,
+            frequency_penalty=0.25,
+            repetition_penalty=1.2,
+        ),
+        settings(allowed_token_ids=range(40, 80), bad_words=["x", "th"]),
+    ],
+    ids=lambda params: ", ".join(name for name, value in vars(params).items() if value != getattr(settings(), name)),
+)
+def test_answers_are_those_of_the_engine(client: Client, engine: Engine, params: SamplingParams) -> None:
+    prompts = [PROMPT, "the quick fox", PROMPT[:3]]
+    for ours, theirs in zip(client.generate(prompts, params), engine.generate(prompts, params), strict=True):
+        assert_equal(ours, theirs)
+
+
+def test_tokens_and_text_come_as_they_do_in_process(client: Client, engine: Engine) -> None:
+    (expected,) = engine.generate([PROMPT], settings(max_tokens=40))
+    assert list(client.submit(PROMPT, settings(max_tokens=40))) == expected.token_ids
+    pieces = list(client.stream(PROMPT, settings(max_tokens=40)))
+    assert len(pieces) > 5
+    assert "".join(pieces) == expected.text
+
+    async def both() -> tuple[list[int], str, RequestOutput]:
+        tokens = [token async for token in client.submit(PROMPT, settings(max_tokens=40))]
+        text = "".join([piece async for piece in client.stream(PROMPT, settings(max_tokens=40))])
+        return tokens, text, await client.submit(PROMPT, settings(max_tokens=40))
+
+    tokens, text, output = asyncio.run(both())
+    assert (tokens, text) == (expected.token_ids, expected.text)
+    assert_equal(output, expected)
+
+
+def test_priorities_deadlines_and_salts_reach_the_engine(client: Client, engine: Engine) -> None:
+    submitted, submit = [], engine.submit
+    engine.submit = lambda *args, **options: submitted.append(options) or submit(*args, **options)  # type: ignore[method-assign]
+    client.submit(PROMPT, settings(), priority=-2, timeout=50.0, cache_salt="me").result(PATIENCE)
+    assert submitted == [{"priority": -2, "timeout": 50.0, "cache_salt": "me"}]
+
+
+def test_what_the_engine_refuses_raises_what_the_engine_does(client: Client, engine: Engine) -> None:
+    refused: list[tuple[Any, SamplingParams]] = [
+        ([999], settings()),
+        ([-1], settings()),
+        ([2**62], settings()),
+        ([], settings()),
+        (PROMPT, settings(max_tokens=5000)),
+        (PROMPT, settings(logit_bias={999: 1.0})),
+    ]
+    for prompt, params in refused:
+        with pytest.raises(ValueError) as theirs:  # noqa: PT011
+            engine.submit(prompt, params)
+        with pytest.raises(ValueError) as ours:  # noqa: PT011
+            client.submit(prompt, params).result(PATIENCE)
+        assert str(ours.value) == str(theirs.value)
+    with pytest.raises(ValueError, match="from 0 to 379"):
+        client.generate([PROMPT, [999]], endless())
+    assert_equal(*client.generate([PROMPT], settings()), *engine.generate([PROMPT], settings()))
+
+
+def test_a_frame_cannot_ask_for_what_sampling_params_do_not_have(generator: Loop, path: Path) -> None:
+    with Bytes(path) as peer:
+        peer.greet()
+        for number, params in enumerate(({"colour": 1}, {"logits_processors": []}, {"n": 10**9}, {"top_p": "x"})):
+            peer.send(Submit(number, PROMPT, params))
+            message = peer.receive()
+            assert (message.request, message.kind) == (number, "invalid")  # type: ignore[union-attr]
+
+
+def test_a_full_queue_is_told_from_what_is_impossible(model: Any, path: Path) -> None:
+    with Engine(model, max_rows=1, max_queue=1) as engine, generating(engine, path), Client(path) as client:
+        running = client.submit(PROMPT, endless())
+        next(iter(running))
+        waiting = client.submit(PROMPT, endless())
+        with pytest.raises(GeneratorBusyError, match="max_queue=1"):
+            client.submit(PROMPT, settings()).result(PATIENCE)
+        running.cancel()
+        waiting.cancel()
+        assert running.result(PATIENCE).finish_reason == "cancelled"
+
+
+# ---- how it is sent
+
+
+def test_a_step_is_one_frame_for_all_requests_of_a_client(engine: Engine, path: Path) -> None:
+    with generating(engine, path) as loop, Bytes(path) as peer:
+        peer.greet()
+        with engine.paused():
+            peer.send(*(Submit(number, PROMPT, {"max_tokens": 30, "ignore_eos": True}) for number in range(8)))
+            while engine._driver.waiting < 8:
+                loop.call(lambda: None)
+        got: dict[int, int] = dict.fromkeys(range(8), 0)
+        frames, ended = 0, 0
+        while ended < 8:
+            step = peer.receive()
+            assert isinstance(step, Step)
+            frames += 1
+            ended += len(step.summaries)
+            for update in step.updates:
+                got[update.request] += len(update.tokens)
+        assert got == dict.fromkeys(range(8), 30)
+        assert frames <= engine.stats().steps
+
+
+def test_the_engine_wakes_the_event_loop_once_a_step(client: Client, engine: Engine, generator: Loop) -> None:
+    steps: list[int] = []
+    wake, before = generator.generator.wake, engine.stats().steps
+    generator.generator.wake = lambda: steps.append(engine.stats().steps) or wake()  # type: ignore[method-assign]
+    client.generate([PROMPT] * 6, settings(max_tokens=20))
+    assert len(steps) <= engine.stats().steps - before + 6  # and each request once as it begins and is cancelled
+
+
+# ---- whoever leaves, and whoever does not read
+
+
+def test_cancelled_requests_end_with_what_they_have(client: Client) -> None:
+    handle = client.submit(PROMPT, endless())
+    first = next(iter(handle))
+    handle.cancel()
+    output = handle.result(PATIENCE)
+    assert output.finish_reason == "cancelled"
+    assert output.token_ids[0] == first
+    several = client.submit(PROMPT, endless(n=2, max_tokens=200))
+    several.cancel(index=1)
+    assert [answer.finish_reason for answer in several.result(PATIENCE).outputs] == ["length", "cancelled"]
+    several.cancel()
+
+
+def test_a_loop_over_text_that_is_left_ends_the_request(client: Client) -> None:
+    text = client.stream(PROMPT, endless())
+    for _ in text:
+        break
+    assert text.handle.result(PATIENCE).finish_reason == "cancelled"
+
+
+def test_a_client_that_leaves_takes_its_requests_along(engine: Engine, generator: Loop, path: Path) -> None:
+    with Client(path) as stays:
+        others = [Client(path) for _ in range(2)]
+        handles = [client.submit(PROMPT, endless(seed=seed)) for seed, client in enumerate((*others, stays))]
+        for handle in handles:
+            next(iter(handle))
+        ended = engine_ends(engine, 2)
+        for client in others:
+            client.close()
+        assert ended.wait(PATIENCE)
+        assert engine.stats().running == 1
+        for handle in handles[:2]:
+            with pytest.raises(GeneratorLostError, match="the client is closed"):
+                handle.result(PATIENCE)
+        handles[2].cancel()
+        assert handles[2].result(PATIENCE).finish_reason == "cancelled"
+        assert len(handles[2].output().token_ids) < 900
+
+
+def test_a_client_that_nobody_holds_leaves(generator: Loop, path: Path) -> None:
+    client = Client(path)
+    client.generate([PROMPT], settings())
+    with Client(path) as other:
+        assert other.stats().connections == 2
+        del client
+        gc.collect()
+        while other.stats().connections == 2:
+            pass
+
+
+def engine_ends(engine: Engine, count: int) -> threading.Event:
+    """An event that is set when so many more requests have ended."""
+    ended, before, end = threading.Event(), engine.stats().finished, engine._driver.handles.notify
+
+    def notify(changed: Any) -> bool:
+        has_ended = end(changed)
+        if engine.stats().finished >= before + count:
+            ended.set()
+        return has_ended
+
+    engine._driver.handles.notify = notify  # type: ignore[method-assign]
+    return ended
+
+
+def test_a_slow_reader_gets_merged_frames_and_loses_nothing(engine: Engine, generator: Loop, path: Path) -> None:
+    params = {"max_tokens": 350, "ignore_eos": True, "seed": 5, "logprobs": 20}
+    with Bytes(path) as slow:
+        slow.greet()
+        ended = engine_ends(engine, 2)
+        slow.send(Submit(1, PROMPT, params))
+        with Client(path, tokenizer=byte_level()) as quick:
+            (beside,) = quick.generate([PROMPT], settings())
+        assert ended.wait(PATIENCE)
+        frames, tokens, done = [], [], False
+        while not done:
+            step = slow.receive()
+            assert isinstance(step, Step)
+            frames.append(len(step.updates[0].tokens))
+            tokens += step.updates[0].tokens
+            done = bool(step.summaries)
+    assert_equal(beside, *engine.generate([PROMPT], settings()))
+    assert tokens == engine.generate([PROMPT], SamplingParams(**params))[0].token_ids
+    assert max(frames) > 50  # what came while nobody read
+    assert frames[0] == 1
+
+
+def test_a_reader_that_is_too_slow_loses_its_requests_with_the_reason(engine: Engine, path: Path) -> None:
+    params = {"max_tokens": 900, "ignore_eos": True, "logprobs": 20}
+    with generating(engine, path, most_unsent=50), Bytes(path) as slow, Client(path) as quick:
+        slow.greet()
+        ended = engine_ends(engine, 1)
+        slow.send(Submit(1, PROMPT, params))
+        assert ended.wait(PATIENCE)
+        assert quick.generate([PROMPT], settings())[0].finish_reason == "length"
+        end = None
+        while end is None:
+            step = slow.receive()
+            assert isinstance(step, Step)
+            end = step.updates[0].ended
+        assert end.finish_reason == "error"
+        assert end.error == "the client has not read, and more than 50 tokens wait for it"
+        slow.send(Submit(1, PROMPT, {"max_tokens": 1}))  # it may go on
+        assert isinstance(slow.receive(), Step)
+
+
+# ---- before and after
+
+
+def test_clients_are_told_what_a_generator_does_before_it_is_ready(engine: Engine, path: Path) -> None:
+    loop = Loop(path)
+    with Client(path, tokenizer=byte_level(), wait=False) as client, Bytes(path) as peer:
+        assert client.doing == "starting"
+        for call in (lambda: client.submit(PROMPT), client.stats):
+            with pytest.raises(GeneratorError, match="the generator is not ready"):
+                call()
+        peer.send(b"\x00\x00\x00\x0c\x81\xa4type\xa5hello")  # without a version, it is this one
+        loop.generator.report("loading weights")
+        with pytest.raises(TimeoutError, match="not ready after 0"):
+            client.wait_until_ready(0.001)
+        peer.send(Submit(1, PROMPT))
+        assert isinstance(peer.receive(), Welcome)
+        while isinstance(told := peer.receive(), Preparing):
+            doing = told.doing
+        assert doing == "loading weights"
+        assert told == Refused(1, "unavailable", "the generator is not ready (loading weights)")
+        loop.generator.open(engine, ready_of(engine._model, engine, "tiny"))
+        assert client.wait_until_ready(PATIENCE).ends == [1]
+        assert client.doing == "ready"
+        assert_equal(*client.generate([PROMPT], settings()), *engine.generate([PROMPT], settings()))
+    loop.close()
+
+
+def test_a_generator_that_leaves_lets_requests_end(engine: Engine, path: Path) -> None:
+    with generating(engine, path) as loop, Client(path) as client:
+        handle = client.submit(PROMPT, settings(max_tokens=300))
+        next(iter(handle))
+        loop.call(loop.generator.leave, "the generator was told to end")
+        assert not path.exists()
+        with pytest.raises(GeneratorError, match="told to end"):
+            client.submit(PROMPT, settings()).result(PATIENCE)
+        with pytest.raises(GeneratorLostError, match="there is no such socket"):
+            Client(path)
+        loop.run(loop.generator.drain(PATIENCE))
+        assert handle.result(PATIENCE).finish_reason == "length"
+        with pytest.raises(GeneratorLostError, match="ended the connection: the generator was told to end"):
+            client.wait_until_ready()
+
+
+def test_what_has_not_ended_when_time_is_up_says_so(engine: Engine, path: Path) -> None:
+    with generating(engine, path) as loop, Client(path) as client:
+        handle = client.submit(PROMPT, endless())
+        next(iter(handle))
+        loop.call(loop.generator.leave, "the generator was told to end")
+        loop.run(loop.generator.drain(0.0))
+        with pytest.raises(GeneratorError, match="told to end, and the request has not ended 0 s later"):
+            handle.result(PATIENCE)
+        assert len(handle.output().token_ids) >= 1
+
+
+def test_stats_are_the_engines(client: Client, engine: Engine) -> None:
+    client.generate([PROMPT] * 3, settings())
+    ours, theirs = client.stats(), engine.stats()
+    for name in ours.__struct_fields__:
+        if name not in ("number", "connections"):
+            assert_same_figures(getattr(ours, name), getattr(theirs, name))
+    assert set(theirs.__dataclass_fields__) == set(ours.__struct_fields__) - {"number", "connections"}
+    assert ours.connections == 1
+    assert ours.pages is not None
+    assert ours.pages.used == 0
+
+
+def assert_same_figures(ours: Any, theirs: Any) -> None:
+    if hasattr(theirs, "_asdict"):
+        assert {name: getattr(ours, name) for name in theirs._fields} == theirs._asdict()
+    else:
+        assert ours == theirs
+
+
+def test_all_settings_can_be_sent() -> None:
+    """A new one of SamplingParams needs a case above; functions alone cannot be sent."""
+    tried = {
+        *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
+        *("seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
+        *("logit_bias", "allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens"),
+    }
+    assert set(SamplingParams.__dataclass_fields__) == tried
+
+
+def test_a_request_number_can_be_used_again_once_it_has_ended(generator: Loop, path: Path) -> None:
+    with Bytes(path) as peer:
+        peer.greet()
+        for _ in range(2):
+            peer.send(Submit(7, PROMPT, {"max_tokens": 1}), Cancel(99))
+            while not (isinstance(step := peer.receive(), Step) and step.summaries):
+                assert step is not None
+        peer.send(Submit(7, PROMPT, {"max_tokens": 800, "ignore_eos": True}), Submit(7, PROMPT))
+        assert peer.problem() == "a second request number 7, and the first has not ended"
+
+
+def test_the_package_is_named(path: Path, generator: Loop) -> None:
+    with Client(path) as client:
+        assert client._connection.welcome.package == f"compiled-llm {compiled_llm.__version__}"

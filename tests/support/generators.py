@@ -1,0 +1,119 @@
+"""Generators to talk to: in a thread of this process, or in one of their own; and somebody who sends them bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from compiled_llm.engine.engine import Engine
+from compiled_llm.protocol.frames import Frames, frame_of
+from compiled_llm.protocol.messages import FromGenerator, Hello, Problem, Ready, Welcome
+from compiled_llm.server.generator.facts import ready_of
+from compiled_llm.server.generator.generator import Generator
+
+COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
+PATIENCE = 60.0
+
+
+class Loop:
+    """An event loop in a thread, with a generator in it."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.generator = Generator(path, **options)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.run(self.generator.start())
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE)
+
+    def call(self, function: Any, *arguments: Any) -> Any:
+        """Call a function in the loop's thread."""
+
+        async def calling() -> Any:
+            return function(*arguments)
+
+        return self.run(calling())
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        if self.generator.leaving is None:
+            self.call(self.generator.leave, "the test is over")
+        self.run(self.generator.drain(drain_seconds))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE)
+        self._loop.close()
+
+
+@contextmanager
+def generating(engine: Engine, path: Path, **options: Any) -> Iterator[Loop]:
+    """A generator that is ready, in a thread of this process."""
+    loop = Loop(path, **options)
+    loop.generator.open(engine, ready_of(engine._model, engine, "tiny"))
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+@contextmanager
+def generator_process(folder: Path | str, path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """``compiled-llm serve``, which is killed in the end."""
+    arguments = [COMMAND, "serve", str(folder), "--uds", str(path), *options]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            while "listening at" not in process.stderr.readline():
+                assert process.poll() is None
+            yield process
+        finally:
+            process.kill()
+
+
+class Bytes:
+    """Somebody who connects and sends what he likes."""
+
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(PATIENCE)
+        self.socket.connect(str(path))
+        self._frames: Frames[FromGenerator] = Frames(FromGenerator)
+        self._messages: list[FromGenerator] = []
+
+    def __enter__(self) -> Bytes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, *messages: Any) -> None:
+        for message in messages:
+            self.socket.sendall(message if isinstance(message, bytes) else frame_of(message))
+
+    def receive(self) -> FromGenerator | None:
+        """The next message; None at the end of the connection."""
+        while not self._messages:
+            if not (data := self.socket.recv(2**16)):
+                return None
+            self._messages += self._frames.feed(data)
+        return self._messages.pop(0)
+
+    def greet(self) -> None:
+        self.send(Hello(client="a test"))
+        assert isinstance(self.receive(), Welcome)
+        assert isinstance(self.receive(), Ready)
+
+    def problem(self) -> str:
+        """What the generator says last, before it closes the connection."""
+        last = None
+        while (message := self.receive()) is not None:
+            last = message
+        assert isinstance(last, Problem)
+        return last.message
