@@ -48,11 +48,13 @@ def processed_loop(call: Call, twins: Twins | None = None) -> Tensor | GenerateD
         while True:
             tokens = steps.choose()
             reading = call.device_model.thread.call(call.device_model.readbacks.start, tokens)
-            launched = steps.may_go_ahead and steps.launch(tokens)
+            if ahead := steps.may_go_ahead:
+                steps.launch(tokens)
             steps.pad(append_tokens(call, sequences, reading.result()))
             if sequences.done:
                 break
-            launched = launched or steps.launch(tokens)
+            if not ahead:
+                steps.launch(tokens)
         if call.returns_cache:
             settle(call, rows, {}, sequences)
     call.cache.count(sequences.generated - 1)
@@ -115,22 +117,21 @@ class _Steps:
         runner, sequences = self._runner, self._sequences
         return runner.asynchronous and runner.prepared and sequences.generated + 1 < sequences.most_new
 
-    def launch(self, tokens: Tensor) -> bool:
-        """Launch the forward that feeds in ``tokens`` ``[B]``; True."""
+    def launch(self, tokens: Tensor) -> None:
+        """Launch the forward that feeds in ``tokens`` ``[B]``."""
         if self._watched:
             check_hooks(self._call)
         fed = tokens.clamp(min=0).to(self._logits.device)
         fed = fed if self._twins is None else fed.repeat(2)
         self._logits = self._runner.decode(fed, unchanged=self._launched and not self._watched)
         self._launched = True
-        return True
 
     def pad(self, ended: list[int]) -> None:
         """Give rows pads from now on; nobody waits for that."""
         if ended and self._running is None:
             self._running = torch.ones(len(self._ids), dtype=torch.bool, device=self._ids.device)
         for row in ended:
-            self._running[row] = False  # type: ignore[index]
+            self._running[row].fill_(False)  # type: ignore[index]
 
 
 def _is_known(processor: LogitsProcessor) -> bool:

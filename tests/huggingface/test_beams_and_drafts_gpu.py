@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig
 
 import compiled_llm
+from compiled_llm.huggingface import processed_loop
 from support.parity import assert_account_is_empty, greedy
 from support.twins import BEYOND_NOISE, DEVICE, Twins, hf_logits, prompts_on_device, rms, small_qwen3, twins_of
 
@@ -258,6 +259,63 @@ def test_the_loop_with_processors_has_logits_as_exact_as_huggingfaces(twins: Twi
         assert_as_exact(logits, *(hf_logits(model, ids[:-1], new) for model in (twins.plain, twins.exact)))
     paths = twins.wrapped.compiled.stats().generate_calls
     assert paths["processed loop"] > 0
+
+
+def test_guided_scores_are_as_exact_as_huggingfaces(twins: Twins, seed: int) -> None:
+    """Of two rows a request: the text, and what follows its prompt's last token."""
+    inputs, new, scale = prompts_on_device([50, 9, 17], seed), 40, 1.5
+    wanted = {"output_scores": True, "return_dict_in_generate": True}
+    out = greedy(twins.wrapped, inputs, new, guidance_scale=scale, **wanted)
+    for row, scores in enumerate(torch.stack(out.scores, dim=1)):
+        ids, guided = unpadded(out.sequences, inputs["attention_mask"], row)[:-1], []
+        for model in (twins.plain, twins.exact):
+            given, negative = (hf_logits(model, of, new).float().log_softmax(-1) for of in (ids, ids[-new:]))
+            guided.append(negative + scale * (given - negative))
+        assert_as_exact(scores, *guided)
+
+
+class Halved(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores / 2
+
+
+PROCESSED: dict[str, dict[str, Any]] = {
+    "a user's own": {"logits_processor": LogitsProcessorList([Halved()])},
+    "drawn": {"logits_processor": LogitsProcessorList([Halved()]), "do_sample": True},
+    "guidance": {"guidance_scale": 1.5},
+    "a watermark": {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 6]), "do_sample": True},
+}
+
+
+@pytest.mark.parametrize("options", PROCESSED.values(), ids=PROCESSED)
+def test_steps_between_which_processors_run_wait_for_nothing(
+    options: dict[str, Any], twins: Twins, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever waits for the device raises; only the tokens of a step are waited for, while the next forward runs."""
+    checked: list[str] = []
+
+    def strict(name: str) -> None:
+        original = getattr(processed_loop._Steps, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            if self._launched and self._sequences.generated > 2:  # the first steps upload who sits where
+                checked.append(name)
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                return original(self, *args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(processed_loop._Steps, name, call)
+
+    for name in ("choose", "launch", "pad"):
+        strict(name)
+    inputs = prompts_on_device([9, 30], seed)
+    out = twins.wrapped.generate(
+        **inputs, max_new_tokens=60, eos_token_id=list(range(0, 2048, 40)), pad_token_id=1, **options
+    )
+    assert out.shape[1] > 33
+    assert {"choose", "launch", "pad"} == set(checked)
 
 
 def test_embeddings_choose_as_float32_would(twins: Twins, seed: int) -> None:

@@ -95,7 +95,7 @@ def test_tokens_are_read_while_the_next_forward_runs(model, monkeypatch, seed):
     for late in (False, True):
         monkeypatch.setattr(Runner, "asynchronous", property(lambda _, late=late: late))
         happened.clear()
-        greedy(model, mixed_prompts([4, 9, 6], 128, seed), 4, renormalize_logits=True)
+        greedy(model, mixed_prompts([4, 9, 6], 128, seed), 4, logits_processor=[Noted()])
         steps = ["launch", "read"] * 3 + ["read"] if late else ["read"] + ["launch", "read"] * 3
         assert happened == steps
 
@@ -106,7 +106,7 @@ def test_a_conversation_goes_on_from_what_a_step_too_many_left(plain, model, rea
     for own in (plain, model):
         given: dict[str, Any] = dict(mixed_prompts([4, 9, 6], 128, seed))
         for _ in range(3):
-            out = greedy(own, given, 20, no_repeat_ngram_size=3, return_dict_in_generate=True, **EARLY)
+            out = greedy(own, given, 20, logits_processor=[Noted()], return_dict_in_generate=True, **EARLY)
             assert all(row.length == stored.sum() for row, stored in _rows(out.past_key_values))
             assert out.sequences.shape[1] < given["input_ids"].shape[1] + 20
             ids = torch.cat([out.sequences, torch.tensor([[7, 8]] * 3)], dim=1)
@@ -122,6 +122,24 @@ def test_a_conversation_goes_on_from_what_a_step_too_many_left(plain, model, rea
 
 def _rows(cache: Cache) -> Iterator[tuple[Row, NDArray[np.bool_]]]:
     return zip(cache.runner.rows, cache.stored, strict=True) if isinstance(cache, PagedCache) else iter(())
+
+
+def test_a_processor_may_call_the_model(plain, model, reading, seed):
+    """Whatever it runs, the step that was launched goes on."""
+
+    class Asking(LogitsProcessor):
+        def __init__(self, asked: PreTrainedModel) -> None:
+            self.model = asked
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            next_but_one = greedy(self.model, {"input_ids": input_ids[:, -2:]}, 2)[:, -1:]
+            with torch.no_grad():
+                return scores.scatter_add(1, next_but_one, self.model(input_ids).logits[:, -1].amax(1, keepdim=True))
+
+    ids = mixed_prompts([5, 5, 5], 128, seed)["input_ids"]
+    answers = [greedy(own, {"input_ids": ids}, 9, logits_processor=[Asking(own)]) for own in (plain, model)]
+    assert torch.equal(*answers)
+    assert_account_is_empty(model)
 
 
 def test_scores_that_cannot_be_drawn_from_end_the_call(model, reading, seed):
