@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from compiled_llm.engine.output import RequestOutput
     from compiled_llm.engine.params import SamplingParams
     from compiled_llm.engine.request import RequestError
+    from compiled_llm.engine.structured_outputs import StructuredOutputsParams
     from compiled_llm.execution.stats import Stats
     from compiled_llm.explaining.explainer import explain
     from compiled_llm.huggingface.wrap import unwrap, wrap
@@ -37,6 +38,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Stats",
+    "StructuredOutputsParams",
     "UnsupportedModelError",
     "WrapConfig",
     "demo",
@@ -58,6 +60,7 @@ _HOMES = {
     "RequestOutput": "compiled_llm.engine.output",
     "SamplingParams": "compiled_llm.engine.params",
     "Stats": "compiled_llm.execution.stats",
+    "StructuredOutputsParams": "compiled_llm.engine.structured_outputs",
     "UnsupportedModelError": "compiled_llm.model.refusals",
     "WrapConfig": "compiled_llm.config",
     "demo": "compiled_llm.demo_model.demo",

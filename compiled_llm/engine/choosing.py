@@ -63,7 +63,7 @@ def _check_tokens(params: SamplingParams, vocabulary: int) -> None:
 def _biases(params: SamplingParams, ends: Iterable[int], words: Iterable[tuple[int, ...]]) -> NDArray[np.int32]:
     biases = [Bias(int(token), float(value)) for token, value in (params.logit_bias or {}).items()]
     biases += [Bias(word[-1], BARRED, after=word[:-1]) for word in words if len(word) > 1]
-    if params.min_tokens:
+    if params.min_tokens and params.structured_outputs is None:  # which have the last word on where an answer ends
         biases += [Bias(int(token), BARRED, 0, int(params.min_tokens)) for token in ends]
     if len(biases) > MOST_BIASES:
         raise ValueError(

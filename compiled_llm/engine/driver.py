@@ -77,7 +77,7 @@ class Driver:
     # ---- messages, from any thread
 
     def add(self, handles: Sequence[RequestHandle], most_waiting: int | None = None) -> None:
-        """Let requests wait for their turn.
+        """Let requests wait for their turn; those that are not ``ready`` have to ``arrive`` later.
 
         Args:
             handles: of the requests.
@@ -88,17 +88,16 @@ class Driver:
             QueueFullError: more would wait; none was added.
         """
         requests = {request: handle for handle in handles for request in handle.requests}
-
-        def add(loop: Loop) -> None:
-            for request in requests:
-                loop.scheduler.add(request)
-
         with self._changed:
             self.check.check_awake()
             if most_waiting is not None and (waiting := self.waiting) + len(requests) > most_waiting:
                 raise QueueFullError(f"{waiting} requests wait already, and max_queue={most_waiting}; try again later")
-            self._inbox.send(add)
+            self.arrive([request for request in requests if request.ready])
             self.handles.update(requests)
+
+    def arrive(self, requests: Sequence[Request]) -> None:
+        """Let requests wait for their turn whose handles were added."""
+        self._inbox.send(lambda loop: loop.scheduler.add_all(requests))
 
     def cancel(
         self, requests: Sequence[Request], reason: FinishReason = "cancelled", error: BaseException | None = None

@@ -14,19 +14,23 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.answer_text import TextFormat
 from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.driver import Driver
+from compiled_llm.engine.grammars.compiling import Grammars
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError as QueueFullError
-from compiled_llm.engine.intake import requests_for
+from compiled_llm.engine.intake import check_grammars, requests_for
 from compiled_llm.engine.logprobs import LogprobsMode, check_mode, prepare_logprobs
 from compiled_llm.engine.loop import LoopSettings
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.output import RequestOutput
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.processors import name_of
 from compiled_llm.engine.prompts import Prompt, as_list
 from compiled_llm.engine.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime, runtime_of
+from compiled_llm.execution.slow_paths import Reason
+from compiled_llm.model.sizes import logits_width
 
 
 class Engine:
@@ -47,6 +51,7 @@ class Engine:
         prefix_cache: bool = True,
         max_queue: int | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        grammar_timeout: float = 30.0,
     ) -> None:
         """Serve a wrapped model; nothing runs yet.
 
@@ -60,6 +65,7 @@ class Engine:
             max_queue: how many requests may wait; None for any number.
             logprobs_mode: what log-probabilities are of, as in vLLM: ``"raw_logprobs"``, what the model says, or
                 ``"processed_logprobs"``, what tokens are drawn from, after temperature, top-k, top-p and min-p.
+            grammar_timeout: seconds that a request with ``structured_outputs`` waits for its grammar to be compiled.
 
         Raises:
             TypeError: the model is not wrapped.
@@ -68,12 +74,14 @@ class Engine:
         self._runtime = _wrapped(model)
         if not _is_count(max_rows):
             raise ValueError(f"max_rows={max_rows!r}: give 1 or more")
-        if max_step_ms is not None and not (isinstance(max_step_ms, Real) and max_step_ms > 0):
+        if max_step_ms is not None and not _is_positive(max_step_ms):
             raise ValueError(f"max_step_ms={max_step_ms!r}: give milliseconds above 0, or None for no limit")
         if max_queue is not None and not _is_count(max_queue):
             raise ValueError(f"max_queue={max_queue!r}: give 1 or more, or None for no limit")
         if logprobs_mode not in get_args(LogprobsMode):
             raise ValueError(f"logprobs_mode={logprobs_mode!r}: give one of {', '.join(get_args(LogprobsMode))}")
+        if not _is_positive(grammar_timeout):
+            raise ValueError(f"grammar_timeout={grammar_timeout!r}: give seconds above 0")
         self._runtime.make_room(max_rows)
         self._model = model
         self._max_rows = max_rows
@@ -82,6 +90,7 @@ class Engine:
         self._max_queue = max_queue
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._driver = Driver(model, self._runtime, LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode))
+        self._grammars = Grammars(tokenizer, float(grammar_timeout), self._driver.arrive, self._driver.cancel)
         self._runtime.engine = weakref.ref(self._driver)
         self._runtime.engines.add(self._driver)
 
@@ -119,7 +128,7 @@ class Engine:
             raise ValueError(f"params: give one for all prompts, or one for each of {len(listed)}; got {len(each)}")
         device_model = self._look()
         handles = [self._handle(device_model, *entry) for entry in zip(listed, each, strict=True)]
-        self._driver.add(handles, self._max_queue)
+        self._add(handles)
         self._driver.answer(handles)
         for handle in handles:
             handle.raise_failure()
@@ -149,9 +158,14 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
         """
         handle = self._handle(self._look(), prompt, params or SamplingParams(), priority, timeout, cache_salt)
-        self._driver.add([handle], self._max_queue)
+        self._add([handle])
         self._driver.start_thread()
         return handle
+
+    def _add(self, handles: Sequence[RequestHandle]) -> None:
+        self._driver.add(handles, self._max_queue)
+        for handle in handles:
+            self._grammars.await_grammar(handle.requests)
 
     def _look(self) -> DeviceModel:
         self._check_open()
@@ -170,6 +184,10 @@ class Engine:
             prompt, params, self._model, device_model, self._tokenizer, priority=priority, timeout=timeout, salt=salt
         )
         check_mode(self._logprobs_mode, requests)
+        self._grammars.begin(requests)
+        if params.logits_processors:
+            names = ", ".join(map(name_of, params.logits_processors))
+            self._runtime.counters.took_request(Reason("processors", names))
         form = TextFormat.of(params, self._decoding)
         driver = self._driver
         return RequestHandle(requests, driver.cancel, form, driver.handles.output, driver.turns.check_elsewhere)
@@ -186,14 +204,17 @@ class Engine:
 
     # ---- around them
 
-    def warmup(self, rows: int | Sequence[int] | None = None) -> None:
+    def warmup(self, rows: int | Sequence[int] | None = None, *, structured: bool = False) -> None:
         """Compile and record what steps of these sizes need, so that no request waits for it.
 
         Args:
             rows: how many requests will run at once, one number or several; 1 to ``max_rows`` if None.
+            structured: prepare for ``structured_outputs``, too; else the first request that has some waits for it.
 
         Raises:
-            ValueError: one is no whole number between 1 and ``max_rows``.
+            ValueError: one is no whole number between 1 and ``max_rows``; or grammars cannot be compiled without a
+                tokenizer, or a token that ends answers.
+            RuntimeError: xgrammar is missing.
         """
         self._check_open()
         self._driver.check.look()
@@ -201,6 +222,9 @@ class Engine:
         sizes = list(given) if isinstance(given, Iterable) else [given]
         if wrong := [size for size in sizes if not (_is_count(size) and size <= self._max_rows)]:
             raise ValueError(f"rows: {wrong[0]!r} is not a whole number between 1 and max_rows={self._max_rows}")
+        if structured:
+            stops = check_grammars(self._model, self._tokenizer)
+            self._grammars.prepare(logits_width(self._model), stops)
         with self._driver.paused():
             self._runtime.prepare(sizes)
             prepare_logprobs(self._driver.check.look())
@@ -302,6 +326,7 @@ class Engine:
         """
         if self._driver.open:
             self._driver.close()
+            self._grammars.close()
             let_rise(self._runtime)
 
     def __enter__(self) -> Engine:
@@ -317,6 +342,10 @@ class Engine:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, Real) and float(value) > 0
 
 
 def _wrapped(model: object) -> Runtime:

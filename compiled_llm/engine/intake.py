@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.choosing import samplings_for
+from compiled_llm.engine.constraining import check_tokenizer, constraints_for, stops_of
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.prompts import Prompt, token_ids
 from compiled_llm.engine.request import Request
@@ -57,8 +58,13 @@ def requests_for(
         raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")
     stops, eos = frozenset(params.stop_token_ids or ()), end_tokens(model)
     ends = stops if params.ignore_eos else stops | eos
+    vocabulary = logits_width(model)
+    constraints = constraints_for(params, eos, vocabulary, tokenizer)
     requests: list[Request] = []
-    for index, sampling in enumerate(samplings_for(params, ids, stops | eos, logits_width(model), tokenizer)):
+    for index, sampling in enumerate(samplings_for(params, ids, stops | eos, vocabulary, tokenizer)):
+        if (constraint := constraints[index]) is not None:
+            ends |= constraint.stops
+            sampling = constraint.applied_to(sampling)
         request = Request(
             prompt=ids,
             sampling=sampling,
@@ -68,6 +74,7 @@ def requests_for(
             priority=priority,
             deadline=None if timeout is None else now + timeout,
             salt=salt,
+            constraint=constraint,
             index=index,
             logprobs=params.logprobs,
             prompt_logprobs=None if index else params.prompt_logprobs,
@@ -76,6 +83,12 @@ def requests_for(
         )
         requests.append(request)
     return requests
+
+
+def check_grammars(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Check that answers may have forms, and return the tokens that end those; raises as ``requests_for`` does."""
+    check_tokenizer(tokenizer)
+    return stops_of(end_tokens(model), (), logits_width(model), tokenizer)
 
 
 def _check_waiting(priority: int, timeout: float | None, salt: Hashable) -> None:

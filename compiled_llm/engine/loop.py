@@ -6,17 +6,19 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.engine.grammars.constraint import MaskWriter
+from compiled_llm.engine.late_choice import Constrained, LateChoice, constrained
 from compiled_llm.engine.logprobs import Arriving, ArrivingPrompt, LogprobsMode, Watch
 from compiled_llm.engine.pace import Pace
 from compiled_llm.engine.plan import Chunk, Plan
-from compiled_llm.engine.request import Request
+from compiled_llm.engine.request import Request, RequestError
 from compiled_llm.engine.scheduler import Scheduler
 from compiled_llm.engine.scored_prompts import run_scored
 from compiled_llm.execution.batch import Batch, Extension
@@ -36,15 +38,17 @@ class _Launched(NamedTuple):
     readbacks: list[Readback]
     timer: DeviceTimer | None
     logprobs: list[Arriving | ArrivingPrompt]
+    late: LateChoice | None
 
 
 class _Prepared(NamedTuple):
-    """What runs a plan: a batch, chunks beside it whose tokens are scored, and who looks at the logits."""
+    """What runs a plan: a batch, scored chunks beside it, who looks at the logits, and whose tokens are chosen late."""
 
     plan: Plan
     batch: Batch
     scored: list[Chunk]
     watch: Watch
+    constrained: list[Constrained]
 
 
 class LoopSettings(NamedTuple):
@@ -97,6 +101,7 @@ class Loop:
         self.prefixes = prefixes
         self._persistent = PersistentBatch(device_model.state, device_model.decode)
         self._logprobs_mode: LogprobsMode = logprobs_mode
+        self._masks = MaskWriter()
         self._prepared: _Prepared | None = None  # for the last plan
         self._launched: deque[_Launched] = deque()
         self.steps = 0
@@ -190,11 +195,12 @@ class Loop:
             timer.stop()
             if self.device_model.events.preparing.seconds > before:  # that takes longer than the device does
                 timer = None
-        self._launched.append(_Launched(plan, readbacks, timer, prepared.watch.taken()))
+        late = LateChoice(prepared.constrained, prepared.watch) if prepared.constrained else None
+        self._launched.append(_Launched(plan, readbacks, timer, prepared.watch.taken(), late))
 
     def _run(self, prepared: _Prepared, unchanged: bool) -> Iterator[Tensor]:
         """Yield the tokens of each launch, in the order of ``Plan.choosing``."""
-        _, batch, scored, watch = prepared
+        _, batch, scored, watch, _ = prepared
         if batch.decode or batch.extend:
             yield self.device_model.run(batch, self._persistent, unchanged).tokens
         for chunk in scored:
@@ -211,7 +217,7 @@ class Loop:
             watch = Watch(self.device_model, (plan.decode, *ending), self._logprobs_mode)
             rows = [request.running_row for request in plan.decode]
             batch = Batch(rows, [_extension(chunk) for chunk in plain], observer=watch.see if watch else None)
-            self._prepared = _Prepared(plan, batch, scored, watch)
+            self._prepared = _Prepared(plan, batch, scored, watch, constrained(plan.choosing))
         return self._prepared
 
     def _admit(self, chunks: Sequence[Chunk]) -> None:
@@ -230,17 +236,32 @@ class Loop:
     def _read_all_but(self, steps: int) -> list[Request]:
         changed: list[Request] = []
         while len(self._launched) > steps:
+            self._choose_late(self._launched[0])
             changed += self._read(self._launched[0])
             self._launched.popleft()
+        if self._launched:  # all before it has been read, and the device is busy with it
+            self._choose_late(self._launched[0])
         return changed
+
+    def _choose_late(self, step: _Launched) -> None:
+        if step.late is not None:
+            step.late.choose(self.device_model, self._persistent, self._masks)
 
     def _read(self, step: _Launched) -> list[Request]:
         tokens = [token for readback in step.readbacks for token in readback.result()]
-        for arriving in step.logprobs:
+        late = [] if step.late is None else step.late.read(tokens)
+        for arriving in (*step.logprobs, *late):
             arriving.hand_out()  # before the tokens: whoever sees one finds what belongs to it
         if step.timer is not None:
             self._pace.ran(len(step.plan.decode), sum(len(chunk.ids) for chunk in step.plan.extend), step.timer.seconds)
-        return self.scheduler.read(step.plan.choosing, tokens, time.monotonic())
+        failed = [] if step.late is None else self._end(step.late.failed)
+        return self.scheduler.read(step.plan.choosing, tokens, time.monotonic()) + failed
+
+    def _end(self, failed: Mapping[Request, RequestError]) -> list[Request]:
+        """End requests alone, and return them."""
+        for request, error in failed.items():
+            self.scheduler.end(request, "error", error)
+        return list(failed)
 
 
 def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:

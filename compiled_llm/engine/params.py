@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+
 MOST_BIASED = 300
 """How many tokens ``logit_bias`` may have, as in OpenAI's API."""
 
 _LATER = (
-    *("structured_outputs", "guided_decoding", "logits_processors", "best_of"),
+    *("guided_decoding", "best_of"),
     *("detokenize", "spaces_between_special_tokens"),
 )
 """Names that vLLM's users know and the engine does not serve."""
@@ -29,6 +31,9 @@ _OF_GENERATE = {
 
 SEEDS = 2**62
 """Seeds are below this."""
+
+
+_FORM = "must be StructuredOutputsParams(...), or None for any text"
 
 
 class _Rule(NamedTuple):
@@ -59,8 +64,9 @@ _MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 class SamplingParams:
     """How a request chooses its tokens, and how many; names and defaults are vLLM's.
 
-    What changes logits does so in this order: ``logit_bias``, ``repetition_penalty``, ``frequency_penalty`` and
-    ``presence_penalty``, ``allowed_token_ids`` and ``bad_words``, ``temperature``, ``top_k``, ``top_p``, ``min_p``.
+    What changes logits does so in this order: ``logits_processors``, ``logit_bias``, ``repetition_penalty``,
+    ``frequency_penalty`` and ``presence_penalty``, ``structured_outputs``, ``allowed_token_ids`` and ``bad_words``,
+    ``temperature``, ``top_k``, ``top_p``, ``min_p``.
 
     Attributes:
         n: how many answers to draw; they share the pages of their prompt, and answer i has the seed ``seed + i``.
@@ -89,6 +95,11 @@ class SamplingParams:
         bad_words: words never to write, each of at most 8 tokens; those of several count if the answer has all of them.
         include_stop_str_in_output: leave the stop string, or the token, that has ended an answer in its text.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: the form that the answer has. It ends once that is complete; ``min_tokens`` holds as far as
+            it can go on.
+        logits_processors: functions that change its logits first of all, one after the other, at each step: of the
+            answer's tokens so far and its logits ``[V]`` float32, or of the prompt's tokens, the answer's and those.
+            Each returns logits of that shape.
 
     Raises:
         ValueError: a value is impossible, two contradict each other, or the engine does not serve what a name of vLLM's
@@ -116,6 +127,8 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    logits_processors: Sequence[Callable[..., Any]] | None = None
 
     def __new__(cls, **values: Any) -> SamplingParams:
         """Refuse by name what the engine does not serve."""
@@ -140,6 +153,8 @@ class SamplingParams:
         self._keep("logit_bias", dict, _are_biases, f"must be from -100 to 100, for {MOST_BIASED} tokens at most")
         for name in ("include_stop_str_in_output", "skip_special_tokens"):
             self._check(name, isinstance(getattr(self, name), bool), "must be True or False")
+        self._keep("logits_processors", tuple, _are_functions, "must be functions of tokens and logits")
+        self._check_form()
         fewer = self.max_tokens is None or self.min_tokens <= self.max_tokens
         self._check("min_tokens", fewer, f"must be at most max_tokens={self.max_tokens}")
 
@@ -147,6 +162,12 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as several strings."""
         return _strings(self.stop or ())
+
+    def _check_form(self) -> None:
+        form = self.structured_outputs
+        self._check("structured_outputs", form is None or isinstance(form, StructuredOutputsParams), _FORM)
+        if form is not None:
+            self._check("ignore_eos", not self.ignore_eos, "contradicts structured_outputs, which say when it ends")
 
     def _keep(self, name: str, kind: Callable[[Any], Any], holds: Callable[[Any], bool], must: str) -> None:
         """Check a collection, and keep it as one that does not change with the user's."""
@@ -175,6 +196,10 @@ def _are_some_tokens(values: Any) -> bool:
 
 def _are_words(values: Any) -> bool:
     return _is_list(values) and all(isinstance(word, str) and word.strip() for word in values)
+
+
+def _are_functions(values: Any) -> bool:
+    return _is_list(values) and all(callable(value) and not isinstance(value, type) for value in values)
 
 
 def _strings(values: str | Sequence[str]) -> tuple[str, ...]:

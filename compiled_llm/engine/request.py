@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from compiled_llm.compilation.logprobs import ScoredTokens
 from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.engine.grammars.constraint import Constraint
 from compiled_llm.kvcache.row import Row
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
@@ -39,6 +40,7 @@ class Request:
         priority: smaller ones run first.
         deadline: on ``time.monotonic``'s clock, when it ends with what it has; None for never.
         salt: requests with equal ones may read each other's cached pages.
+        constraint: what says on the host which tokens it may have next; None if nothing does.
         index: which of its prompt's answers it is.
         logprobs: of how many of the likeliest tokens it wants log-probabilities, beside those that are chosen; None for
             none at all.
@@ -69,6 +71,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     salt: Hashable = None
+    constraint: Constraint | None = None
     index: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -102,6 +105,11 @@ class Request:
         return self.finish_reason is not None
 
     @property
+    def ready(self) -> bool:
+        """Whether it may wait for its turn; its grammar is compiled first."""
+        return self.constraint is None or self.constraint.ready
+
+    @property
     def place(self) -> str:
         """Where it is, while it has not ended."""
         return "waiting" if self.row is None else "running"
@@ -116,6 +124,11 @@ class Request:
     def prefilled(self) -> bool:
         """Whether all that was known of it when it was admitted is computed, or queued to be."""
         return self.row is not None and self.row.length >= len(self.known)
+
+    @property
+    def fed(self) -> bool:
+        """Whether its row has taken in all that it ever will, and the last token follows from that."""
+        return self.row is not None and self.row.length == self.stored
 
     def unscored(self, start: int) -> bool:
         """Whether log-probabilities are missing that follow from tokens of its prompt at ``start`` and behind it."""

@@ -104,6 +104,11 @@ class Scheduler:
         self._next_deadline = min(self._next_deadline, _deadline(request))
         self._queue.add(request)
 
+    def add_all(self, requests: Sequence[Request]) -> None:
+        """Let requests wait for their turn."""
+        for request in requests:
+            self.add(request)
+
     def end(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a request, wherever it is; one that has ended stays as it is."""
         if request.done:
@@ -157,7 +162,9 @@ class Scheduler:
     def _decoding_within_pages(self) -> list[Request]:
         """Return the requests that go on by a token, once there are pages for all of them."""
         while True:
-            decode = [request for request in self.running if request.prefilled]
+            decode = [
+                request for request in self.running if request.prefilled and not (request.constraint and request.fed)
+            ]
             if all(self._may_enter(request) for request in decode if not request.running_row.room):
                 return decode
             self.preempt()
@@ -276,9 +283,10 @@ class Scheduler:
             self._keep(request, request.known[: row.length])
             if chunk.ends:
                 self._queue.release(request)
-        ended = [request for request in plan.choosing if request.running_row.length == request.stored]
+        ended = [request for request in plan.choosing if request.fed]
         for request in ended:
-            self._retire(request)
+            if request.constraint is None:  # the others' last tokens are chosen later, by rows with slots
+                self._retire(request)
         if not (plan.extend or ended):
             self._same = min(map(_steps_alike, plan.decode))
         return ended
@@ -354,6 +362,11 @@ def _steps_alike(request: Request) -> int:
     """Return how many more steps it takes part in without asking for pages, or ending, whatever its tokens are."""
     row = request.running_row
     return min(row.limit, request.stored - 1) - row.length
+
+
+def _only_waits(request: Request) -> bool:
+    """Return whether nothing is left to run of it, but its last token is chosen late."""
+    return request.constraint is not None and request.fed
 
 
 def _deadline(request: Request) -> float:

@@ -18,6 +18,7 @@ from compiled_llm.engine.logprobs import logprobs_of
 from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.stop_strings import StopStrings
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm_ops import sample_tokens
 from support.pages import DOCS
 from support.sampling_cases import arguments
@@ -109,6 +110,31 @@ def equally_likely_tokens_share_a_rank(engine: Engine) -> None:
     assert Logprob._fields == ("logprob", "rank")
 
 
+def unfollowed_schemas_are_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="has multipleOf at #, which grammars do not follow"):
+        StructuredOutputsParams(json={"type": "integer", "multipleOf": 3})
+    with pytest.raises(ValueError, match="ignore_eos=True contradicts structured_outputs"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True), ignore_eos=True)
+
+
+def forms_that_are_complete_end(engine: Engine) -> None:
+    pytest.importorskip("xgrammar")
+    form = StructuredOutputsParams(regex="fox")
+    with Engine(engine._model, tokenizer=byte_fallback()) as other:
+        output = other.generate([5], SamplingParams(structured_outputs=form, min_tokens=9, stop_token_ids=[2]))[0]
+    assert output.finish_reason == "stop"
+    assert len(output.token_ids) < 9
+
+
+def each_request_has_its_own(engine: Engine) -> None:
+    def five(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.arange(len(logits)) == 5, 0, -torch.inf)
+
+    params = [SamplingParams(max_tokens=2, seed=1, logits_processors=each) for each in ([five], None)]
+    first, second = (output.token_ids for output in engine.generate([[7], [7]], params))
+    assert first == [5, 5] != second
+
+
 DIFFERENCES: dict[str, Callable[[Engine], None]] = {
     "min_p": min_p_comes_last,
     "top_p": ties_are_kept,
@@ -121,6 +147,9 @@ DIFFERENCES: dict[str, Callable[[Engine], None]] = {
     "text": text_is_that_of_the_answer_alone,
     "bad_words": words_are_short,
     "allowed_token_ids": nothing_left_is_refused,
+    "structured_outputs": unfollowed_schemas_are_refused,
+    "min_tokens": forms_that_are_complete_end,
+    "logits_processors": each_request_has_its_own,
     "logprobs": equally_likely_tokens_share_a_rank,
 }
 

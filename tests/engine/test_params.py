@@ -23,6 +23,7 @@ from compiled_llm.engine import scheduler
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from support.tiny_models import tiny_qwen3
 
 ENDS = [2, 5, 31, 77, 90, 101]
@@ -205,7 +206,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 21}, "prompt_logprobs=21 must be from 0 to 20"),
     *(({"logprobs": value}, f"logprobs={value} must be from 0 to 20") for value in (21, -1, True, 1.5)),
     *(({name: 1}, f"{name}=1 must be True") for name in ("include_stop_str_in_output", "skip_special_tokens")),
-    *(({name: []}, f"{name}: the engine") for name in ("logits_processors", "structured_outputs", "detokenize")),
+    *(({name: []}, f"{name}: the engine") for name in ("guided_decoding", "detokenize")),
+    ({"structured_outputs": {"regex": "a"}}, "must be StructuredOutputsParams(...), or None for any text"),
+    ({"structured_outputs": StructuredOutputsParams(regex="a"), "ignore_eos": True}, "ignore_eos=True contradicts"),
 ]
 
 

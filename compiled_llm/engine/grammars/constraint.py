@@ -1,0 +1,131 @@
+"""What decides on the host which tokens an answer may have next.
+
+Shapes: n answers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_llm.compilation.sampling import GREEDY, Sampling
+from compiled_llm.engine.grammars.source import GrammarSource
+
+if TYPE_CHECKING:
+    import xgrammar
+
+Processor = Callable[..., Tensor]
+"""Takes the answer's tokens so far, or the prompt's and then those, and its logits ``[V]`` float32; returns others."""
+
+_MANY = 8
+"""Answers from which on several threads fill their masks: to wake them takes longer than to fill a few."""
+_MOST_THREADS = 8
+
+
+@dataclass(eq=False, kw_only=True)
+class Constraint:
+    """What one answer's grammar and processors allow.
+
+    Attributes:
+        source: what its grammar is compiled from; None without one.
+        stops: the tokens that end an answer whose grammar has come to its end.
+        ends: the tokens that must not come before ``least`` others, as far as the grammar goes on without them.
+        least: of how many tokens that is.
+        vocabulary: how many logits a token has.
+        mask: ``[words]`` int32, the tokens that the request allows besides; None for all.
+        processors: called with its logits, one after the other.
+    """
+
+    source: GrammarSource | None = None
+    stops: frozenset[int] = frozenset()
+    ends: frozenset[int] = frozenset()
+    least: int = 0
+    vocabulary: int = 0
+    mask: NDArray[np.int32] | None = None
+    processors: tuple[Processor, ...] = ()
+    matcher: xgrammar.GrammarMatcher | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether its grammar is compiled, if it has one."""
+        return self.source is None or self.matcher is not None
+
+    def applied_to(self, sampling: Sampling | None) -> Sampling:
+        """Take over the mask of an answer's settings, and return them with the choice left until the host has spoken.
+
+        Args:
+            sampling: None for the most likely token.
+        """
+        sampling = GREEDY if sampling is None else sampling
+        self.mask = sampling.mask
+        if self.source is None or self.mask is not None:
+            return replace(sampling, deferred=True)
+        return replace(sampling, deferred=True, mask=np.full(-(-self.vocabulary // 32), -1, dtype=np.int32))
+
+    def begin(self, grammar: xgrammar.CompiledGrammar) -> None:
+        """Stand at the beginning of a grammar."""
+        from xgrammar import GrammarMatcher
+
+        self.matcher = GrammarMatcher(grammar, override_stop_tokens=sorted(self.stops))
+
+    def accepts(self, token: int) -> bool:
+        """Go on by a token that does not end the answer; whether it may stand there."""
+        return self.matcher is None or self.matcher.accept_token(token)
+
+    def narrow(self, allowed: NDArray[np.int32], tokens: int) -> None:
+        """Take from ``allowed`` ``[words]`` what the request bars besides, after so many tokens."""
+        if self.mask is not None:
+            np.bitwise_and(allowed, self.mask, out=allowed)
+        if tokens < self.least:
+            without = allowed.copy()
+            words = without.view(np.uint32)
+            for token in self.ends:
+                words[token >> 5] &= ~np.uint32(1 << (token & 31))
+            if without.any():
+                allowed[:] = without
+
+
+class MaskWriter:
+    """Fills the masks of many answers at once."""
+
+    def __init__(self) -> None:
+        """Start no thread yet."""
+        self._together: xgrammar.BatchGrammarMatcher | None = None
+
+    def masks(self, answers: Sequence[tuple[Constraint, int]]) -> NDArray[np.int32]:
+        """Return which tokens answers may have next.
+
+        Args:
+            answers: that have grammars and have not ended, with how many tokens they have.
+
+        Returns:
+            ``[n, ceil(V / 32)]``.
+        """
+        matchers = [answer.matcher for answer, _ in answers if answer.matcher is not None]
+        masks = np.zeros((len(matchers), -(-answers[0][0].vocabulary // 32)), dtype=np.int32)
+        if len(matchers) < _MANY or _threads() == 1:
+            for place, matcher in enumerate(matchers):
+                matcher.fill_next_token_bitmask(masks, place)
+        else:
+            self._batch().batch_fill_next_token_bitmask(matchers, masks)
+        for (constraint, tokens), mask in zip(answers, masks, strict=True):
+            if constraint.mask is not None or tokens < constraint.least:
+                constraint.narrow(mask, tokens)
+        return masks
+
+    def _batch(self) -> xgrammar.BatchGrammarMatcher:
+        if self._together is None:
+            from xgrammar import BatchGrammarMatcher
+
+            self._together = BatchGrammarMatcher(max_threads=_threads())
+        return self._together
+
+
+def _threads() -> int:
+    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))

@@ -1,0 +1,101 @@
+"""What a grammar is compiled from, and what xgrammar says of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import xgrammar
+
+GrammarKind = Literal["json", "regex", "ebnf", "lark", "structural_tag"]
+
+_LONG = 20_000
+"""Characters of a text that is not read while its user waits."""
+_PLACE = re.compile(r"^(\[[\d:]+\] )?(\S+\.(cc|h):\d+: )?(Check failed: .* is false: )?")
+"""What xgrammar's messages begin with: the time, and where in its own code they come from."""
+
+
+class GrammarSource(NamedTuple):
+    """What a grammar is compiled from; equal ones have one grammar.
+
+    Attributes:
+        kind: how ``text`` is to be read.
+        text: the schema, pattern, rules or tags.
+        any_whitespace: whether there may be any between the parts of JSON.
+    """
+
+    kind: GrammarKind
+    text: str
+    any_whitespace: bool = True
+
+    def check(self) -> None:
+        """Look whether it can be compiled, as far as that is told at once.
+
+        Raises:
+            ValueError: it cannot; says why, and where.
+        """
+        if len(self.text) > _LONG:
+            return
+        try:
+            self._parsed()
+        except RuntimeError as error:
+            raise ValueError(said(error)) from error
+
+    def _parsed(self) -> xgrammar.Grammar:
+        from xgrammar import Grammar
+
+        if self.kind == "json":
+            return Grammar.from_json_schema(self.text, any_whitespace=self.any_whitespace)
+        if self.kind == "regex":
+            return Grammar.from_regex(self.text)
+        if self.kind == "structural_tag":
+            return Grammar.from_structural_tag(_as_format(self.text))
+        return Grammar.from_lark(self.text) if self.kind == "lark" else Grammar.from_ebnf(self.text)
+
+    def compiled(self, compiler: xgrammar.GrammarCompiler) -> xgrammar.CompiledGrammar:
+        """Compile it, which may take seconds.
+
+        Raises:
+            RuntimeError: it cannot be.
+        """
+        if self.kind == "json":
+            return compiler.compile_json_schema(self.text, any_whitespace=self.any_whitespace)
+        if self.kind == "regex":
+            return compiler.compile_regex(self.text)
+        if self.kind == "structural_tag":
+            return compiler.compile_structural_tag(_as_format(self.text))
+        return compiler.compile_lark(self.text) if self.kind == "lark" else compiler.compile_grammar(self.text)
+
+
+def check_installed() -> None:
+    """Check that there is something to compile grammars with.
+
+    Raises:
+        RuntimeError: there is not.
+    """
+    if importlib.util.find_spec("xgrammar") is None:
+        raise RuntimeError(
+            "structured_outputs: a grammar needs xgrammar to be compiled: pip install '.[structured]' in the checkout"
+        )
+
+
+def said(error: Exception) -> str:
+    """Return what an error of xgrammar's says."""
+    return _PLACE.sub("", str(error)).strip()
+
+
+def _as_format(text: str) -> Any:
+    """Return structural tags in today's form; vLLM takes xgrammar's former one, too."""
+    from xgrammar import StructuralTag, StructuralTagItem
+
+    tag = json.loads(text)
+    if "structures" not in tag:
+        return tag
+    items = [
+        StructuralTagItem(begin=each["begin"], schema=json.dumps(each["schema"]), end=each["end"])
+        for each in tag["structures"]
+    ]
+    return StructuralTag.from_legacy_structural_tag(items, tag["triggers"])

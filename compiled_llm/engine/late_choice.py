@@ -1,0 +1,154 @@
+"""The tokens of one step that are chosen once the host has read the ones before, and says which may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_llm.compilation.sampling import NOT_A_TOKEN
+from compiled_llm.engine.grammars.constraint import Constraint, MaskWriter
+from compiled_llm.engine.logprobs import Arriving, ArrivingPrompt, Watch
+from compiled_llm.engine.processors import edited_logits
+from compiled_llm.engine.request import Request, RequestError
+from compiled_llm.execution.deferred_choice import Masks
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.persistent_batch import PersistentBatch
+from compiled_llm.execution.staging import Readback
+from compiled_llm.kvcache.row import Row
+
+
+class Constrained(NamedTuple):
+    """A request that the host has a say in.
+
+    Attributes:
+        place: where it stands among those that a step chooses tokens for.
+        request: the request.
+        row: its row.
+        constraint: what says so.
+    """
+
+    place: int
+    request: Request
+    row: Row
+    constraint: Constraint
+
+
+def constrained(requests: Sequence[Request]) -> list[Constrained]:
+    """Return those of a step's requests, which all have rows, that the host has a say in."""
+    return [
+        Constrained(place, request, request.running_row, request.constraint)
+        for place, request in enumerate(requests)
+        if request.constraint is not None
+    ]
+
+
+class LateChoice:
+    """The requests of one step whose tokens are chosen late.
+
+    Attributes:
+        failed: what ends requests alone, their tokens not being read.
+    """
+
+    def __init__(self, requests: Sequence[Constrained], watch: Watch) -> None:
+        """Choose nothing yet.
+
+        Args:
+            requests: in the order in which the step returns them.
+            watch: looks at the step's logits.
+        """
+        self._requests = requests
+        self._watch = watch
+        self._readback: Readback | None = None
+        self._bits: dict[Request, NDArray[np.int32]] = {}
+        self._edited: list[Request] = []
+        self._nan: Readback | None = None  # of each edited request, whether there is NaN in its logits
+        self._logprobs: list[Arriving | ArrivingPrompt] = []
+        self.failed: dict[Request, RequestError] = {}
+
+    def choose(self, device_model: DeviceModel, persistent: PersistentBatch, writer: MaskWriter) -> None:
+        """Have the tokens chosen, those before them having been read, and wait for nothing."""
+        if self._readback is not None:
+            return
+        present = [each for each in self._requests if not each.request.done]
+        masks = self._masks([each for each in present if each.constraint.matcher is not None], writer)
+        edited = self._edit(device_model, persistent, [each for each in present if each.constraint.processors])
+        device_model.thread.call(self._choose, device_model, persistent, masks, edited)
+
+    def _choose(
+        self,
+        device_model: DeviceModel,
+        persistent: PersistentBatch,
+        masks: Masks | None,
+        edited: Mapping[Row, Tensor],
+    ) -> None:
+        chosen = device_model.choose_deferred(persistent, masks, edited)
+        self._readback = device_model.readbacks.start(chosen.tokens)
+        if edited:
+            nan = torch.stack([logits.isnan().any() for logits in edited.values()])
+            self._nan = device_model.readbacks.start(nan.long())
+        self._logprobs = self._watch.taken()
+
+    def _edit(
+        self, device_model: DeviceModel, persistent: PersistentBatch, requests: Sequence[Constrained]
+    ) -> dict[Row, Tensor]:
+        """Call the processors of requests, in this thread; who fails is left to choose from what the model said."""
+        if not requests:
+            return {}
+        rows = [each.row for each in requests]
+        given = device_model.thread.call(lambda: [persistent.deferred.logits_of(row).float() for row in rows])
+        edited = {}
+        for each, logits in zip(requests, given, strict=True):
+            try:
+                edited[each.row] = edited_logits(each.request, each.constraint.processors, logits)
+                self._edited.append(each.request)
+            except RequestError as error:
+                self.failed[each.request] = error
+        return edited
+
+    def read(self, tokens: list[int]) -> list[Arriving | ArrivingPrompt]:
+        """Write the tokens that were chosen late among a step's, let grammars go on, and return what came with them."""
+        if self._readback is None:
+            return []
+        for each, token in zip(self._requests, self._readback.result(), strict=True):
+            tokens[each.place] = token
+        self._advance(tokens)
+        return self._logprobs
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        nan = [] if self._nan is None else self._nan.result()
+        for request in (request for request, flag in zip(self._edited, nan, strict=True) if flag):
+            self.failed.setdefault(request, _unusable(request))
+        for place, request, _, constraint in self._requests:
+            if request.done or request in self.failed or (token := tokens[place]) in request.ends:
+                continue
+            if token == NOT_A_TOKEN and request in self._edited:
+                self.failed[request] = _unusable(request)
+            elif self._bars_all(request) or (token != NOT_A_TOKEN and not constraint.accepts(token)):
+                self.failed[request] = RequestError(
+                    f"structured_outputs: no token is left after {len(request.tokens)} new ones; see whether the "
+                    "model's tokens can spell the form, and whether allowed_token_ids, bad_words and "
+                    "logits_processors leave some that it allows"
+                )
+
+    def _masks(self, formed: Sequence[Constrained], writer: MaskWriter) -> Masks | None:
+        if not formed:
+            return None
+        bits = writer.masks([(each.constraint, len(each.request.tokens)) for each in formed])
+        self._bits = {each.request: own for each, own in zip(formed, bits, strict=True)}
+        return Masks([each.row for each in formed], bits)
+
+    def _bars_all(self, request: Request) -> bool:
+        bits = self._bits.get(request)
+        return bits is not None and not bits.any()
+
+
+def _unusable(request: Request) -> RequestError:
+    return RequestError(
+        f"logits_processors: no token can be drawn after {len(request.tokens)} new ones, because what they return is "
+        "NaN, +inf or all -inf"
+    )
