@@ -9,7 +9,7 @@ Shapes: D rows, V vocabulary, n rows that get a mask.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,6 +75,7 @@ class DeferredChoice:
         self._unchosen: list[_Unchosen] = []
         self._deferring = state.slots.deferring
         self._last = _Division((), [], [], None)  # the next launch mostly has the same rows
+        self._kept = 0  # of how many rows the logits lie where a graph reads them
 
     def __bool__(self) -> bool:
         """Whether there are rows whose tokens are not chosen yet."""
@@ -98,8 +99,13 @@ class DeferredChoice:
 
     def forget(self) -> None:
         """Leave it unchosen."""
-        self._unchosen.clear()
+        self._unchosen = []
         self._last = _Division((), [], [], None)
+        self._leave_graphs()
+
+    def _leave_graphs(self) -> None:
+        self._kept = 0
+        self._state.choice_graphs.leave(self)
 
     # ---- keep
 
@@ -111,17 +117,26 @@ class DeferredChoice:
         if not division.deferred:
             return _shown(step, observer)
         assert step.logits is not None, "a step of one launch"
-        if division.places is None:
-            logits = step.logits.clone()
-        else:
-            deferred, plain = division.places
-            logits = step.logits.index_select(0, deferred)
-            if observer is not None:
-                observer(Step(division.plain, step.logits.index_select(0, plain), step.tokens.index_select(0, plain)))
+        if division.places is not None and observer is not None:
+            plain = division.places[1]
+            observer(Step(division.plain, step.logits.index_select(0, plain), step.tokens.index_select(0, plain)))
+        self._unchosen.append(_Unchosen(division.deferred, self._copy(step.logits, division), observer))
         for row in division.deferred:
             row.has_next = False
-        self._unchosen.append(_Unchosen(division.deferred, logits, observer))
         return step
+
+    def _copy(self, logits: Tensor, division: _Division) -> Tensor:
+        """Copy what is chosen from later: where a graph reads it, if there is room, and all of it lies there."""
+        state, start = self._state, self._kept
+        room = None
+        if start == sum(len(part.rows) for part in self._unchosen):
+            room = state.choice_graphs.room(self, start, len(division.deferred), logits, state.slots.tables)
+        if room is not None:
+            self._kept += len(division.deferred)
+        if division.places is None:
+            return logits.clone() if room is None else room.copy_(logits)
+        deferred = division.places[0]
+        return logits.index_select(0, deferred) if room is None else torch.index_select(logits, 0, deferred, out=room)
 
     def _division(self, rows: Sequence[Row]) -> _Division:
         if self._last.all_rows is not rows:
@@ -149,24 +164,40 @@ class DeferredChoice:
         Raises:
             ValueError: a row that is given a mask has come in without one; nothing has changed.
         """
-        rows = self.rows
-        slots, positions = self._uploaded(rows, masks)
+        rows, graphs = self.rows, self._state.choice_graphs
+        whole = not edited and self._kept == len(rows)
+        bucket = graphs.bucket_of(self, len(rows), self._state.slots.tables) if whole else None
+        slots, positions = self._uploaded(rows, masks, () if bucket is None else graphs.columns(bucket))
         parts, self._unchosen = self._unchosen, []
-        logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
-        tokens = choose(_replaced(logits, rows, edited), slots, positions, self._state.slots.tables, deferred=True)
+        if bucket is not None:
+            logits, tokens = graphs.logits(len(rows)), graphs.choose(bucket)[: len(rows)]
+        else:
+            logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
+            tokens = choose(_replaced(logits, rows, edited), slots, positions, self._state.slots.tables, deferred=True)
         for row in rows:
             row.has_next = row.slot is not None
         self._observe(parts, tokens)
+        self._leave_graphs()
         return Step(rows, logits, tokens)
 
-    def _uploaded(self, rows: Sequence[Row], masks: Masks | None) -> tuple[Tensor, Tensor]:
-        """Write what has to be written, all in one upload, and return the rows' slots and positions on the device."""
+    def _uploaded(self, rows: Sequence[Row], masks: Masks | None, columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Write what has to be written, all in one upload, and return the rows' slots and positions on the device.
+
+        Args:
+            rows: they choose.
+            masks: new ones.
+            columns: where slots and positions go, padded; empty for new tensors.
+        """
         state = self._state
         new = None if masks is None else state.slots.masks_of(*masks)
-        positions = np.array([row.position for row in rows], dtype=np.int64)
-        arrays = [state.slots.of(rows, len(rows)), positions, *(() if new is None else (new[0], new[1].reshape(-1)))]
+        size = len(columns[0]) if columns else len(rows)
+        positions = np.zeros(size, dtype=np.int64)
+        positions[: len(rows)] = [row.position for row in rows]
+        arrays: list[NDArray[Any]] = [state.slots.of(rows, size), positions]
+        if new is not None:
+            arrays += [new[0], new[1].reshape(-1)]
         state.arena.flush()
-        there = state.staging.to_device(arrays)
+        there = state.staging.to_device(arrays, columns)
         if new is not None:
             state.slots.tables.allowed.index_copy_(0, there[2], there[3].view(new[1].shape))
         return there[0], there[1]
@@ -194,10 +225,12 @@ def _replaced(logits: Tensor, rows: Sequence[Row], edited: Mapping[Row, Tensor])
     return logits
 
 
-def prepare_deferred(state: DeviceState) -> None:
-    """Launch what a deferred choice launches, for rows of padding."""
-    tables, padding = state.slots.tables, state.slots.of([], 2)
+def prepare_deferred(state: DeviceState, buckets: Sequence[int] = ()) -> None:
+    """Launch what deferred choices launch, for rows of padding, and capture those of so many rows."""
+    tables, padding, dtype = state.slots.tables, state.slots.of([], 2), state.pages[0].dtype
     slots, positions = state.staging.to_device([padding, np.zeros_like(padding)])
     tables.allowed.index_copy_(0, slots[:1], tables.allowed[slots[:1]])
-    logits = torch.zeros((2, tables.counts.shape[1]), dtype=state.pages[0].dtype, device=state.device)
+    logits = torch.zeros((2, tables.counts.shape[1]), dtype=dtype, device=state.device)
     choose(logits.clone().index_select(0, torch.zeros_like(slots)), slots, positions, tables, deferred=True)
+    if buckets:
+        state.choice_graphs.prepare(buckets, tables, state.slots.padding, dtype)

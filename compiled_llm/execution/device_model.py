@@ -269,10 +269,14 @@ class DeviceModel:
         """
         return persistent.deferred.run(masks, edited)
 
-    def prepare_deferred(self) -> None:
-        """Have the kernels compiled that deferred choices launch; no recording has all of these."""
+    def prepare_deferred(self, buckets: Sequence[int] = ()) -> None:
+        """Have the kernels compiled that deferred choices launch; nobody runs.
+
+        Args:
+            buckets: for how many rows choices are captured on CUDA; others are launched one kernel after the other.
+        """
         self.readiness.check_model()
-        prepare_deferred(self.state)
+        prepare_deferred(self.state, buckets)
 
     @contextmanager
     def _grown_by(self, extensions: Sequence[Extension], promise: Promise | None) -> Iterator[None]:

@@ -190,7 +190,10 @@ class DeviceSide:
         kept = self._kept
         if self.asleep and kept is not None:
             try:
-                prepare(self._current(), kept.buckets, [kept.shapes], kept.embedded)
+                device_model = self._current()
+                prepare(device_model, kept.buckets, [kept.shapes], kept.embedded)
+                if kept.choices:
+                    device_model.thread.call(device_model.prepare_deferred, kept.choices)
             except BaseException:
                 self._release()
                 self._kept = kept

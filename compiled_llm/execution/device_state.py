@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.arena import Arena
+from compiled_llm.execution.choice_graphs import ChoiceGraphs
 from compiled_llm.execution.decode_buffers import DecodeBuffers
 from compiled_llm.execution.slots import Slots
 from compiled_llm.execution.staging import Staging
@@ -39,6 +40,7 @@ class DeviceState:
         arena: what the host changes here and there.
         slots: where running rows keep their state.
         decode_buffers: the seats that decode steps read and advance.
+        choice_graphs: what deferred choices read, if they are captured.
         prefill_indices: the page numbers of the prefill that runs.
         staging: copies from the host that do not wait.
     """
@@ -71,6 +73,7 @@ class DeviceState:
             self.arena = Arena(columns, self.device, self.staging)
             self.slots = Slots(self.arena, self.staging, logits_width(model))
             self.decode_buffers = DecodeBuffers(self.arena, self.slots)
+            self.choice_graphs = ChoiceGraphs(self.device, config.records_on(self.device.type))
             self.prefill_indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size)
 
@@ -86,7 +89,7 @@ class DeviceState:
     @property
     def buffer_bytes(self) -> int:
         """Size of everything else, in bytes."""
-        return self.arena.nbytes + self.slots.nbytes + self.prefill_indices.nbytes
+        return self.arena.nbytes + self.slots.nbytes + self.prefill_indices.nbytes + self.choice_graphs.nbytes
 
     def release(self) -> None:
         """Give back what takes most of the memory; nothing may be run afterwards."""
@@ -94,6 +97,7 @@ class DeviceState:
             free(tensor)
         self.pages.clear()
         self.slots.release()
+        self.choice_graphs.release()
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages in all layers, in stream order."""

@@ -26,6 +26,7 @@ class Kept:
         buckets: decode steps that were ready.
         embedded: whether prefill from embeddings was.
         shapes: recorded prefills, smallest first.
+        choices: for how many rows deferred choices were captured.
     """
 
     made_for: tuple[Hashable, ...]
@@ -37,6 +38,7 @@ class Kept:
     buckets: tuple[int, ...]
     embedded: bool
     shapes: tuple[Shape, ...]
+    choices: tuple[int, ...]
 
     @staticmethod
     def of(device_model: DeviceModel, made_for: tuple[Hashable, ...]) -> Kept:
@@ -52,6 +54,7 @@ class Kept:
             buckets=tuple(readiness.ready_buckets),
             embedded=PREFILL_EMBEDDED in readiness.ready,
             shapes=tuple(sorted(readiness.recordings.shapes())),
+            choices=tuple(device_model.state.choice_graphs.buckets),
         )
 
     def fits(self, made_for: tuple[Hashable, ...], rows: int, positions: int) -> bool:

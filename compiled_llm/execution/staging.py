@@ -46,10 +46,14 @@ class Staging:
             start += _aligned(array.nbytes)
         self._events[self._current].record()
 
-    def to_device(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """Return new device tensors with the arrays' content."""
+    def to_device(self, arrays: Sequence[NDArray[Any]], targets: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return new device tensors with the arrays' content; the first ones are ``targets`` that there are."""
         tensors = [
-            torch.empty(len(array), dtype=torch.from_numpy(array[:0]).dtype, device=self._device) for array in arrays
+            *targets,
+            *(
+                torch.empty(len(array), dtype=torch.from_numpy(array[:0]).dtype, device=self._device)
+                for array in arrays[len(targets) :]
+            ),
         ]
         self.upload(list(zip(arrays, tensors, strict=True)))
         return tensors

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.execution import choice_graphs
 from compiled_llm.execution.batch import Batch, Extension, Step
+from compiled_llm.execution.choice_graphs import ChoiceGraphs
 from compiled_llm.execution.deferred_choice import Masks
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.persistent_batch import PersistentBatch
@@ -122,7 +125,7 @@ def ids_of(length: int, seed: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, length]).integers(3, WIDTH, length)
 
 
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_rows_follow_a_grammar_beside_others_with_penalties_over_pages(mode, seed):
     batch = Constrained(mode)
     prompts = [ids_of(length, seed) for length in (5, 2, 7, 4)]
@@ -136,9 +139,25 @@ def test_rows_follow_a_grammar_beside_others_with_penalties_over_pages(mode, see
     assert not batch.persistent.deferred
 
 
-@pytest.fixture
-def batch() -> Constrained:
-    return Constrained()
+class ReplayedRecorder:
+    """Captures nothing: a replay launches once more, into the same tensor, as a CUDA graph does."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def capture(self, launch: Callable[[], torch.Tensor]) -> Any:
+        output = launch()
+        return SimpleNamespace(replay=lambda: output.copy_(launch()))
+
+
+@pytest.fixture(params=["launched", "captured"])
+def batch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Constrained:
+    made = Constrained()
+    if request.param == "captured":
+        monkeypatch.setattr(choice_graphs, "Recorder", ReplayedRecorder)
+        made.device_model.state.choice_graphs = ChoiceGraphs(torch.device("cpu"), records=True)
+        made.call(made.device_model.prepare_deferred, [2, 5])
+    return made
 
 
 def begun(batch: Constrained, seed: int, *lengths: int) -> list[Row]:
@@ -247,6 +266,30 @@ def test_observers_see_each_row_once_with_its_token(batch, seed):
     for row, (logits, token) in seen.items():
         assert token == batch.texts[row][-1]
         torch.testing.assert_close(logits, batch.twins[row].logits, rtol=1e-3, atol=1e-3)
+
+
+def test_captured_choices_are_replayed_and_more_of_them_are_captured(batch, seed):
+    graphs, replayed = batch.device_model.state.choice_graphs, []
+    graphs.choose = lambda bucket: replayed.append(bucket) or ChoiceGraphs.choose(graphs, bucket)
+    rows = begun(batch, seed, 5, 2, 4)
+    batch.run(decode=rows)
+    batch.choose()
+    batch.run(decode=rows[:2])
+    batch.choose()
+    captured = bool(graphs.buckets)
+    assert replayed == ([5, 5, 2] if captured else [])
+    batch.run(decode=rows[:1])
+    batch.call(batch.device_model.prepare_deferred, [1, 4])  # what is kept is chosen from, without a graph
+    batch.choose()
+    batch.run(decode=rows[:1])
+    batch.choose()
+    assert replayed == ([5, 5, 2, 1] if captured else [])
+    batch.run(decode=rows[1:2])
+    batch.call(batch.device_model.prepare_deferred, [3])
+    batch.run(decode=rows[2:])  # these two are chosen together, from two places
+    batch.choose()
+    assert replayed == ([5, 5, 2, 1] if captured else [])
+    assert graphs.buckets == ([1, 2, 3, 4, 5] if captured else [])
 
 
 def answers(settings: Sequence[Sampling], late: bool) -> list[list[int]]:

@@ -47,7 +47,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     )
     wrapped.compiled.warmup([1, 4, 8])
     device_model = wrapped.compiled.device_model()
-    device_model.thread.call(device_model.prepare_deferred)
+    device_model.thread.call(device_model.prepare_deferred, [1, 4, 8])
+    assert device_model.state.choice_graphs.buckets == ([1, 4, 8] if mode == "cuda-graphs" else [])
     yield wrapped
     compiled_llm.unwrap(wrapped)
     gc.collect()

@@ -21,7 +21,21 @@ Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
 
 
-class Recording(Generic[Inputs, Outputs]):
+class Captured(Generic[Outputs]):
+    """Launches that were captured."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
+        """Keep the graph with the tensors that it writes."""
+        self._graph = graph
+        self._outputs = outputs
+
+    def replay(self) -> Outputs:
+        """Launch on the current stream; returns the same tensors each time, overwritten."""
+        self._graph.replay()
+        return self._outputs
+
+
+class Recording(Captured[Outputs], Generic[Inputs, Outputs]):
     """One captured step.
 
     Attributes:
@@ -31,15 +45,9 @@ class Recording(Generic[Inputs, Outputs]):
 
     def __init__(self, graph: torch.cuda.CUDAGraph, inputs: Inputs, outputs: Outputs, guards: Guards) -> None:
         """Keep the graph with the tensors that it reads and writes."""
-        self._graph = graph
-        self._outputs = outputs
+        super().__init__(graph, outputs)
         self.inputs = inputs
         self.guards = guards
-
-    def replay(self) -> Outputs:
-        """Launch on the current stream; returns the same tensors each time, overwritten."""
-        self._graph.replay()
-        return self._outputs
 
 
 _idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
@@ -82,6 +90,14 @@ class Recorder:
         Raises:
             RuntimeError: something in it cannot be captured.
         """
+        graph, outputs = self._capture(launch)
+        return Recording(graph, inputs, outputs, guards())
+
+    def capture(self, launch: Callable[[], Outputs]) -> Captured[Outputs]:
+        """Capture launches that take nothing of the model for granted; otherwise as ``record``."""
+        return Captured(*self._capture(launch))
+
+    def _capture(self, launch: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
         graph = torch.cuda.CUDAGraph()
         self._counters.make_room()
         # Other threads go on using the device meanwhile.
@@ -89,4 +105,4 @@ class Recorder:
         with zeroed_counters.owned_by(self._counters), captured:
             outputs = launch()
         self.count += 1
-        return Recording(graph, inputs, outputs, guards())
+        return graph, outputs

@@ -1,0 +1,135 @@
+"""Deferred choices as CUDA graphs: a launch in place of a dozen, once somebody has had them prepared.
+
+Shapes: D rows, B rows of a bucket, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_llm.compilation.graphs.recorder import Captured, Recorder
+from compiled_llm.compilation.sampling import SamplingTables, choose
+from compiled_llm.kvcache.memory import free
+
+
+class ChoiceGraphs:
+    """Captured choices, and the logits, slots and positions that they read, at fixed addresses.
+
+    One loop at a time keeps its logits there, from its first launch that defers a choice to the choice.
+    """
+
+    def __init__(self, device: torch.device, records: bool) -> None:
+        """Allocate and capture nothing yet.
+
+        Args:
+            device: where the model lives.
+            records: whether anything is to be captured there.
+        """
+        self._device = device
+        self._records = records
+        self._recorder: Recorder | None = None
+        self._buckets: dict[int, Captured[Tensor]] = {}
+        self._tables: SamplingTables | None = None
+        self._logits = torch.empty(0, 0, device=device)
+        self._columns = torch.empty(0, dtype=torch.int64, device=device)
+        self._user: weakref.ref[object] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what the graphs read, in bytes."""
+        return self._logits.nbytes + self._columns.nbytes
+
+    @property
+    def buckets(self) -> list[int]:
+        """For how many rows there are graphs."""
+        return sorted(self._buckets)
+
+    def release(self) -> None:
+        """Give everything back."""
+        self._forget()
+        for tensor in (self._logits, self._columns):
+            free(tensor)
+
+    # ---- capture
+
+    def prepare(self, buckets: Sequence[int], tables: SamplingTables, padding: int, dtype: torch.dtype) -> None:
+        """Capture choices of so many rows, beside those that are; what somebody keeps here is chosen without a graph.
+
+        Args:
+            buckets: for how many rows.
+            tables: how rows choose.
+            padding: the slot of those that do not choose.
+            dtype: of the model.
+        """
+        known = set(self._buckets) if tables is self._tables else set()
+        if not self._records or known.issuperset(buckets):
+            return
+        self._forget()
+        buckets, self._recorder = sorted(known.union(buckets), reverse=True), Recorder(self._device)
+        self._tables, most = tables, buckets[0]
+        with torch.inference_mode(False):
+            self._logits = torch.zeros(most, tables.counts.shape[1], dtype=dtype, device=self._device)
+            self._columns = torch.zeros(2 * most, dtype=torch.int64, device=self._device)
+        for bucket in buckets:
+            self._columns[:bucket] = padding
+            self._launch(bucket)
+            self._buckets[bucket] = self._recorder.capture(lambda rows=bucket: self._launch(rows))  # type: ignore[misc]
+
+    def _forget(self) -> None:
+        self._buckets.clear()
+        self._tables = self._recorder = self._user = None
+
+    def _launch(self, bucket: int) -> Tensor:
+        assert self._tables is not None
+        slots, positions = self.columns(bucket)
+        return choose(self._logits[:bucket], slots, positions, self._tables, deferred=True)
+
+    def columns(self, bucket: int) -> tuple[Tensor, Tensor]:
+        """Return where slots and positions ``[B]`` of a bucket go before it is replayed."""
+        return self._columns[:bucket], self._columns[bucket : 2 * bucket]
+
+    # ---- keep logits, and choose from them
+
+    def room(self, user: object, start: int, rows: int, logits: Tensor, tables: SamplingTables) -> Tensor | None:
+        """Return ``[rows, V]`` for logits, after ``start`` others of the same user; None if they have no place here.
+
+        Args:
+            user: keeps them until ``leave``.
+            start: how many rows it has here.
+            rows: of how many rows more.
+            logits: of the launch that they are from.
+            tables: how rows choose now.
+        """
+        here = None if self._user is None else self._user()
+        fits = start + rows <= max(self._buckets, default=0) and tables is self._tables
+        begun_elsewhere = here is not user if start else here not in (None, user)
+        if not fits or begun_elsewhere or logits.dtype != self._logits.dtype:
+            return None
+        self._user = weakref.ref(user)
+        return self._logits[start : start + rows]
+
+    def leave(self, user: object) -> None:
+        """Let others keep their logits here."""
+        if self._user is not None and self._user() is user:
+            self._user = None
+
+    def bucket_of(self, user: object, rows: int, tables: SamplingTables) -> int | None:
+        """Return the smallest bucket that holds ``rows`` that a user keeps here.
+
+        None if it keeps nothing here, or if the ``tables`` that say how rows choose have become others.
+        """
+        if rows == 0 or self._user is None or self._user() is not user or tables is not self._tables:
+            return None
+        return min(bucket for bucket in self._buckets if bucket >= rows)
+
+    def logits(self, rows: int) -> Tensor:
+        """Return ``[rows, V]``, those that are kept here."""
+        return self._logits[:rows]
+
+    def choose(self, bucket: int) -> Tensor:
+        """Choose from what is kept here; returns ``[B]``, overwritten by the next call."""
+        return self._buckets[bucket].replay()
