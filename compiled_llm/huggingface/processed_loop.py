@@ -21,6 +21,7 @@ from compiled_llm.huggingface.call import Call
 from compiled_llm.huggingface.generate import Sequences, append_tokens, begin_rows, check_hooks, counted, settle
 from compiled_llm.huggingface.guidance import GuidanceByTwins, Twins
 from compiled_llm.huggingface.processors import new_seeds
+from compiled_llm.huggingface.watermarks import WatermarkOfHost, with_watermarks_of_host
 from compiled_llm.kvcache.row import Row
 
 
@@ -73,7 +74,8 @@ class _Steps:
         self._ids = call.input_ids
         self._running: Tensor | None = None  # [B] bool, once a row has ended that gets pads
         self._launched = False
-        self._runs_foreign_code = not all(map(_is_known, call.processors))
+        self._processors = with_watermarks_of_host(call.processors)
+        self._runs_foreign_code = not all(map(_is_known, self._processors))
         self._watched = self._runs_foreign_code or sequences.may_change_model
 
     def begin(self, rows: list[Row], twins: list[Row]) -> None:
@@ -106,10 +108,13 @@ class _Steps:
 
     def _processed(self, logits: Tensor) -> Tensor:
         ids, scores = cast(torch.LongTensor, self._ids), cast(torch.FloatTensor, logits)
+        for processor in self._processors:
+            if isinstance(processor, WatermarkOfHost):
+                processor.texts = iter(self._sequences.on_host())
         if not self._runs_foreign_code:
-            return self._call.processors(ids, scores)
+            return self._processors(ids, scores)
         with self._call.runtime.loop_lock.yielded(), allowed():  # it may call the model
-            return self._call.processors(ids, scores)
+            return self._processors(ids, scores)
 
     @property
     def may_go_ahead(self) -> bool:
@@ -138,4 +143,4 @@ def _is_known(processor: LogitsProcessor) -> bool:
     """Whether a processor is HuggingFace's own, and neither calls nor changes the model."""
     kind = type(processor)
     known = kind.__module__ == LogitsProcessor.__module__ and kind is not UnbatchedClassifierFreeGuidanceLogitsProcessor
-    return known or kind is GuidanceByTwins
+    return known or kind in (GuidanceByTwins, WatermarkOfHost)

@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 
 import compiled_llm
 from compiled_llm.huggingface import processed_loop
@@ -283,7 +289,9 @@ PROCESSED: dict[str, dict[str, Any]] = {
     "a user's own": {"logits_processor": LogitsProcessorList([Halved()])},
     "drawn": {"logits_processor": LogitsProcessorList([Halved()]), "do_sample": True},
     "guidance": {"guidance_scale": 1.5},
-    "a watermark": {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 6]), "do_sample": True},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "green tokens": {"watermarking_config": WatermarkingConfig()},
+    "SynthID": {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 6]), "do_sample": True},
 }
 
 

@@ -11,7 +11,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
+from transformers import (
+    Cache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    WatermarkingConfig,
+    WatermarkLogitsProcessor,
+)
 
 import compiled_llm
 from compiled_llm.execution.runner import Runner
@@ -140,6 +148,25 @@ def test_a_processor_may_call_the_model(plain, model, reading, seed):
     answers = [greedy(own, {"input_ids": ids}, 9, logits_processor=[Asking(own)]) for own in (plain, model)]
     assert torch.equal(*answers)
     assert_account_is_empty(model)
+
+
+@pytest.mark.parametrize("scheme", ["lefthash", "selfhash"])
+def test_watermarks_are_huggingfaces(scheme, plain, model, reading, seed, monkeypatch):
+    """Whichever the host can seed, it does: its texts lie in one buffer, those of the device in a new one a step."""
+    buffers: list[int] = []
+    set_seed = WatermarkLogitsProcessor.set_seed
+
+    def noted(self: Any, text: Tensor) -> None:
+        buffers.append(text.untyped_storage().data_ptr())
+        set_seed(self, text)
+
+    inputs = mixed_prompts([4, 9, 6], 128, seed)
+    config = WatermarkingConfig(seeding_scheme=scheme, greenlist_ratio=0.5, bias=3.0)
+    expected = greedy(plain, inputs, 8, watermarking_config=config, **EARLY)
+    monkeypatch.setattr(WatermarkLogitsProcessor, "set_seed", noted)
+    assert torch.equal(greedy(model, inputs, 8, watermarking_config=config, **EARLY), expected)
+    assert len(buffers) > 3
+    assert (len(set(buffers)) == 1) == (scheme == "lefthash")
 
 
 def test_scores_that_cannot_be_drawn_from_end_the_call(model, reading, seed):

@@ -1,0 +1,43 @@
+"""HuggingFace's watermark of green tokens, told by the host which token each row ends with.
+
+Its processor seeds a generator with that token, row by row, and reads it from the device each time. The host knows it
+by then: tokens are read while the forward runs. (SynthID's processor reads nothing; the "selfhash" of this one reads
+what the device has just sorted.)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+from torch import LongTensor, Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import WatermarkLogitsProcessor
+
+
+class WatermarkOfHost(WatermarkLogitsProcessor):
+    """HuggingFace's processor over texts on the host.
+
+    Attributes:
+        texts: what ``input_ids`` has, row by row; each call takes them all.
+    """
+
+    texts: Iterator[Tensor]
+
+    def set_seed(self, input_seq: Tensor) -> None:
+        """Seed the generator for the next row; that of ``input_seq``, which stays unread."""
+        super().set_seed(cast(LongTensor, next(self.texts)))
+
+
+def with_watermarks_of_host(processors: Iterable[LogitsProcessor]) -> LogitsProcessorList:
+    """Return the same processors, but for those that need not read the device."""
+    return LogitsProcessorList([_of_host(processor) for processor in processors])
+
+
+def _of_host(processor: LogitsProcessor) -> LogitsProcessor:
+    if type(processor) is not WatermarkLogitsProcessor or processor.seeding_scheme != "lefthash":
+        return processor
+    told = copy.copy(processor)
+    told.__class__ = WatermarkOfHost
+    return told
