@@ -7,34 +7,36 @@ Shapes: R rows that want them, V vocabulary, K likeliest tokens.
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm_ops import top_logprobs
+from compiled_llm.compilation.sampling import SamplingTables
+from compiled_llm_ops import COUNTED, FILTERED, Seldom, top_logprobs
+from compiled_llm_ops.edits import EditTables, Places, edited
+from compiled_llm_ops.filters import Filters, filtered
 
 _AT_ONCE = 2**24
 """Numbers of ``[R, V]`` float32 that are sorted together."""
 
 
-class Filters(NamedTuple):
-    """What rows draw from, in the order in which it is applied.
+class Draws(NamedTuple):
+    """How rows have chosen their tokens.
 
     Attributes:
-        temperature: ``[R]`` float32, above 0.
-        top_k: ``[R]`` int64; V or more for all.
-        top_p: ``[R]`` float32.
-        min_p: ``[R]`` float32.
+        slots: ``[R]`` int64.
+        positions: ``[R]`` int64, of the tokens that were chosen.
+        tables: what the slots hold; ``counts`` has these tokens already.
+        kinds: the edits of all rows, or-ed together.
     """
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
+    slots: Tensor
+    positions: Tensor
+    tables: SamplingTables
+    kinds: int
 
 
 class ScoredTokens(NamedTuple):
@@ -61,46 +63,53 @@ class ScoredTokens(NamedTuple):
         return cls(columns[:, 0].copy().view(np.float32), columns[:, 1], values, columns[:, 2 + most :])
 
 
-def score_tokens(logits: Tensor, tokens: Tensor, most: int, filters: Filters | None = None) -> Tensor:
+def score_tokens(logits: Tensor, tokens: Tensor, most: int, draws: Draws | None = None) -> Tensor:
     """Compute log-probabilities in float32, and wait for nothing.
 
     Args:
         logits: ``[R, V]``, at least one row.
         tokens: ``[R]`` int64, those that were chosen; one that is none (-1) counts as the first.
         most: K, at most V.
-        filters: what is left out of the distribution; None for nothing.
+        draws: what changed the distribution that tokens were chosen from; None for that of the model.
 
     Returns:
         ``[R * (2 + 2 * K)]`` int32, for ``ScoredTokens.unpacked``.
     """
-    if filters is None:
+    if draws is None:
         return top_logprobs(logits, tokens, most).view(-1)
     rows = max(1, _AT_ONCE // logits.shape[1])
     parts = []
     for start in range(0, len(logits), rows):
         some = slice(start, start + rows)
-        scores = processed(logits[some], Filters(*(column[some] for column in filters)))
+        places = draws._replace(slots=draws.slots[some], positions=draws.positions[some])
+        scores = processed(logits[some], tokens[some], places)
         parts.append(top_logprobs(scores, tokens[some], most))
     return torch.cat(parts).view(-1)
 
 
-def processed(logits: Tensor, filters: Filters) -> Tensor:
-    """Return ``[R, V]`` float32 scores that rows draw from, -inf where they do not; waits for nothing.
+def processed(logits: Tensor, tokens: Tensor, draws: Draws) -> Tensor:
+    """Return ``[R, V]`` float32 scores that rows have chosen from, -inf where they did not; waits for nothing.
 
-    What is kept is what ``sample_tokens`` keeps: tokens as likely as the last one are kept, too.
+    What is kept is what ``sample_tokens`` keeps: tokens as likely as the last one are kept, too. Of a row that takes
+    the likeliest token all are.
     """
-    scores = logits.float() / filters.temperature[:, None]
-    ordered = scores.sort(dim=-1, descending=True).values
-    last = (filters.top_k.clamp(max=scores.shape[1]) - 1)[:, None]
-    smallest = ordered.gather(1, last)
-    weights = (ordered - ordered[:, :1]).exp_().masked_fill_(ordered < smallest, 0)
-    mass = weights.cumsum(dim=-1, dtype=torch.float64)
-    short = (mass < mass[:, -1:] * filters.top_p.double()[:, None]).sum(dim=-1, keepdim=True)
-    nucleus = torch.where(filters.top_p[:, None] < 1, ordered.gather(1, short.minimum(last)), -math.inf)
-    floor = ordered[:, :1] + filters.min_p.log()[:, None]
-    return scores.masked_fill(scores < smallest.maximum(nucleus).maximum(floor), -math.inf)
+    slots, positions, tables, kinds = draws
+    scores = logits.float()
+    if kinds:
+        counts = _counts_before(tables, slots, tokens)
+        scores = edited(logits, Places(slots, positions), EditTables.of(tables), counts, kinds)
+    greedy, temperature = tables.temperature[slots] == 0, tables.temperature[slots]
+    scores = scores / torch.where(greedy, 1.0, temperature)[:, None]
+    seldom = tables.seldom[slots] if kinds & FILTERED else None
+    if seldom is not None:
+        seldom = torch.where((tables.edits[slots] & FILTERED != 0)[:, None], seldom, seldom.new_tensor(Seldom()))
+    kept = filtered(scores, Filters(tables.top_k[slots], tables.top_p[slots], tables.min_p[slots], seldom))
+    return torch.where(greedy[:, None], scores, kept)
 
 
-def neutral(vocabulary: int) -> dict[str, Any]:
-    """Return the filters of a row that leaves nothing out."""
-    return {"temperature": 1.0, "top_k": vocabulary, "top_p": 1.0, "min_p": 0.0}
+def _counts_before(tables: SamplingTables, slots: Tensor, tokens: Tensor) -> Tensor:
+    """Return ``[R, V]`` int16, what rows had counted before they chose ``tokens``."""
+    counts, at = tables.counts[slots], tokens.clamp(min=0)[:, None]
+    after = counts.gather(1, at)
+    counted = (tables.edits[slots] & COUNTED != 0)[:, None] & (tokens >= 0)[:, None] & (after > 1)
+    return counts.scatter(1, at, torch.where(counted, after - 2, after))

@@ -18,7 +18,7 @@ from compiled_llm.engine.grammars.compiling import Grammars
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError as QueueFullError
 from compiled_llm.engine.intake import check_grammars, requests_for
-from compiled_llm.engine.logprobs import LogprobsMode, check_mode, prepare_logprobs
+from compiled_llm.engine.logprobs import LogprobsMode, prepare_logprobs
 from compiled_llm.engine.loop import LoopSettings
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.output import RequestOutput
@@ -64,7 +64,8 @@ class Engine:
             prefix_cache: keep pages of texts, for later ones that begin like them.
             max_queue: how many requests may wait; None for any number.
             logprobs_mode: what log-probabilities are of, as in vLLM: ``"raw_logprobs"``, what the model says, or
-                ``"processed_logprobs"``, what tokens are drawn from, after temperature, top-k, top-p and min-p.
+                ``"processed_logprobs"``, what tokens are drawn from: after penalties, biases, barred tokens, the
+                temperature and filters.
             grammar_timeout: seconds that a request with ``structured_outputs`` waits for its grammar to be compiled.
 
         Raises:
@@ -88,7 +89,6 @@ class Engine:
         self._tokenizer = tokenizer
         self._decoding = None if tokenizer is None else Decoding(tokenizer)
         self._max_queue = max_queue
-        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._driver = Driver(model, self._runtime, LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode))
         self._grammars = Grammars(tokenizer, float(grammar_timeout), self._driver.arrive, self._driver.cancel)
         self._runtime.engine = weakref.ref(self._driver)
@@ -183,7 +183,6 @@ class Engine:
         requests = requests_for(
             prompt, params, self._model, device_model, self._tokenizer, priority=priority, timeout=timeout, salt=salt
         )
-        check_mode(self._logprobs_mode, requests)
         self._grammars.begin(requests)
         if params.logits_processors:
             names = ", ".join(map(name_of, params.logits_processors))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, overload
 
@@ -9,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm.compilation.logprobs import Filters, ScoredTokens, neutral, score_tokens
-from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.compilation.logprobs import Draws, ScoredTokens, score_tokens
 from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.request import Request
 from compiled_llm.execution.batch import Step
@@ -19,7 +20,7 @@ from compiled_llm.execution.staging import Readback
 from compiled_llm.kvcache.row import Row
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-"""Of what the model says, or of what tokens are drawn from: after temperature, top-k, top-p and min-p."""
+"""Of what the model says, or of what tokens are drawn from: after penalties, biases, masks, temperature and filters."""
 
 
 class Logprobs(Sequence[dict[int, Logprob]]):
@@ -94,22 +95,6 @@ def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
     if request.prompt_logprobs is None:
         return None
     return [None, *Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs)]
-
-
-def check_mode(mode: LogprobsMode, requests: Iterable[Request]) -> None:
-    """Check that log-probabilities can be computed as ``mode`` says.
-
-    Raises:
-        ValueError: what tokens are drawn from depends on settings that have changed once a token is chosen.
-    """
-    if mode == "raw_logprobs":
-        return
-    if any(request.logprobs is not None and request.sampling and request.sampling.edits for request in requests):
-        raise ValueError(
-            "logprobs: with logprobs_mode='processed_logprobs' they cover temperature, top_k, top_p and min_p, and "
-            "this request has penalties, biases or barred tokens; leave those out, or make the engine with "
-            "'raw_logprobs'"
-        )
 
 
 def prepare_logprobs(device_model: DeviceModel) -> None:
@@ -192,7 +177,7 @@ class Watch:
         """Compute what is wanted of a launch; in the model's executor."""
         group = self._groups.get(step.rows[0])
         if group is not None and step.logits is not None:
-            numbers = group.compute(self._device_model, step.logits, step.tokens)
+            numbers = group.compute(self._device_model, step)
             self._arriving.append(Arriving(group.requests, self._device_model.readbacks.start(numbers)))
 
     def add(self, arriving: ArrivingPrompt) -> None:
@@ -228,31 +213,29 @@ class _Group:
         self.requests = [all_of_them[place] for place in at]
         self._most = max(request.logprobs or 0 for request in self.requests)
         self._at = None if len(at) == len(all_of_them) else np.array(at, dtype=np.int64)
-        self._filtered = mode == "processed_logprobs" and any(_filters(request.sampling) for request in self.requests)
+        self._kinds = _kinds(self.requests) if mode == "processed_logprobs" else None
         self._there: Tensor | None = None  # where on the device, once that has been uploaded
-        self._filters: Filters | None = None
 
-    def compute(self, device_model: DeviceModel, logits: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, device_model: DeviceModel, step: Step) -> Tensor:
+        logits, tokens = step.logits if self._kinds is None or step.edited is None else step.edited, step.tokens
+        assert logits is not None, "a step of one launch"
         if self._at is not None:
             if self._there is None:
                 (self._there,) = device_model.state.staging.to_device([self._at])
             logits, tokens = logits.index_select(0, self._there), tokens.index_select(0, self._there)
-        if self._filtered and self._filters is None:
-            self._filters = self._uploaded(device_model, logits.shape[1])
-        return score_tokens(logits, tokens, min(self._most, logits.shape[1]), self._filters)
+        draws = None if self._kinds is None else self._draws(device_model, step.rows, self._kinds)
+        return score_tokens(logits, tokens, min(self._most, logits.shape[1]), draws)
 
-    def _uploaded(self, device_model: DeviceModel, vocabulary: int) -> Filters:
-        each = [neutral(vocabulary) | _filters(request.sampling) for request in self.requests]
-        columns = [
-            np.array([filters[name] for filters in each], dtype=np.int64 if name == "top_k" else np.float32)
-            for name in Filters._fields
-        ]
-        return Filters(*device_model.state.staging.to_device(columns))
+    def _draws(self, device_model: DeviceModel, all_rows: Sequence[Row], kinds: int) -> Draws:
+        """Return how the rows have chosen: each step, since slots may change and positions do."""
+        state = device_model.state
+        rows = all_rows if self._at is None else [all_rows[place] for place in self._at]
+        positions = np.array([row.position for row in rows], dtype=np.int64)
+        slots, at = state.staging.to_device([state.slots.of(rows, len(rows)), positions])
+        return Draws(slots, at, state.slots.tables, kinds)
 
 
-def _filters(sampling: Sampling | None) -> dict[str, float]:
-    """Return what a row leaves out of its distribution; nothing if it takes the likeliest token."""
-    if sampling is None or sampling.temperature == 0:
-        return {}
-    set_ones = {name: getattr(sampling, name) for name in Filters._fields}
-    return {name: value for name, value in set_ones.items() if not (name == "top_k" and value == 0)}
+def _kinds(requests: Iterable[Request]) -> int | None:
+    """Return the edits of all requests, or-ed together; None if all take what the model says is likeliest."""
+    settings = [request.sampling for request in requests if request.sampling is not None]
+    return functools.reduce(operator.or_, [sampling.edits for sampling in settings]) if settings else None

@@ -73,11 +73,13 @@ class Step(NamedTuple):
         rows: the rows that a token was chosen for: those of ``decode``, then those of ``extend`` that end.
         logits: ``[N, V]`` in the model's dtype; None if the step was two launches, whose logits lie apart.
         tokens: ``[N]`` int64, the next tokens.
+        edited: ``[N, V]``, what they were chosen from, if the host has replaced logits; else None.
     """
 
     rows: Sequence[Row]
     logits: Tensor | None
     tokens: Tensor
+    edited: Tensor | None = None
 
 
 Observer = Callable[[Step], object]

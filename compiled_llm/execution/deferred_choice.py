@@ -169,14 +169,16 @@ class DeferredChoice:
         bucket = graphs.bucket_of(self, len(rows), self._state.slots.tables) if whole else None
         slots, positions = self._uploaded(rows, masks, () if bucket is None else graphs.columns(bucket))
         parts, self._unchosen = self._unchosen, []
+        chosen_from = None
         if bucket is not None:
             logits, tokens = graphs.logits(len(rows)), graphs.choose(bucket)[: len(rows)]
         else:
             logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
-            tokens = choose(_replaced(logits, rows, edited), slots, positions, self._state.slots.tables, deferred=True)
+            chosen_from = _replaced(logits, rows, edited)
+            tokens = choose(chosen_from, slots, positions, self._state.slots.tables, deferred=True)
         for row in rows:
             row.has_next = row.slot is not None
-        self._observe(parts, tokens)
+        self._observe(parts, tokens, chosen_from if edited else None)
         self._leave_graphs()
         return Step(rows, logits, tokens)
 
@@ -203,10 +205,11 @@ class DeferredChoice:
         return there[0], there[1]
 
     @staticmethod
-    def _observe(parts: Sequence[_Unchosen], tokens: Tensor) -> None:
+    def _observe(parts: Sequence[_Unchosen], tokens: Tensor, edited: Tensor | None) -> None:
         start = 0
         for rows, logits, observer in parts:
-            _shown(Step(rows, logits, tokens[start : start + len(rows)]), observer)
+            own = slice(start, start + len(rows))
+            _shown(Step(rows, logits, tokens[own], None if edited is None else edited[own]), observer)
             start += len(rows)
 
 

@@ -6,6 +6,7 @@ Shapes: R rows, V vocabulary.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from compiled_llm_ops.contracts import (
     MASKED,
     MOST_FOLLOWED,
     PROMPTED,
-    SampleTokens,
     Seldom,
 )
 
@@ -28,26 +28,59 @@ _HUGE = 1e30  # in place of infinities: no other logit is as large, and float32 
 _FORCED = 1e19  # so large are the logits of tokens that are forced
 
 
-def edited(args: SampleTokens, counts: Tensor, kinds: int) -> Tensor:
+class EditTables(NamedTuple):
+    """The tables that ``sample_tokens`` takes, as far as they change logits."""
+
+    edits: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    allowed: Tensor
+    biases: Tensor
+    recent: Tensor
+    seldom: Tensor
+    growing: Tensor
+
+    @classmethod
+    def of(cls, tables: Any) -> EditTables:
+        """Return those among other ones that have the same names."""
+        return cls(*(getattr(tables, name) for name in cls._fields))
+
+
+class Places(NamedTuple):
+    """Of which rows, and where, tokens are chosen.
+
+    Attributes:
+        slots: ``[R]`` int64.
+        positions: ``[R]`` int64.
+    """
+
+    slots: Tensor
+    positions: Tensor
+
+
+def edited(logits: Tensor, places: Places, tables: EditTables, counts: Tensor, kinds: int) -> Tensor:
     """Return ``[R, V]`` float32 logits, as the tables change them.
 
     Args:
-        args: of ``sample_tokens``.
-        counts: ``[R, V]`` int16, those of the rows.
+        logits: ``[R, V]``.
+        places: of the rows.
+        tables: of ``sample_tokens``.
+        counts: ``[R, V]`` int16, those of the rows before they choose.
         kinds: the edits of all rows, or-ed together.
     """
-    scores, edits = args.logits.float(), args.edits[args.slots][:, None]
+    scores, edits = logits.float(), tables.edits[places.slots][:, None]
     if kinds >= BIASED:
-        scores = _biased(scores, args, edits, followed(kinds))
+        scores = _biased(scores, places, tables, edits, followed(kinds))
     if kinds & COUNTED:
-        scores = _penalised(scores, args, edits, counts)
+        scores = _penalised(scores, places.slots[:, None], tables, edits, counts)
     if kinds & CLEANED:
         scores = torch.where(edits & CLEANED != 0, scores.nan_to_num(0.0, _HUGE, -_HUGE), scores)
     if kinds & GROWING:
-        scores = _grown(scores, args, edits)
+        scores = _grown(scores, places, tables, edits)
     if kinds & MASKED:
         bits = torch.arange(32, dtype=torch.int32, device=scores.device)
-        allowed = (args.allowed[args.slots][:, :, None] >> bits & 1).flatten(1)[:, : scores.shape[1]]
+        allowed = (tables.allowed[places.slots][:, :, None] >> bits & 1).flatten(1)[:, : scores.shape[1]]
         scores = scores.masked_fill((edits & MASKED != 0) & (allowed == 0), -math.inf)
     return scores
 
@@ -57,35 +90,35 @@ def followed(edits: int) -> int:
     return edits // FOLLOWING & MOST_FOLLOWED
 
 
-def _biased(scores: Tensor, args: SampleTokens, edits: Tensor, furthest: int) -> Tensor:
-    tokens, bits, first, end, *after = args.biases[args.slots].unbind(dim=1)
-    positions = args.positions[:, None]
+def _biased(scores: Tensor, places: Places, tables: EditTables, edits: Tensor, furthest: int) -> Tensor:
+    tokens, bits, first, end, *after = tables.biases[places.slots].unbind(dim=1)
+    positions = places.positions[:, None]
     exists = (torch.arange(tokens.shape[1], device=tokens.device) < edits // BIASED) & (tokens < scores.shape[1])
     holds = exists & (first <= positions) & (positions < end)
     for back, wanted in enumerate(after[:furthest], start=1):
-        has = args.recent[args.slots, (args.positions - back) % (MOST_FOLLOWED + 1)][:, None]
+        has = tables.recent[places.slots, (places.positions - back) % (MOST_FOLLOWED + 1)][:, None]
         holds &= (edits // FOLLOWING & MOST_FOLLOWED < back) | (wanted < 0) | (wanted == has)
     values = torch.where(holds, bits.contiguous().view(torch.float32), 0.0)
     return scores.scatter_add(1, torch.where(holds, tokens, 0).long(), values)
 
 
-def _penalised(scores: Tensor, args: SampleTokens, edits: Tensor, counts: Tensor) -> Tensor:
-    slots, counts = args.slots[:, None], torch.where(edits & COUNTED != 0, counts, 0)
-    of_prompt = torch.where(edits & PROMPTED != 0, args.seldom[slots, _PROMPT_PENALTY], 1.0)
+def _penalised(scores: Tensor, slots: Tensor, tables: EditTables, edits: Tensor, counts: Tensor) -> Tensor:
+    counts = torch.where(edits & COUNTED != 0, counts, 0)
+    of_prompt = torch.where(edits & PROMPTED != 0, tables.seldom[slots, _PROMPT_PENALTY], 1.0)
     scores = _repeated(scores, torch.where(counts & 1 != 0, of_prompt, 1.0))
-    scores = _repeated(scores, torch.where(counts != 0, args.repetition_penalty[slots], 1.0))
+    scores = _repeated(scores, torch.where(counts != 0, tables.repetition_penalty[slots], 1.0))
     times = counts >> 1
-    return scores - args.frequency_penalty[slots] * times - args.presence_penalty[slots] * (times > 0)
+    return scores - tables.frequency_penalty[slots] * times - tables.presence_penalty[slots] * (times > 0)
 
 
 def _repeated(scores: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(scores < 0, scores * penalty, scores / penalty)
 
 
-def _grown(scores: Tensor, args: SampleTokens, edits: Tensor) -> Tensor:
-    begins, *tokens = args.growing[args.slots].unbind(dim=1)
-    steps = (args.positions - begins).clamp(min=0)
-    growth = ((steps * args.seldom[args.slots, _GROWTH]).exp2() - 1)[:, None]
+def _grown(scores: Tensor, places: Places, tables: EditTables, edits: Tensor) -> Tensor:
+    begins, *tokens = tables.growing[places.slots].unbind(dim=1)
+    steps = (places.positions - begins).clamp(min=0)
+    growth = ((steps * tables.seldom[places.slots, _GROWTH]).exp2() - 1)[:, None]
     for token in tokens:
         grows = (edits & GROWING != 0) & (token >= 0)[:, None] & (token < scores.shape[1])[:, None]
         at = torch.where(grows, token[:, None], 0).long()

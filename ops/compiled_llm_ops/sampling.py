@@ -24,7 +24,7 @@ from compiled_llm_ops.contracts import (
     SampleTokens,
     Seldom,
 )
-from compiled_llm_ops.edits import edited
+from compiled_llm_ops.edits import EditTables, Places, edited
 from compiled_llm_ops.filters import Filters, filtered
 from compiled_llm_ops.library import define
 
@@ -201,9 +201,9 @@ def _edited(args: SampleTokens, edits: Tensor) -> Tensor:
     if len(rows) == 0:
         return logits
     slots = args.slots[rows]
-    some = args._replace(logits=logits[rows], slots=slots, positions=args.positions[rows])
     kinds = int(np.bitwise_or.reduce(edits[rows].numpy()))
-    scores = edited(some, args.counts[slots], kinds)
+    places = Places(slots, args.positions[rows])
+    scores = edited(logits[rows], places, EditTables.of(args), args.counts[slots], kinds)
     return scores if len(rows) == len(logits) else logits.index_copy(0, rows, scores)
 
 

@@ -5,23 +5,36 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import compiled_llm
-from compiled_llm.compilation.logprobs import Filters, ScoredTokens, processed, score_tokens
+from compiled_llm.compilation.logprobs import Draws, ScoredTokens, processed, score_tokens
+from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.intake import end_tokens
 from compiled_llm.engine.logprobs import logprobs_of
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.output import Completion, Logprob, RequestOutput
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.request import Request
 from compiled_llm.engine.scheduler import Scheduler
+from compiled_llm_ops import sample_tokens
+from compiled_llm_ops.contracts import SampleTokens
 from engine.test_engine import GREEDY, some_prompts, tiny, wrapped
 from support.parity import assert_account_is_empty
+from support.sampling_cases import BRANCHES, EDITED, FILTERED, arguments, distribution, warped
 
 ROUNDING = 5e-5
 """How far sums of float32 in other orders move single ones of the likeliest tokens; chosen ones stay within 1e-5."""
@@ -117,9 +130,6 @@ def test_what_is_drawn_from(plain, model, seed):
             [prompt, prompt],
             [SamplingParams(**settings, max_tokens=9, seed=seed, logprobs=20), SamplingParams(**GREEDY, logprobs=1)],
         )
-        with pytest.raises(ValueError, match="processed_logprobs"):
-            engine.submit(prompt, SamplingParams(repetition_penalty=1.2, logprobs=1))
-        engine.generate(prompt, SamplingParams(repetition_penalty=1.2, max_tokens=1))
     check(plain, prompt, greedy.outputs[0], 1)
     raw = table(plain, prompt + drawn.token_ids)[len(prompt) - 1 : -1]
     for token, entries, values in zip(drawn.token_ids, drawn.outputs[0].logprobs or [], raw, strict=True):
@@ -131,21 +141,90 @@ def test_what_is_drawn_from(plain, model, seed):
         assert kept[first] - kept[last] == pytest.approx(float(values[first] - values[last]) / 0.7, abs=1e-4)
 
 
-def test_filters_keep_what_tokens_are_drawn_from(seed):
-    from compiled_llm_ops.sampling import smallest_kept
-
-    logits = torch.randn(6, 333).mul(4).round().div(4)  # many are equally likely
-    columns = [
-        torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7, 1.3]),
-        torch.tensor([333, 5, 40, 333, 1, 12]),
-        torch.tensor([1.0, 1.0, 0.9, 0.3, 0.5, 0.01]),
-        torch.tensor([0.0, 0.2, 0.0, 0.01, 0.0, 0.3]),
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_what_is_drawn_from_beside_everything_else(temperature, plain, model, seed):
+    """Greedy rows and drawn ones, with prompts that are computed beside them and pages that are lost meanwhile."""
+    ends, prompts = [2, 5, 9, *end_tokens(plain)], some_prompts(4, seed)
+    settings: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.3},
+        {"logit_bias": {token: 3.0 - token % 5 for token in range(0, 60, 2)}, "stop_token_ids": ends, "min_tokens": 7},
+        {"allowed_token_ids": list(range(3, 64)), "repetition_penalty": 1.2, "top_k": 11, "top_p": 0.9},
+        {},
     ]
-    scores = logits / columns[0][:, None]
-    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
-    smallest = smallest_kept(scores, weights, columns[1].int(), columns[2], columns[3])
-    expected = scores.masked_fill(scores < smallest[:, None], -math.inf)
-    assert torch.equal(processed(logits, Filters(*columns)), expected)
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=12, seed=seed, logprobs=20, ignore_eos=True, **each)
+        for each in settings
+    ]
+    with Engine(model, logprobs_mode="processed_logprobs", max_rows=3) as engine:
+        outputs = engine.generate(prompts, params)
+    for prompt, own, output in zip(prompts, params, outputs, strict=True):
+        raw = plain(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1].detach()
+        assert len(output.token_ids) > 5
+        for step, (token, entries) in enumerate(zip(output.token_ids, output.outputs[0].logprobs or [], strict=True)):
+            values = huggingfaces_scores(raw[step], prompt, output.token_ids[:step], own, ends).log_softmax(dim=-1)
+            assert values[token] > -math.inf
+            assert next(iter(entries)) == token
+            assert entries[token].logprob == pytest.approx(float(values[token]), abs=2e-5)
+            for other, (logprob, _) in entries.items():
+                assert logprob == pytest.approx(float(values[other]), abs=ROUNDING)
+
+
+def test_what_is_drawn_from_after_a_processor_of_the_users(plain, model, seed):
+    (prompt,) = some_prompts(1, seed)
+
+    def halved(_: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits / 2
+
+    with Engine(model, logprobs_mode="processed_logprobs") as engine:
+        params = SamplingParams(temperature=0.8, max_tokens=6, logprobs=5, logits_processors=[halved])
+        (answer,) = engine.generate([prompt], params)[0].outputs
+    raw = plain(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1].detach()
+    for entries, values in zip(answer.logprobs or [], (raw / 1.6).log_softmax(dim=-1), strict=True):
+        for other, (logprob, _) in entries.items():
+            assert logprob == pytest.approx(float(values[other]), abs=ROUNDING)
+
+
+def huggingfaces_scores(
+    logits: torch.Tensor, prompt: list[int], answer: list[int], params: SamplingParams, ends: list[int]
+) -> torch.Tensor:
+    """`[V]` scores as HuggingFace's processors make them; OpenAI's penalties follow HuggingFace's."""
+    scores, text = logits[None].clone(), torch.tensor([prompt + answer])
+    for token, bias in (params.logit_bias or {}).items():
+        scores[0, token] += bias
+    if params.repetition_penalty != 1:
+        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(text, scores)
+    times = torch.bincount(torch.tensor(answer, dtype=torch.long), minlength=scores.shape[1])
+    scores = scores - params.frequency_penalty * times - params.presence_penalty * (times > 0)
+    if len(answer) < params.min_tokens:
+        scores[0, ends] = -math.inf
+    if params.allowed_token_ids is not None:
+        barred = [token for token in range(scores.shape[1]) if token not in params.allowed_token_ids]
+        scores[0, barred] = -math.inf
+    warpers: list[Any] = [TemperatureLogitsWarper(params.temperature)] if params.temperature else []
+    warpers += [TopKLogitsWarper(params.top_k)] if params.temperature and params.top_k else []
+    warpers += [TopPLogitsWarper(params.top_p)] if params.temperature and params.top_p < 1 else []
+    for warper in warpers:
+        scores = warper(text, scores)
+    return scores[0]
+
+
+@pytest.mark.parametrize("settings", [BRANCHES, EDITED, FILTERED], ids=["filters", "edits", "seldom"])
+def test_scores_are_those_that_tokens_were_drawn_from(settings, seed):
+    """Of tables that the choice has already counted its tokens in."""
+    logits = torch.randn(len(settings), 901) * 2
+    given = arguments(logits, torch.rand(len(settings), dtype=torch.float64), settings)
+    tokens = sample_tokens(*given)
+    for own, setting, scores in zip(logits, settings, processed(logits, tokens, draws_of(given)), strict=True):
+        torch.testing.assert_close(scores.double().softmax(dim=0), chosen_from(own, setting))
+
+
+def draws_of(given: SampleTokens) -> Draws:
+    tables: Any = SimpleNamespace(**given._asdict())
+    return Draws(given.slots, given.positions, tables, int(np.bitwise_or.reduce(given.edits.numpy())))
+
+
+def chosen_from(logits: torch.Tensor, setting: Sampling) -> torch.Tensor:
+    return distribution(logits, setting) if setting.temperature else warped(logits, setting).double().softmax(dim=0)
 
 
 @pytest.mark.parametrize("vocabulary", [64, 3000, 5 * 128])
@@ -161,14 +240,15 @@ def test_ranks_of_tokens_that_are_equally_likely(vocabulary, seed):
             assert rank == 1 + int((expected[row] > expected[row, other]).sum())
 
 
-@pytest.mark.parametrize("filtered", [False, True])
-def test_many_rows_are_computed_some_at_a_time(filtered, monkeypatch, seed):
-    logits, tokens = torch.randn(7, 500), torch.randint(500, (7,))
-    filters = Filters(torch.rand(7) + 0.5, torch.randint(1, 500, (7,)), torch.rand(7), torch.rand(7) / 9)
-    whole = score_tokens(logits, tokens, 3, filters if filtered else None)
+@pytest.mark.parametrize("drawn", [False, True])
+def test_many_rows_are_computed_some_at_a_time(drawn, monkeypatch, seed):
+    logits = torch.randn(len(EDITED), 500)
+    given = arguments(logits, torch.rand(len(EDITED), dtype=torch.float64), EDITED)
+    tokens, draws = sample_tokens(*given), draws_of(given) if drawn else None
+    whole = score_tokens(logits, tokens, 3, draws)
     for module in ("compiled_llm.compilation.logprobs", "compiled_llm_ops.logprobs"):
         monkeypatch.setattr(f"{module}._AT_ONCE", 1000)
-    assert torch.equal(score_tokens(logits, tokens, 3, filters if filtered else None), whole)
+    assert torch.equal(score_tokens(logits, tokens, 3, draws), whole)
 
 
 def test_an_unknown_mode():
