@@ -167,18 +167,18 @@ FEATURES: dict[str, list[Feature]] = {
             each(logits_processor=LogitsProcessorList([Halve()]), prefix_allowed_tokens_fn=two_thirds),
         ),
         Feature(
-            "one kind of processor twice, or another order than HuggingFace's",
+            "two processors of one kind, or in another order than HuggingFace's",
             each(logits_processor=LogitsProcessorList([Halve(), Halve()])),
         ),
         Feature(
-            "xgrammar's `LogitsProcessor` for HuggingFace, once a call",
+            "xgrammar's `LogitsProcessor` for HuggingFace, one in a call",
             [
                 generate(logits_processor=by_a_grammar, eos_token_id=2),
                 generate(logits_processor=by_a_grammar, eos_token_id=2, repetition_penalty=1.3, suppress_tokens=[70]),
             ],
         ),
         Feature(
-            "that with `output_scores`, or what forces tokens",
+            "xgrammar's processor with `output_scores`, or beside what forces tokens",
             [
                 generate(logits_processor=by_a_grammar, eos_token_id=2, output_scores=True, **SEVERAL),
                 generate(logits_processor=by_a_grammar, eos_token_id=2, forced_eos_token_id=2),
@@ -209,11 +209,11 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature("`prompt_lookup_num_tokens`", [generate(lengths=(30,), prompt_lookup_num_tokens=3, max_new_tokens=30)]),
         Feature(
-            "`assistant_early_exit`: drafts in HuggingFace's forward, checks them in ours",
+            "`assistant_early_exit`: HuggingFace's forward drafts, ours checks",
             [generate(lengths=(6,), assistant_early_exit=1, max_new_tokens=20)],
         ),
         Feature("`custom_generate` as a function", [generate(custom_generate=own_greedy)]),
-        Feature("`custom_generate` as a folder or repository: what it calls", [from_a_folder]),
+        Feature("`custom_generate` as a folder or repository: the `generate` that it calls", [from_a_folder]),
     ],
     "Stopping and results": [
         Feature("streamers of any kind", [generate(lengths=(6,), streamer=fresh(Silent))]),
@@ -262,13 +262,16 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("prompts padded on the left", [generate()]),
         Feature("holes in the mask", [generate(attention_mask=with_holes())]),
         Feature(
-            "holes in the mask, or padding on the right, that sliding windows reach",
+            "holes in the mask, or padding on the right, if a sliding window reaches over them",
             [generate(attention_mask=with_holes()), generate(**right_padded())],
             model=WINDOWS,
         ),
-        Feature("prompts padded on the right, which HuggingFace's forward computes", [generate(**right_padded())]),
         Feature(
-            "images and videos, with prompts that HuggingFace's forward computes",
+            "prompts padded on the right: HuggingFace's forward computes them, we all further tokens",
+            [generate(**right_padded())],
+        ),
+        Feature(
+            "images and videos: HuggingFace's forward computes the prompts, we all further tokens",
             [generate(**with_images("Qwen2VL")), generate(**with_images("Qwen2VL", seed=1), **SEVERAL)],
             family="Qwen2VL",
         ),
@@ -282,7 +285,7 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("a new or closed `PagedCache`", [over_a_paged_cache()]),
         Feature("a `PagedCache` that holds tokens: chats in several turns", [going_on]),
         Feature(
-            "a `PagedCache` with what HuggingFace's forward is needed for",
+            "a `PagedCache` in a call that only HuggingFace's forward could serve",
             [over_a_paged_cache(**right_padded())],
             refused=True,
         ),
@@ -295,7 +298,7 @@ FEATURES: dict[str, list[Feature]] = {
             ],
         ),
         Feature(
-            "the same with beam search or drafts, and caches of other classes",
+            "a `DynamicCache` or `StaticCache` with beam search or drafts; caches of other classes",
             [generate(past_key_values=fresh(dynamic_cache), num_beams=2)],
         ),
         Feature(
