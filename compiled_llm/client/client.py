@@ -160,9 +160,7 @@ class Client:
         ready, number = session.check_ready(), session.number()
         ids = token_ids(prompt, self._tokenizer)
         submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt)
-        stops = frozenset(params.stop_token_ids or ())
-        ends = stops if params.ignore_eos else stops | frozenset(ready.ends)
-        handle = RemoteHandle(ids, params.n, ends, self._form(params), partial(self._cancel, number))
+        handle = RemoteHandle(ids, params.n, _ends(params, ready), self._form(params), partial(self._cancel, number))
         session.expect(number, handle)
         try:
             self._connection.send(submit)
@@ -261,6 +259,12 @@ class TextOfPrompt:
 def _close(session: Session, connection: Connection) -> None:
     session.lost = session.lost or GeneratorLostError("the client is closed; make another one")
     connection.close()
+
+
+def _ends(params: SamplingParams, ready: Ready) -> frozenset[int]:
+    """Return the tokens that end an answer, and have no text."""
+    eos = [] if params.ignore_eos else ready.ends
+    return frozenset([*(params.stop_token_ids or ()), *eos, *(ready.form_ends if params.structured_outputs else ())])
 
 
 def _wait_for(handles: Sequence[RemoteHandle]) -> None:

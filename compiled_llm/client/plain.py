@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids (an array or tensor of them, too), or the messages of a chat (``{"role": ..., "content": ...}``)."""
@@ -22,15 +23,18 @@ def plain_params(params: SamplingParams) -> dict[str, Any]:
     Raises:
         ValueError: one cannot be sent.
     """
-    return {
-        field.name: _plain(field.name, value)
-        for field in dataclasses.fields(params)
-        if (value := getattr(params, field.name)) != field.default
-    }
+    return {name: _plain(name, value) for name, value in _given(params).items()}
+
+
+def _given(fields: Any) -> dict[str, Any]:
+    values = {field.name: (getattr(fields, field.name), field.default) for field in dataclasses.fields(fields)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _plain(name: str, value: Any) -> Any:
     try:
+        if isinstance(value, StructuredOutputsParams):
+            value = _given(value)
         return msgspec.to_builtins(value, enc_hook=_number, str_keys=False)
     except TypeError:
         raise ValueError(

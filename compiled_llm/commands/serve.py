@@ -157,11 +157,12 @@ def _prepared(served: Served, source: Source, report: Callable[[str], None]) -> 
     loaded, tokenizer = load(source, served.dtype, served.device, progress=not served.quiet)
     model = compiled_llm.wrap(loaded, **served.wrap_options())
     engine = compiled_llm.Engine(model, tokenizer=tokenizer, **served.engine_options())
+    ready = ready_of(model, engine, source.name, tokenizer, source.location, source.gguf_file)
     sizes = served.warmup or buckets_up_to(served.max_rows)
     for number, size in enumerate(sizes, start=1):
         report(f"preparing steps of {size} requests ({number} of {len(sizes)})")
-        engine.warmup(size)
-    return engine, ready_of(model, engine, source.name, source.location, source.gguf_file)
+        engine.warmup(size, structured=number == 1 and bool(ready.form_ends))
+    return engine, ready
 
 
 def _number_or_text(value: str) -> float | str:

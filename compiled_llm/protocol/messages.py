@@ -97,6 +97,7 @@ class Ready(Struct, tag="ready", frozen=True):
         ends: the model's end-of-sequence tokens.
         max_tokens: how many tokens a request may have, prompt and answer together.
         max_rows: how many requests run at once.
+        form_ends: tokens that end an answer with ``structured_outputs``; none if there is nothing to compile them.
     """
 
     model: str
@@ -106,6 +107,7 @@ class Ready(Struct, tag="ready", frozen=True):
     max_rows: int
     tokenizer: str | None = None
     gguf_file: str | None = None
+    form_ends: list[int] = []
 
 
 class Ended(Struct, array_like=True, frozen=True):

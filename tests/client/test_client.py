@@ -19,6 +19,7 @@ import torch
 from compiled_llm.client import Client, GeneratorError, GeneratorLostError
 from compiled_llm.client.plain import plain_params, token_ids
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.frames import Frames, frame_of
 from compiled_llm.protocol.messages import FromClient, Preparing, Problem, Ready, Submit, Welcome
 from support.characters import character_tokenizer
@@ -96,11 +97,16 @@ def test_settings_are_sent_as_plain_data() -> None:
     assert SamplingParams(**sent) == given
 
 
+def test_forms_are_sent_as_what_they_are_kept_as() -> None:
+    form = StructuredOutputsParams(choice=["yes", "no"], disable_any_whitespace=True)
+    sent = plain_params(SamplingParams(structured_outputs=form))
+    assert sent == {"structured_outputs": {"choice": ("yes", "no"), "disable_any_whitespace": True}}
+    assert StructuredOutputsParams(**sent["structured_outputs"]) == form
+
+
 def test_functions_cannot_be_sent() -> None:
-    params = SamplingParams()
-    object.__setattr__(params, "bad_words", [print])
-    with pytest.raises(ValueError, match="bad_words: only plain data can be sent to a generator"):
-        plain_params(params)
+    with pytest.raises(ValueError, match="logits_processors: only plain data can be sent to a generator"):
+        plain_params(SamplingParams(logits_processors=[lambda tokens, logits: logits]))
 
 
 @pytest.mark.parametrize(

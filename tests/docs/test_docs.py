@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compiled_llm
 from support.characters import character_tokenizer
+from support.generators import generating
 from support.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
 from support.tiny_gguf import write_gguf
 from support.tiny_models import tiny_llama, tiny_qwen3
@@ -63,8 +65,18 @@ def namespace(
     found = {"__name__": "__main__"}
     exec(beginning_of(page), found)
     threads = torch.get_num_threads()
-    yield found
+    with served(tiny_folder) if "compiled-llm serve" in page.read_text() else nullcontext():
+        yield found
     torch.set_num_threads(threads)
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[None]:
+    """What `compiled-llm serve demo --uds llm.sock` serves, in another terminal."""
+    model, tokenizer = loaded(folder)
+    engine = compiled_llm.Engine(compiled_llm.wrap(model, kv_memory="2000 tokens"), tokenizer=tokenizer)
+    with engine, generating(engine, Path("llm.sock"), tokenizer=folder):
+        yield
 
 
 def loaded(folder: Path) -> tuple[Any, Any]:

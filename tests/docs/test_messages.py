@@ -10,10 +10,20 @@ from support.pages import CHECKOUT, DOCS
 
 # Where errors are raised that somebody meets who calls wrap or generate; those of a `Runner` are met by whoever writes
 # a loop of their own.
-SPEAKING = ("config.py", "model/*.py", "kvcache/*.py", "execution/*.py", "engine/*.py", "huggingface/*.py")
+SPEAKING = (
+    *("config.py", "model/*.py", "kvcache/*.py", "execution/*.py", "engine/*.py", "huggingface/*.py"),
+    *("client/*.py", "protocol/*.py", "server/generator/*.py"),
+)
 QUIET = {"runner.py", "admission.py"}
-# Only for people who write a loop of their own, or said by another message on the page.
+# Only for people who write a loop or a client of their own, or said by another message on the page.
 UNLISTED = {
+    "a second hello",
+    "a second request number ",
+    "a frame that was cut after ",
+    "it left without a word",
+    "the first message is no hello",
+    " is no plain data",
+    "neither an answer nor an end",
     "a row cannot have room for ",
     "a row of ",
     "no page is free, and no request has any",

@@ -78,6 +78,23 @@ def test_requests_of_a_connection_that_is_closed_end(beside: None, path: Path) -
             pass
 
 
+def test_who_asks_and_never_reads_can_leave(beside: None, path: Path) -> None:
+    """Nothing more is read of it meanwhile, so that its end is noticed by whoever writes to it."""
+    with Bytes(path) as peer:
+        peer.greet()
+        peer.send(Submit(1, PROMPT, {"max_tokens": 900, "ignore_eos": True}))
+        peer.socket.setblocking(False)
+        asked = b"".join(map(frame_of, map(AskStats, range(2000))))
+        try:
+            while sent := peer.socket.send(asked):
+                asked = asked[sent:] or asked
+        except BlockingIOError:
+            pass
+    with Client(path) as client:
+        while client.stats().connections > 2:
+            pass
+
+
 def test_random_bytes_do_no_harm(beside: None, path: Path, seed: int) -> None:
     draw = random.Random(seed)
     whole = b"".join(map(frame_of, (Submit(1, PROMPT, {"max_tokens": 5}), Cancel(1), AskStats(2), Cancel(9, 3))))

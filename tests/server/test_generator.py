@@ -15,6 +15,7 @@ from compiled_llm.client import Client, GeneratorBusyError, GeneratorError, Gene
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.output import Completion, RequestOutput
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.messages import Cancel, Preparing, Refused, Step, Submit, Welcome
 from compiled_llm.server.generator.facts import ready_of
 from support.generators import PATIENCE, Bytes, Loop, generating
@@ -78,6 +79,8 @@ def assert_logprobs_equal(ours: Any, theirs: Any) -> None:
             repetition_penalty=1.2,
         ),
         settings(allowed_token_ids=range(40, 80), bad_words=["x", "th"]),
+        settings(structured_outputs=StructuredOutputsParams(choice=["the fox", "a dog"]), ignore_eos=False),
+        settings(structured_outputs=StructuredOutputsParams(json={"enum": ["x", 7]}), ignore_eos=False, n=2),
     ],
     ids=lambda params: ", ".join(name for name, value in vars(params).items() if value != getattr(settings(), name)),
 )
@@ -134,7 +137,9 @@ def test_what_the_engine_refuses_raises_what_the_engine_does(client: Client, eng
 def test_a_frame_cannot_ask_for_what_sampling_params_do_not_have(generator: Loop, path: Path) -> None:
     with Bytes(path) as peer:
         peer.greet()
-        for number, params in enumerate(({"colour": 1}, {"logits_processors": []}, {"n": 10**9}, {"top_p": "x"})):
+        for number, params in enumerate(
+            ({"colour": 1}, {"logits_processors": []}, {"structured_outputs": {"xml": 1}}, {"n": 10**9}, {"top_p": "x"})
+        ):
             peer.send(Submit(number, PROMPT, params))
             message = peer.receive()
             assert (message.request, message.kind) == (number, "invalid")  # type: ignore[union-attr]
@@ -370,8 +375,9 @@ def test_all_settings_can_be_sent() -> None:
         *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
         *("seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
         *("logit_bias", "allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens"),
+        "structured_outputs",
     }
-    assert set(SamplingParams.__dataclass_fields__) == tried
+    assert set(SamplingParams.__dataclass_fields__) == tried | {"logits_processors"}
 
 
 def test_a_request_number_can_be_used_again_once_it_has_ended(generator: Loop, path: Path) -> None:

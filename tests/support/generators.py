@@ -53,10 +53,11 @@ class Loop:
 
 
 @contextmanager
-def generating(engine: Engine, path: Path, **options: Any) -> Iterator[Loop]:
-    """A generator that is ready, in a thread of this process."""
+def generating(engine: Engine, path: Path, tokenizer: Path | None = None, **options: Any) -> Iterator[Loop]:
+    """A generator that is ready, in a thread of this process; it may name the folder of a tokenizer."""
     loop = Loop(path, **options)
-    loop.generator.open(engine, ready_of(engine._model, engine, "tiny"))
+    named = None if tokenizer is None else str(tokenizer)
+    loop.generator.open(engine, ready_of(engine._model, engine, "tiny", engine._tokenizer, named))
     try:
         yield loop
     finally:

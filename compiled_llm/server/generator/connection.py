@@ -57,6 +57,7 @@ class Connection:
 
     Attributes:
         streams: its requests that have not ended, by their numbers.
+        greeted: whether it has said hello, and was told so.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Connection:
             most_unsent: tokens that wait for a client that does not read, before its requests end.
         """
         self.streams: dict[int, Stream] = {}
+        self.greeted = False
         self._desk = desk
         self._reader = reader
         self._writer = writer
@@ -152,6 +154,7 @@ class Connection:
         self._client = hello.client or self._client
         for message in self._desk.greeting():
             self.send(message)
+        self.greeted = True
         await self._take(b"")  # what came with the hello
         while data := await self._reader.read(_AT_ONCE):
             await self._take(data)
@@ -205,7 +208,7 @@ class Connection:
     # ---- writing
 
     async def _write(self) -> None:
-        with suppress(OSError):  # whoever reads learns of it, too
+        try:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
@@ -214,6 +217,10 @@ class Connection:
                     self._writer.writelines(frames)
                     await self._writer.drain()
                     self._idle.set()
+        except OSError:  # whoever reads learns of it, too
+            pass
+        finally:
+            self._idle.set()  # nobody takes any more, and nobody should wait for that
 
     def _written(self, writing: asyncio.Task[None]) -> None:
         if not writing.cancelled() and (error := writing.exception()) is not None:

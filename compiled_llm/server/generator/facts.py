@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.intake import end_tokens
+from compiled_llm.engine.intake import check_grammars, end_tokens
 from compiled_llm.execution.runtime import runtime_of
 from compiled_llm.protocol.messages import Ready, Stats
 
 
 def ready_of(
-    model: PreTrainedModel, engine: Engine, name: str, tokenizer: str | None = None, gguf_file: str | None = None
+    model: PreTrainedModel,
+    engine: Engine,
+    name: str,
+    tokenizer: Any = None,
+    location: str | None = None,
+    gguf_file: str | None = None,
 ) -> Ready:
     """Return what clients are told of a wrapped model.
 
@@ -20,7 +27,8 @@ def ready_of(
         model: wrapped.
         engine: that serves it.
         name: of the model.
-        tokenizer: where its tokenizer was loaded from; None if there is none.
+        tokenizer: of the engine; None if it has none.
+        location: where the tokenizer was loaded from, as clients can.
         gguf_file: the file there, if it is one.
     """
     described, runtime = engine.describe(), runtime_of(model)
@@ -29,11 +37,19 @@ def ready_of(
         model=name,
         vocabulary=runtime.device_model().vocabulary,
         ends=sorted(end_tokens(model)),
+        form_ends=_form_ends(model, tokenizer),
         max_tokens=described.max_tokens,
         max_rows=described.max_rows,
-        tokenizer=tokenizer,
+        tokenizer=location,
         gguf_file=gguf_file,
     )
+
+
+def _form_ends(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    try:
+        return sorted(check_grammars(model, tokenizer))
+    except (RuntimeError, ValueError):  # answers can have no form here, and whoever wants one is told why
+        return []
 
 
 def stats_of(engine: Engine, number: int, connections: int) -> Stats:

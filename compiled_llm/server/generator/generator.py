@@ -101,7 +101,8 @@ class Generator:
 
     def _tell_all(self, message: Struct) -> None:
         for connection in self._connections:
-            connection.send(message)
+            if connection.greeted:
+                connection.send(message)
 
     def _wake_all(self) -> None:
         self._woken = False  # first: what comes from now on is sent by the next call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.engine import Engine
@@ -12,6 +13,7 @@ from compiled_llm.engine.logprobs import logprobs_of, prompt_logprobs
 from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.request import RequestError
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.messages import Ended, Entry, PromptScores, Refused, Submit, Summary, Update
 
 MOST_ANSWERS = 1024
@@ -31,12 +33,22 @@ def begun(engine: Engine, submit: Submit) -> Stream | Refused:
 
 
 def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
-    params = SamplingParams(**submit.params)
+    params = _params(submit.params)
     if params.n > MOST_ANSWERS:
         raise ValueError(f"SamplingParams: n={params.n}: a generator gives at most {MOST_ANSWERS} answers to a prompt")
     return engine.submit(
         submit.prompt, params, priority=submit.priority, timeout=submit.timeout, cache_salt=submit.cache_salt
     )
+
+
+def _params(plain: dict[str, Any]) -> SamplingParams:
+    """Return settings that were sent as plain data."""
+    if "logits_processors" in plain:
+        raise ValueError("SamplingParams: logits_processors: functions cannot be sent to a generator")
+    form = plain.get("structured_outputs")
+    if isinstance(form, dict):
+        plain = {**plain, "structured_outputs": StructuredOutputsParams(**form)}
+    return SamplingParams(**plain)
 
 
 class Stream:
