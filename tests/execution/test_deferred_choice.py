@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
-from compiled_llm.execution import choice_graphs
+from compiled_llm.execution import choice_graphs, device_state
 from compiled_llm.execution.batch import Batch, Extension, Step
 from compiled_llm.execution.choice_graphs import ChoiceGraphs
 from compiled_llm.execution.deferred_choice import Masks
@@ -150,13 +150,19 @@ class ReplayedRecorder:
         return SimpleNamespace(replay=lambda: output.copy_(launch()))
 
 
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a CPU capture choices."""
+    monkeypatch.setattr(choice_graphs, "Recorder", ReplayedRecorder)
+    monkeypatch.setattr(device_state, "ChoiceGraphs", lambda device, records: ChoiceGraphs(device, records=True))
+
+
 @pytest.fixture(params=["launched", "captured"])
-def batch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Constrained:
-    made = Constrained()
+def batch(request: pytest.FixtureRequest) -> Constrained:
     if request.param == "captured":
-        monkeypatch.setattr(choice_graphs, "Recorder", ReplayedRecorder)
-        made.device_model.state.choice_graphs = ChoiceGraphs(torch.device("cpu"), records=True)
-        made.call(made.device_model.prepare_deferred, [2, 5])
+        request.getfixturevalue("captures")
+    made = Constrained()
+    made.call(made.device_model.prepare_deferred, [2, 5])
     return made
 
 
@@ -290,6 +296,17 @@ def test_captured_choices_are_replayed_and_more_of_them_are_captured(batch, seed
     batch.choose()
     assert replayed == ([5, 5, 2, 1] if captured else [])
     assert graphs.buckets == ([1, 2, 3, 4, 5] if captured else [])
+
+
+def test_what_was_captured_is_captured_again_after_sleep(captures, seed):
+    batch = Constrained()
+    batch.call(batch.device_model.prepare_deferred, [2, 4])
+    with compiled_llm.Engine(batch.model) as engine:
+        engine.sleep()
+        engine.wake()
+    state = batch.model.compiled.device_model().state
+    assert state is not batch.device_model.state
+    assert state.choice_graphs.buckets == [2, 4]
 
 
 def answers(settings: Sequence[Sampling], late: bool) -> list[list[int]]:
