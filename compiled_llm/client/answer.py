@@ -92,6 +92,11 @@ class RemoteAnswer:
         """Return its tokens behind the first ``count``."""
         return self.received.tokens[count:]
 
+    def logprobs_behind(self, count: int) -> list[dict[int, Logprob]] | None:
+        """Return the entries of its tokens behind the first ``count``; None if they are not wanted."""
+        logprobs = self.received.logprobs
+        return None if logprobs is None else [entries_of(entries) for entries in logprobs[count:]]
+
     def begin_text(self) -> AnswerText:
         """Return its text as it comes, from the first token on.
 

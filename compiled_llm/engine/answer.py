@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from compiled_llm.engine.answer_text import AnswerText, TextFormat
 from compiled_llm.engine.logprobs import token_logprobs
-from compiled_llm.engine.output import Completion
+from compiled_llm.engine.output import Completion, Logprob
 from compiled_llm.engine.request import FinishReason, Request, RequestError
 
 
@@ -54,6 +56,11 @@ class Answer:
         if self._searched is None:
             return self.request.tokens[count:]
         return self.request.tokens[count : self._searched.count]
+
+    def logprobs_behind(self, count: int) -> Sequence[dict[int, Logprob]] | None:
+        """Return the entries of its tokens behind the first ``count``; None if it does not want them."""
+        tokens = self.tokens_behind(count)
+        return token_logprobs(self.request, tokens, count)
 
     @property
     def tokens(self) -> int:

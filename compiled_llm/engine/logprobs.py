@@ -85,9 +85,9 @@ def logprobs_of(scored: ScoredTokens, row: int, token: int, most: int) -> dict[i
     return found
 
 
-def token_logprobs(request: Request, tokens: Sequence[int]) -> Logprobs | None:
-    """Return the entries of each of a request's first tokens; None if it does not want them."""
-    return None if request.logprobs is None else Logprobs(request.scored, tokens, request.logprobs)
+def token_logprobs(request: Request, tokens: Sequence[int], count: int = 0) -> Logprobs | None:
+    """Return the entries of a request's ``tokens`` behind the first ``count``; None if it does not want them."""
+    return None if request.logprobs is None else Logprobs(request.scored[count:], tokens, request.logprobs)
 
 
 def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:

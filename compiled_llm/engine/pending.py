@@ -4,30 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from compiled_llm.engine.listeners import Listeners
 from compiled_llm.engine.output import RequestOutput
-
-
-class PendingAnswer(Protocol):
-    """One answer on its way."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens it has."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """What has ended it with ``"error"``."""
-
-    def tokens_behind(self, count: int) -> list[int]:
-        """Return its tokens behind the first ``count``."""
-
+from compiled_llm.engine.token_stream import PendingAnswer, TokenStream
 
 A = TypeVar("A", bound=PendingAnswer)
 
@@ -89,39 +70,31 @@ class PendingAnswers(ABC, Generic[A]):
                 raise answer.error
         return output
 
+    def tokens(self, index: int | None = None) -> TokenStream:
+        """Return an answer's tokens with their log-probabilities, to be read with ``for`` or ``async for``.
+
+        Args:
+            index: of which answer; needed if there are several.
+
+        Raises:
+            ValueError: there are several answers.
+        """
+        return TokenStream(self._only() if index is None else self.answers[index], self.listeners)
+
     def __iter__(self) -> Iterator[int]:
-        """Yield the tokens as they come.
+        """Yield the tokens' ids as they come.
 
         Raises:
             ValueError: there are several answers.
             Exception: what ended it with the finish reason ``"error"``.
         """
-        answer, count = self._only(), 0
-        while not (answer.done and count == answer.tokens):
-            yield from (new := self._behind(answer, count))
-            count += len(new)
-        self._raise_error()
-
-    def _behind(self, answer: PendingAnswer, count: int) -> list[int]:
-        """Wait for more than ``count`` tokens or the end, and return those behind them."""
-        self.listeners.wait_until(lambda: answer.tokens > count or answer.done)
-        return answer.tokens_behind(count)
+        for token in TokenStream(self._only(), self.listeners, scored=False):
+            yield token.id
 
     async def __aiter__(self) -> AsyncIterator[int]:
         """As ``__iter__``, for ``async for``."""
-        answer, count = self._only(), 0
-        with self.listeners.listening() as event:
-            while True:
-                event.clear()
-                ended, new = answer.done, answer.tokens_behind(count)
-                for token in new:
-                    yield token
-                count += len(new)
-                if ended and count == answer.tokens:
-                    break
-                if not (new or ended):
-                    await event.wait()
-        self._raise_error()
+        async for token in TokenStream(self._only(), self.listeners, scored=False):
+            yield token.id
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         """Return the result, for ``await``."""
@@ -137,10 +110,7 @@ class PendingAnswers(ABC, Generic[A]):
 
     def _only(self) -> A:
         if len(self.answers) > 1:
-            raise ValueError(f"n={len(self.answers)}: several answers have no one stream; use text(index) or result()")
+            raise ValueError(
+                f"n={len(self.answers)}: several answers have no one stream; use tokens(index), text(index) or result()"
+            )
         return self.answers[0]
-
-    def _raise_error(self) -> None:
-        for answer in self.answers:
-            if (error := answer.error) is not None:
-                raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ import compiled_llm
 from compiled_llm.compilation.logprobs import Draws, ScoredTokens, processed, score_tokens
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import end_tokens
 from compiled_llm.engine.logprobs import logprobs_of
 from compiled_llm.engine.loop import Loop
@@ -30,6 +32,7 @@ from compiled_llm.engine.output import Completion, Logprob, RequestOutput
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.request import Request
 from compiled_llm.engine.scheduler import Scheduler
+from compiled_llm.engine.token_stream import Token
 from compiled_llm_ops import sample_tokens
 from compiled_llm_ops.contracts import SampleTokens
 from engine.test_engine import GREEDY, some_prompts, tiny, wrapped
@@ -254,6 +257,37 @@ def test_many_rows_are_computed_some_at_a_time(drawn, monkeypatch, seed):
 def test_an_unknown_mode():
     with pytest.raises(ValueError, match="logprobs_mode='raw_logits'"):
         compiled_llm.Engine(wrapped(), logprobs_mode="raw_logits")  # type: ignore[arg-type]
+
+
+# ---- as they come
+
+
+def test_tokens_come_with_them(engine, seed):
+    prompts = some_prompts(3, seed)
+    settings = SamplingParams(temperature=1.0, seed=seed, n=2, max_tokens=9, ignore_eos=True, logprobs=3)
+    for prompt in prompts:
+        handle = engine.submit(prompt, settings)
+        check_streamed(handle, [list(handle.tokens(index)) for index in range(2)])
+
+    async def read(prompt: list[int]) -> None:
+        handle = engine.submit(prompt, settings)
+        first = [token async for token in handle.tokens(0)]
+        check_streamed(handle, [first, [token async for token in handle.tokens(1)]])
+
+    async def read_all() -> None:
+        await asyncio.gather(*(read(prompt) for prompt in prompts))
+
+    asyncio.run(read_all())
+    with pytest.raises(ValueError, match=r"use tokens\(index\)"):
+        handle.tokens()
+    (plain_token,) = engine.submit(prompts[0], SamplingParams(**GREEDY, max_tokens=1)).tokens()
+    assert plain_token.logprobs is None
+
+
+def check_streamed(handle: RequestHandle, streamed: list[list[Token]]) -> None:
+    for answer, tokens in zip(handle.result().outputs, streamed, strict=True):
+        assert answer.token_ids == [token.id for token in tokens]
+        assert list(answer.logprobs or []) == [token.logprobs for token in tokens]
 
 
 # ---- of prompts
