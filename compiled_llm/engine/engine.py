@@ -226,7 +226,9 @@ class Engine:
             self._grammars.prepare(logits_width(self._model), stops)
         with self._driver.paused():
             self._runtime.prepare(sizes)
-            prepare_logprobs(self._driver.check.look())
+            device_model = self._driver.check.look()
+            prepare_logprobs(device_model)
+            device_model.thread.call(device_model.prepare_deferred, sizes if structured else ())
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""

@@ -128,7 +128,7 @@ class LateChoice:
                 continue
             if token == NOT_A_TOKEN and request in self._edited:
                 self.failed[request] = _unusable(request)
-            elif self._bars_all(request) or (token != NOT_A_TOKEN and not constraint.accepts(token)):
+            elif self._is_lost(request, constraint, token):
                 self.failed[request] = RequestError(
                     f"structured_outputs: no token is left after {len(request.tokens)} new ones; see whether the "
                     "model's tokens can spell the form, and whether allowed_token_ids, bad_words and "
@@ -142,9 +142,12 @@ class LateChoice:
         self._bits = {each.request: own for each, own in zip(formed, bits, strict=True)}
         return Masks([each.row for each in formed], bits)
 
-    def _bars_all(self, request: Request) -> bool:
-        bits = self._bits.get(request)
-        return bits is not None and not bits.any()
+    def _is_lost(self, request: Request, constraint: Constraint, token: int) -> bool:
+        """Go on by a token, if there is one; whether the grammar, with what the request bars, has left none."""
+        unsure = constraint.matcher is not None and (token == NOT_A_TOKEN or constraint.mask is not None)
+        if unsure and not self._bits[request].any():
+            return True
+        return token != NOT_A_TOKEN and not constraint.accepts(token)
 
 
 def _unusable(request: Request) -> RequestError:

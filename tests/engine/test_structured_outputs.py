@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.engine import scheduler
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.grammars import constraint
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.output import RequestOutput
 from compiled_llm.engine.params import SamplingParams
@@ -188,6 +189,15 @@ def test_64_requests_with_64_schemas(model: PreTrainedModel, monkeypatch: pytest
         assert_follows(schema, json.loads(text_of(output)))
     assert ended > 50
     assert_account_is_empty(model)
+
+
+def test_threads_fill_masks_that_take_long(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [settings(n, structured_outputs=form(json=schema)) for n, schema in enumerate(schemas()[:12])]
+    expected = tokens_of(engine.generate([[5]] * 12, params))
+    monkeypatch.setattr(constraint, "_threads", lambda: 2)
+    for seconds in (0.0, 1e-5):  # all of them, and some
+        monkeypatch.setattr(constraint, "_SOON", seconds)
+        assert tokens_of(engine.generate([[5]] * 12, params)) == expected
 
 
 def test_pydantics_classes(engine: Engine) -> None:

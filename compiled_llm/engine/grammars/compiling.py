@@ -19,8 +19,8 @@ from compiled_llm.engine.request import FinishReason, Request, RequestError
 if TYPE_CHECKING:
     import xgrammar
 
-_KEPT = 2**29
-"""Bytes of compiled grammars that are kept."""
+_KEPT = 2**28
+"""Bytes of compiled grammars that are kept, and of parts that they share with later ones."""
 _MOST_THREADS = 16
 _LONG = 0.5
 """Seconds after which another thread compiles the next grammar, beside one that takes longer."""
@@ -228,7 +228,7 @@ class Grammars:
                 tokens = TokenizerInfo.from_huggingface(
                     self._tokenizer, vocab_size=vocabulary, stop_token_ids=sorted(stops)
                 )
-                compiler = GrammarCompiler(tokens, max_threads=_most_at_once(), cache_enabled=False)
+                compiler = GrammarCompiler(tokens, max_threads=_most_at_once(), cache_limit_bytes=_KEPT)
                 self._compilers[vocabulary, stops] = compiler
             return compiler
 

@@ -5,7 +5,9 @@ Shapes: n answers, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 Processor = Callable[..., Tensor]
 """Takes the answer's tokens so far, or the prompt's and then those, and its logits ``[V]`` float32; returns others."""
 
-_MANY = 8
-"""Answers from which on several threads fill their masks: to wake them takes longer than to fill a few."""
+_SOON = 3e-4
+"""Seconds in which one thread fills masks, mostly all of them; to start others for the rest takes as long."""
 _MOST_THREADS = 8
 
 
@@ -96,6 +98,7 @@ class MaskWriter:
 
     def __init__(self) -> None:
         """Start no thread yet."""
+        self._masks = np.zeros((0, 0), dtype=np.int32)
         self._together: xgrammar.BatchGrammarMatcher | None = None
 
     def masks(self, answers: Sequence[tuple[Constraint, int]]) -> NDArray[np.int32]:
@@ -105,19 +108,21 @@ class MaskWriter:
             answers: that have grammars and have not ended, with how many tokens they have.
 
         Returns:
-            ``[n, ceil(V / 32)]``.
+            ``[n, ceil(V / 32)]``, until the next call.
         """
         matchers = [answer.matcher for answer, _ in answers if answer.matcher is not None]
-        masks = np.zeros((len(matchers), -(-answers[0][0].vocabulary // 32)), dtype=np.int32)
-        if len(matchers) < _MANY or _threads() == 1:
-            for place, matcher in enumerate(matchers):
-                matcher.fill_next_token_bitmask(masks, place)
-        else:
-            self._batch().batch_fill_next_token_bitmask(matchers, masks)
-        for (constraint, tokens), mask in zip(answers, masks, strict=True):
+        masks = self._room(len(matchers), -(-answers[0][0].vocabulary // 32))
+        if left := _filled_soon(matchers, masks):
+            self._batch().batch_fill_next_token_bitmask(matchers[-left:], masks[-left:])
+        for place, (constraint, tokens) in enumerate(answers):
             if constraint.mask is not None or tokens < constraint.least:
-                constraint.narrow(mask, tokens)
+                constraint.narrow(masks[place], tokens)
         return masks
+
+    def _room(self, answers: int, words: int) -> NDArray[np.int32]:
+        if self._masks.shape[0] < answers or self._masks.shape[1] != words:
+            self._masks = np.zeros((answers, words), dtype=np.int32)
+        return self._masks[:answers]
 
     def _batch(self) -> xgrammar.BatchGrammarMatcher:
         if self._together is None:
@@ -125,6 +130,16 @@ class MaskWriter:
 
             self._together = BatchGrammarMatcher(max_threads=_threads())
         return self._together
+
+
+def _filled_soon(matchers: Sequence[xgrammar.GrammarMatcher], masks: NDArray[np.int32]) -> int:
+    """Fill masks for a while, and return how many are left, if others can help with those."""
+    late = time.perf_counter() + (_SOON if _threads() > 1 else math.inf)
+    for place, matcher in enumerate(matchers):
+        if time.perf_counter() > late:
+            return len(matchers) - place
+        matcher.fill_next_token_bitmask(masks, place)
+    return 0
 
 
 def _threads() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -37,23 +38,8 @@ class GrammarSource(NamedTuple):
         Raises:
             ValueError: it cannot; says why, and where.
         """
-        if len(self.text) > _LONG:
-            return
-        try:
-            self._parsed()
-        except RuntimeError as error:
-            raise ValueError(said(error)) from error
-
-    def _parsed(self) -> xgrammar.Grammar:
-        from xgrammar import Grammar
-
-        if self.kind == "json":
-            return Grammar.from_json_schema(self.text, any_whitespace=self.any_whitespace)
-        if self.kind == "regex":
-            return Grammar.from_regex(self.text)
-        if self.kind == "structural_tag":
-            return Grammar.from_structural_tag(_as_format(self.text))
-        return Grammar.from_lark(self.text) if self.kind == "lark" else Grammar.from_ebnf(self.text)
+        if len(self.text) <= _LONG:
+            _check(self)
 
     def compiled(self, compiler: xgrammar.GrammarCompiler) -> xgrammar.CompiledGrammar:
         """Compile it, which may take seconds.
@@ -68,6 +54,27 @@ class GrammarSource(NamedTuple):
         if self.kind == "structural_tag":
             return compiler.compile_structural_tag(_as_format(self.text))
         return compiler.compile_lark(self.text) if self.kind == "lark" else compiler.compile_grammar(self.text)
+
+
+@lru_cache(maxsize=256)
+def _check(source: GrammarSource) -> None:
+    """Read a grammar, once: many requests have the same."""
+    try:
+        _read(source)
+    except RuntimeError as error:
+        raise ValueError(said(error)) from error
+
+
+def _read(source: GrammarSource) -> xgrammar.Grammar:
+    from xgrammar import Grammar
+
+    if source.kind == "json":
+        return Grammar.from_json_schema(source.text, any_whitespace=source.any_whitespace)
+    if source.kind == "regex":
+        return Grammar.from_regex(source.text)
+    if source.kind == "structural_tag":
+        return Grammar.from_structural_tag(_as_format(source.text))
+    return Grammar.from_lark(source.text) if source.kind == "lark" else Grammar.from_ebnf(source.text)
 
 
 def check_installed() -> None:
