@@ -165,7 +165,7 @@ class Slots:
             taken = self.padding - len(self._free)
             raise RuntimeError(
                 f"{count} more rows cannot run: calls in progress take {taken} of {self.padding} slots with rows whose "
-                "penalties need them; wrap with a larger max_batch_size"
+                "penalties or grammars need them; wrap with a larger max_batch_size"
             )
 
     # ---- what slots hold

@@ -335,3 +335,52 @@ def test_a_choice_is_the_same_however_late(late, seed):
     assert [len(tokens) for tokens in expected] == [12] * 4
     assert answers([replace(own, deferred=True) for own in plain], late) == expected
     assert answers([replace(own, deferred=at in (1, 2)) for at, own in enumerate(plain)], late) == expected
+
+
+def test_rows_under_a_grammar_keep_their_slots_while_others_come(batch, seed):
+    """They would come back with other counts and masks than they left with; and their tokens may not be chosen yet."""
+    rows = begun(batch, seed, 5, 2)
+    batch.run(decode=rows)
+    slots = batch.device_model.state.slots
+    others = [Row(batch.device_model.pool, 0) for _ in range(slots.padding)]
+    with pytest.raises(RuntimeError, match="whose penalties or grammars need them"):
+        batch.call(slots.admit, others, [None] * len(others))
+    batch.call(slots.admit, others[2:], [None] * len(others[2:]))
+    batch.choose()
+    for row in others:
+        row.free()
+    batch.run(decode=rows)
+    batch.choose()
+
+
+def test_a_loop_that_begins_again_has_nothing_to_choose(batch, seed):
+    rows = begun(batch, seed, 5, 2)
+    batch.run(decode=rows)
+    batch.persistent.restart(rows)
+    assert not batch.persistent.deferred
+    texts = [np.concatenate([ids_of(length, seed), batch.texts[row]]) for row, length in zip(rows, (5, 2), strict=True)]
+    for row in rows:
+        row.free()
+    again = [batch.admit(text) for text in texts]
+    batch.run(extend=[Extension.of(row, text) for row, text in zip(again, texts, strict=True)])
+    batch.choose()
+    batch.run(decode=again)
+    batch.choose()
+
+
+def test_a_fork_goes_its_own_way(batch, seed):
+    (row,) = begun(batch, seed, 5)
+    fork = row.fork()
+    sampling = Sampling(temperature=0.0, mask=mask_after(batch.texts[row][-1]), deferred=True)
+    batch.call(batch.device_model.state.slots.admit, [fork], [sampling])
+    other = allowed_after(int(ids_of(5, seed)[-1]))[3]  # where the row went another way
+    batch.twins[fork], batch.texts[fork] = Alone(tiny_qwen3(**OVERRIDES), ids_of(5, seed).tolist()), [other]
+    batch.constrained.add(fork)
+    given = Batch([row, fork], tokens=torch.tensor([batch.texts[row][-1], other]))
+    batch.call(batch.device_model.run, given, batch.persistent)
+    for each in (row, fork):
+        batch.twins[each].feed(batch.texts[each][-1:])
+    batch.choose()
+    for _ in range(3):
+        batch.run(decode=[fork, row])
+        batch.choose()
