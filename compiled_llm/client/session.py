@@ -83,19 +83,33 @@ class Session:
         """Expect nothing for a request that could not be sent."""
         self._handles.pop(number, None)
 
-    def wait_for_stats(self, number: int, timeout: float | None) -> Stats:
-        """Wait for the answer to a question.
+    # ---- what is waited for
+
+    def is_decided(self) -> bool:
+        """Whether the generator takes requests, or never will."""
+        return self.ready is not None or self.lost is not None
+
+    def not_ready_after(self, timeout: float | None) -> TimeoutError:
+        """Return what is raised if it is not decided in time."""
+        return TimeoutError(f"the generator is not ready after {timeout} s: {self.doing}")
+
+    def has_answered(self, number: int) -> bool:
+        """Whether a question has its answer, or never will have."""
+        return number in self._stats or self.lost is not None
+
+    def no_answer_after(self, timeout: float | None) -> TimeoutError:
+        """Return what is raised if there is no answer in time."""
+        return TimeoutError(f"the generator has not answered for {timeout} s")
+
+    def take_stats(self, number: int) -> Stats:
+        """Return the answer to a question.
 
         Raises:
-            GeneratorLostError: none will come.
-            TimeoutError: none has come by then.
+            GeneratorLostError: there is none.
         """
-        if not self.listeners.wait_until(lambda: number in self._stats or self.lost is not None, timeout):
-            raise TimeoutError(f"the generator has not answered for {timeout} s")
-        if (stats := self._stats.pop(number, None)) is None:
+        if number not in self._stats:
             self.check()
-            raise AssertionError("neither an answer nor an end")
-        return stats
+        return self._stats.pop(number)
 
     # ---- in the thread that reads the connection
 

@@ -87,36 +87,43 @@ class Listeners:
         with self._changing():
             self._functions.discard(function)
 
-    def tell_threads(self) -> tuple[Iterable[Callable[[], object]], Iterable[Task]]:
-        """Wake threads, and return the functions and the tasks that are to be told."""
+    def gather(self, functions: set[Callable[[], object]], tasks: list[Task]) -> None:
+        """Wake threads, and add the functions and the tasks that are to be told."""
         if self._threads:
             with self._changed:
                 self._changed.notify_all()
-        return tuple(self._functions), tuple(self._tasks)
+        if self._functions:
+            functions.update(self._functions)
+        if self._tasks:
+            tasks.extend(self._tasks)
 
 
 def tell(several: Sequence[Listeners]) -> None:
     """Tell whoever waits for one of these: each function and event loop once, for however many of them it waits."""
-    loops: defaultdict[asyncio.AbstractEventLoop, list[Task]] = defaultdict(list)
-    called: dict[Callable[[], object], None] = {}
+    functions: set[Callable[[], object]] = set()
+    tasks: list[Task] = []
     for listeners in several:
-        functions, tasks = listeners.tell_threads()
-        called.update(dict.fromkeys(functions))
-        for task in tasks:
-            loops[task[0]].append(task)
-    for function in called:
+        listeners.gather(functions, tasks)
+    for function in functions:
         try:
             function()
         except Exception as error:  # that ends nobody's request
             logger.warning("compiled_llm: a listener has failed, and hears no more: %s", error)
             for listeners in several:
                 listeners.remove(function)
-    for loop, tasks in loops.items():
+    _tell_tasks(several, tasks)
+
+
+def _tell_tasks(several: Iterable[Listeners], tasks: Iterable[Task]) -> None:
+    loops: defaultdict[asyncio.AbstractEventLoop, list[Task]] = defaultdict(list)
+    for task in tasks:
+        loops[task[0]].append(task)
+    for loop, waiting in loops.items():
         try:
-            loop.call_soon_threadsafe(_wake, tasks)
+            loop.call_soon_threadsafe(_wake, waiting)
         except RuntimeError:  # it was closed in the midst of it; nobody waits there any more
             for listeners in several:
-                listeners.forget(tasks)
+                listeners.forget(waiting)
 
 
 def _wake(tasks: Iterable[Task]) -> None:

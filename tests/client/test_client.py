@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_llm.client import Client, GeneratorError, GeneratorLostError
+from compiled_llm.client import AsyncClient, Client, GeneratorError, GeneratorLostError
 from compiled_llm.client.plain import plain_params, token_ids
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
@@ -51,7 +52,7 @@ def answering(path: Path, *answers: Any) -> Iterator[list[Any]]:
     def serve() -> None:
         connection, _ = listening.accept()
         frames: Frames[Any] = Frames(FromClient)
-        with connection:
+        with connection, suppress(OSError):  # who does not like what he hears leaves
             for answer in answers:
                 connection.sendall(answer if isinstance(answer, bytes) else frame_of(answer))
             if answers and not isinstance(answers[-1], (Problem, bytes)):
@@ -171,6 +172,36 @@ def test_text_without_a_tokenizer_is_refused(path: Path) -> None:
 def test_whom_it_cannot_talk_to_is_said(path: Path, answers: list[Any], kind: type[Exception], said: str) -> None:
     with answering(path, *answers), pytest.raises(kind, match=said):
         Client(path)
+
+
+@pytest.mark.parametrize("told", [[], [WELCOME, Problem("out of memory")]])
+def test_an_event_loop_hears_of_it_too(path: Path, told: list[Any]) -> None:
+    async def main() -> None:
+        async with AsyncClient(path):
+            pass
+
+    with answering(path, *told), pytest.raises(GeneratorLostError):
+        asyncio.run(main())
+
+
+def test_nobody_waits_longer_than_asked(path: Path) -> None:
+    async def main() -> None:
+        client = AsyncClient(path)
+        client.close()  # nothing to close yet
+        with pytest.raises(GeneratorError, match="not ready"):
+            client.submit([1])
+        await client.connect(wait=False)
+        with pytest.raises(TimeoutError, match=r"the generator is not ready after 0\.01 s: loading"):
+            await client.wait_until_ready(0.01)
+        client.close()
+
+    with answering(path, WELCOME, Preparing("loading")):
+        asyncio.run(main())
+    path.unlink()
+    with answering(path, WELCOME, READY), Client(path) as client:
+        with pytest.raises(TimeoutError, match=r"the generator has not answered for 0\.01 s"):
+            client.stats(0.01)
+        client.close()
 
 
 def test_where_nobody_listens_is_said(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import compiled_llm
-from compiled_llm.client import Client, GeneratorBusyError, GeneratorError, GeneratorLostError
+from compiled_llm.client import AsyncClient, Client, GeneratorBusyError, GeneratorError, GeneratorLostError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.output import Completion, RequestOutput
 from compiled_llm.engine.params import SamplingParams
@@ -105,6 +105,39 @@ def test_tokens_and_text_come_as_they_do_in_process(client: Client, engine: Engi
     tokens, text, output = asyncio.run(both())
     assert (tokens, text) == (expected.token_ids, expected.text)
     assert_equal(output, expected)
+
+
+def test_a_client_for_event_loops_waits_without_stopping_them(engine: Engine, generator: Loop, path: Path) -> None:
+    prompts, ticks = [PROMPT, "the quick fox"], []
+
+    async def tick() -> None:
+        while True:
+            ticks.append(1)
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        ticking = asyncio.create_task(tick())
+        async with AsyncClient(path, tokenizer=byte_level()) as client:
+            outputs = await client.generate(prompts, settings(n=2))
+            for ours, theirs in zip(outputs, engine.generate(prompts, settings(n=2)), strict=True):
+                assert_equal(ours, theirs)
+            pieces = [piece async for piece in client.stream(PROMPT, settings())]
+            assert "".join(pieces) == engine.generate([PROMPT], settings())[0].text
+            with pytest.raises(ValueError, match="from 0 to 379"):
+                await client.generate([PROMPT, [999]], endless())
+            asking = asyncio.create_task(client.generate([PROMPT], endless()))
+            while (await client.stats()).running == 0:
+                pass
+            asking.cancel()
+            while (await client.stats()).running:
+                pass
+            handle = client.submit(PROMPT, endless())
+        with pytest.raises(GeneratorLostError, match="the client is closed"):
+            await handle
+        ticking.cancel()
+
+    asyncio.run(main())
+    assert len(ticks) > 10
 
 
 def test_priorities_deadlines_and_salts_reach_the_engine(client: Client, engine: Engine) -> None:

@@ -234,8 +234,8 @@ class Connection:
         updates, summaries = [], []
         for number, stream in tuple(self.streams.items()):
             updates += stream.updates()
-            if (summary := stream.summary()) is not None:
-                summaries.append(summary)
+            if stream.ended:
+                summaries.append(stream.summary())
                 del self.streams[number]
                 yield from _prompt_scores(number, stream)
         if updates or summaries:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from compiled_llm.engine.answer import Answer
@@ -12,7 +11,7 @@ from compiled_llm.engine.intake import QueueFullError
 from compiled_llm.engine.logprobs import logprobs_of, prompt_logprobs
 from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.request import RequestError
+from compiled_llm.engine.request import Request, RequestError
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.messages import Ended, Entry, PromptScores, Refused, Submit, Summary, Update
 
@@ -56,7 +55,6 @@ class Stream:
 
     Attributes:
         handle: of the engine.
-        ended: whether all of it has been told.
     """
 
     def __init__(self, number: int, handle: RequestHandle) -> None:
@@ -67,34 +65,36 @@ class Stream:
             handle: of the engine.
         """
         self.handle = handle
-        self.ended = False
         self._number = number
-        self._answers = [_Sent(answer) for answer in handle.answers]
+        self._open = [_Sent(answer) for answer in handle.answers]
 
     @property
     def unsent(self) -> int:
         """How many tokens have come and were not told."""
-        return sum(sent.answer.tokens - sent.tokens for sent in self._answers)
+        return sum(sent.answer.tokens - sent.tokens for sent in self._open)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all that comes of its answers has been told."""
+        return not self._open
 
     def updates(self) -> list[Update]:
         """Return what is new of each answer; it counts as told."""
-        return [update for sent in self._answers if not sent.ended and (update := self._update(sent)) is not None]
+        return [update for sent in tuple(self._open) if (update := self._update(sent)) is not None]
 
     def _update(self, sent: _Sent) -> Update | None:
         answer = sent.answer
         done, tokens = answer.done, answer.tokens_behind(sent.tokens)  # in this order: no token comes after the end
         if not (tokens or done):
             return None
-        logprobs = _logprobs(answer, sent.tokens, tokens)
+        logprobs = None if answer.request.logprobs is None else _logprobs(answer.request, sent.tokens, tokens)
         sent.tokens += len(tokens)
-        sent.ended = done
+        if done:
+            self._open.remove(sent)
         return Update(self._number, answer.request.index, tokens, logprobs, _ended(answer) if done else None)
 
-    def summary(self) -> Summary | None:
-        """Return what it came to, if all of its answers have been told; only once."""
-        if self.ended or not all(sent.ended for sent in self._answers):
-            return None
-        self.ended = True
+    def summary(self) -> Summary:
+        """Return what it came to, once it has ``ended``."""
         return Summary(self._number, **self.handle.figures())
 
     def prompt_scores(self) -> PromptScores | None:
@@ -109,21 +109,17 @@ class Stream:
         self.handle.fail(RequestError(reason))
 
 
-@dataclass
 class _Sent:
     """How much of an answer has been told."""
 
-    answer: Answer
-    tokens: int = 0
-    ended: bool = False
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.tokens = 0
 
 
-def _logprobs(answer: Answer, start: int, tokens: list[int]) -> list[list[Entry]] | None:
-    request, most = answer.request, answer.request.logprobs
-    if most is None:
-        return None
+def _logprobs(request: Request, start: int, tokens: list[int]) -> list[list[Entry]]:
     places = zip(request.scored[start:], tokens, strict=False)  # one more may be there before its token
-    return [_entries(logprobs_of(scored, row, token, most)) for (scored, row), token in places]
+    return [_entries(logprobs_of(scored, row, token, request.logprobs or 0)) for (scored, row), token in places]
 
 
 def _entries(logprobs: dict[int, Logprob]) -> list[Entry]:

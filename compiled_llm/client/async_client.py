@@ -1,0 +1,105 @@
+"""``compiled_llm.client.AsyncClient``: as ``Client``, for an event loop that must not be kept waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from compiled_llm.client.base import BaseClient
+from compiled_llm.client.gathering import Gathering
+from compiled_llm.client.plain import Prompt
+from compiled_llm.client.tokenizer import Given
+from compiled_llm.engine.listeners import Listeners
+from compiled_llm.engine.output import RequestOutput
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.protocol.messages import Ready, Stats
+
+
+class AsyncClient(BaseClient):
+    """Talks to a generator as ``Client`` does; whatever waits is awaited. ``submit`` and ``stream`` are the same.
+
+    Examples:
+        >>> async with AsyncClient("/run/llm.sock", tokenizer=True) as client:  # doctest: +SKIP
+        ...     async for piece in client.stream("Once upon a time"):
+        ...         print(piece, end="")
+    """
+
+    def __init__(self, path: str | Path, *, tokenizer: Given = None) -> None:
+        """Connect to nobody yet; ``connect`` does, or ``async with``.
+
+        Args:
+            path: of the generator's socket.
+            tokenizer: as of ``Client``; it is loaded beside the event loop.
+        """
+        super().__init__(path, tokenizer)
+
+    async def connect(self, wait: bool = True) -> None:
+        """Connect to the generator.
+
+        Args:
+            wait: wait until it is ready, however long it has to load and compile.
+
+        Raises:
+            GeneratorLostError: there is no generator, or it ends before it is ready.
+            GeneratorError: it does not want to talk to this client.
+        """
+        await asyncio.to_thread(self._connect)
+        if wait:
+            await self.wait_until_ready()
+
+    async def wait_until_ready(self, timeout: float | None = None) -> Ready:
+        """As of ``Client``; then the tokenizer is loaded, too."""
+        session = self._session
+        if not await _until(session.listeners, session.is_decided, timeout):
+            raise session.not_ready_after(timeout)
+        ready = session.check_ready()
+        await asyncio.to_thread(self._load_tokenizer)
+        return ready
+
+    async def stats(self, timeout: float | None = 60) -> Stats:
+        """As of ``Client``."""
+        session, number = self._session, self._ask_stats()
+        if not await _until(session.listeners, lambda: session.has_answered(number), timeout):
+            raise session.no_answer_after(timeout)
+        return session.take_stats(number)
+
+    async def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """As of ``Client``; if it is cancelled, its requests end."""
+        with Gathering(self._submit_all(prompts, params)) as gathering:
+            await _until(gathering.listeners, gathering.is_over)
+            return gathering.outputs()
+
+    async def __aenter__(self) -> AsyncClient:
+        """Connect, and wait until the generator is ready; the client is closed at the end of the block."""
+        try:
+            await self.connect()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+async def _until(listeners: Listeners, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+    """Wait in this event loop, ``timeout`` seconds at most; whether it is ``ready``."""
+
+    async def waiting() -> None:
+        with listeners.listening() as event:
+            while not ready():
+                await event.wait()
+                event.clear()
+
+    try:
+        await asyncio.wait_for(waiting(), timeout)
+    except asyncio.TimeoutError:
+        return ready()
+    return True

@@ -1,0 +1,39 @@
+"""The text of an answer, for a loop that may be left."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+from compiled_llm.client.handle import RemoteHandle
+
+
+class TextOfPrompt:
+    """The text of an answer, piece by piece; a loop that is left ends the request.
+
+    Attributes:
+        handle: the request.
+    """
+
+    def __init__(self, handle: RemoteHandle) -> None:
+        """Read the text of a request that has one answer."""
+        self.handle = handle
+        try:
+            self._text = handle.text()
+        except BaseException:
+            handle.cancel()
+            raise
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the pieces as they come."""
+        try:
+            yield from self._text
+        finally:
+            self.handle.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """As ``__iter__``, for ``async for``."""
+        try:
+            async for piece in self._text:
+                yield piece
+        finally:
+            self.handle.cancel()
