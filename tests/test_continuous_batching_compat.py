@@ -107,7 +107,7 @@ def test_a_state_becomes_an_output(parts):
 
 
 def test_processors_are_those_of_a_config_and_settings_of_a_request_are_checked(model):
-    found = compat.processors_of(model, GenerationConfig(do_sample=True, temperature=0.5))
+    found = compat.processors_of(model, GenerationConfig(do_sample=True, temperature=0.5), [5], 3, [])
     assert [type(entry) for entry in found] == [TemperatureLogitsWarper]
     config = ContinuousBatchingConfig(per_request_processors=True)
     batched = compat.batched_processors(list(found), config)
@@ -115,6 +115,18 @@ def test_processors_are_those_of_a_config_and_settings_of_a_request_are_checked(
     batched.check_kwargs({"temperature": 0.7})
     with pytest.raises(ValueError, match="top_k"):
         batched.check_kwargs({"top_k": 5})
-    others: LogitsProcessorList = compat.processors_of(model, GenerationConfig(repetition_penalty=1.2))
+    others: LogitsProcessorList = compat.processors_of(model, GenerationConfig(repetition_penalty=1.2), [5, 6], 3, [2])
     assert others[0].supports_continuous_batching is False
     assert not compat.batched_processors(list(others), ContinuousBatchingConfig()).do_processing
+
+
+def test_processors_are_those_of_a_prompt_and_its_ends(model):
+    asked = GenerationConfig(
+        min_new_tokens=2, bad_words_ids=[[7]], forced_eos_token_id=2, begin_suppress_tokens=[3], do_sample=False
+    )
+    found = {type(entry).__name__: entry for entry in compat.processors_of(model, asked, [5, 6, 7], 4, [2, 9])}
+    assert found["MinNewTokensLengthLogitsProcessor"].eos_token_id.tolist() == [2, 9]
+    assert found["MinNewTokensLengthLogitsProcessor"].prompt_length_to_skip == 3
+    assert found["ForcedEOSTokenLogitsProcessor"].max_length == 7
+    assert found["SuppressTokensAtBeginLogitsProcessor"].begin_index == 3
+    assert "NoBadWordsLogitsProcessor" in found

@@ -14,17 +14,20 @@
 and defaults | no outputs | ``GenerationOutput`` is documented |
 | ``ContinuousBatchingLogitsProcessorList``: ``check_kwargs``, ``do_processing`` | which processors and settings of a \
 request it takes | they would be accepted silently | the same |
-| ``_get_logits_processor`` of a model | a config's processors | settings are ignored | it is public |
+| ``_get_logits_processor`` of a model, ``_eos_token_tensor`` of its config | a config's processors | settings are \
+ignored | it is public |
 | ``_cached_continuous_batching_manager`` of a model | ``persistent_manager`` | made anew in each call | the same |
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.continuous_api import (
@@ -124,11 +127,26 @@ def forget_kept_manager(model: PreTrainedModel) -> None:
     generating.destroy_cached_continuous_batching_manager()
 
 
-def processors_of(model: PreTrainedModel, config: GenerationConfig) -> LogitsProcessorList:
-    """Return the logits processors that a generation config asks for."""
+def processors_of(
+    model: PreTrainedModel, config: GenerationConfig, prompt: Sequence[int], most: int, ends: Sequence[int]
+) -> LogitsProcessorList:
+    """Return the logits processors that a generation config asks for, for one prompt.
+
+    Args:
+        model: the model.
+        config: what is asked for.
+        prompt: token ids.
+        most: how many tokens follow at most.
+        ends: tokens that end the answer.
+    """
     generating: Any = model
-    # With a length, it does not warn that penalties would leave prompts out.
-    processors: LogitsProcessorList = generating._get_logits_processor(config, input_ids_seq_length=1)
+    own: Any = copy.copy(config)
+    own.max_length = len(prompt) + most
+    own._eos_token_tensor = torch.tensor(ends) if ends else None
+    ids = torch.tensor([list(prompt)])
+    processors: LogitsProcessorList = generating._get_logits_processor(
+        own, input_ids_seq_length=len(prompt), encoder_input_ids=ids, device="cpu"
+    )
     return processors
 
 

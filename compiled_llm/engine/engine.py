@@ -158,9 +158,17 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
         """
         handle = self._handle(self._look(), prompt, params or SamplingParams(), priority, timeout, cache_salt)
+        self.begin(handle)
+        return handle
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> RequestHandle:
+        """Check a prompt as ``submit`` does, and leave it to ``begin``."""
+        return self._handle(self._look(), prompt, params)
+
+    def begin(self, handle: RequestHandle) -> None:
+        """Begin to answer what has been prepared."""
         self._add([handle])
         self._driver.start_thread()
-        return handle
 
     def _add(self, handles: Sequence[RequestHandle]) -> None:
         self._driver.add(handles, self._max_queue)

@@ -24,7 +24,6 @@ SlowPath = Literal[
     "kept_manager",
     "labels_masked",
     "labels_with_logits_to_keep",
-    "logprobs",
     "loss_function",
     "max_batch_size",
     "mixed_tokens",
@@ -133,10 +132,6 @@ WORDINGS: dict[SlowPath, Wording] = {
     ),
     "labels_masked": Wording("labels follow masked tokens", "Set labels that follow masked tokens to -100."),
     "labels_with_logits_to_keep": Wording("labels are given together with logits_to_keep", "Leave logits_to_keep out."),
-    "logprobs": Wording(
-        "return_logprobs is on beside repetition_penalty",
-        "Leave one of them out; model(...) scores finished answers.",
-    ),
     "loss_function": Wording(
         "the model computes a loss of its own",
         "Leave labels out, and compute the loss from the logits.",

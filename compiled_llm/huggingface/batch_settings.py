@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     ContinuousBatchingConfig,
@@ -16,15 +17,30 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
 )
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from compiled_llm.compat.continuous_batching import batched_processors, processors_of
+from compiled_llm.compilation.sampling import GREEDY, Sampling
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.execution.slow_paths import Reason
-from compiled_llm.huggingface.processors import is_a_number, sampling_of
+from compiled_llm.huggingface.host_copies import HostCopies
+from compiled_llm.huggingface.processors import Prompts, is_in_graph, samplings_of
+from compiled_llm.model.sizes import logits_width
 
 logger = logging.getLogger("compiled_llm.generate")
 
 _SEEDS = 2**62
+_ANY_PROMPT, _ANY_LENGTH = (0, 0), 20
+_SAID = (
+    *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper),
+    RepetitionPenaltyLogitsProcessor,
+)
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 HONOURED = frozenset(
@@ -80,12 +96,14 @@ class BatchSettings:
     Attributes:
         generation: the config, as HuggingFace's manager would have it.
         batching: the other one.
-        processors: those of the generation config that the graph has.
+        model: whose they are.
+        processors: those of the generation config that the graph has, as a prompt of a few tokens would have them.
         obstacle: why only HuggingFace's own manager can do it, or None.
     """
 
     generation: GenerationConfig
     batching: ContinuousBatchingConfig
+    model: PreTrainedModel
     processors: LogitsProcessorList
     obstacle: Reason | None
 
@@ -108,9 +126,10 @@ class BatchSettings:
             batching = getattr(config, "continuous_batching_config", None)
         if not isinstance(batching, ContinuousBatchingConfig):
             batching = ContinuousBatchingConfig()
-        found = processors_of(model, config)
-        in_graph = LogitsProcessorList([processor for processor in found if is_a_number(processor)])
-        return cls(config, batching, in_graph, _obstacle(found, in_graph, batching))
+        found = processors_of(model, config, _ANY_PROMPT, _ANY_LENGTH, _listed(config.eos_token_id))
+        in_graph = LogitsProcessorList(filter(is_in_graph, found))
+        settings = cls(config, batching, model, in_graph, None)
+        return dataclasses.replace(settings, obstacle=settings._obstacle(found))
 
     def check_of_request(self) -> Any:
         """Return what checks the settings that a request brings, as HuggingFace does."""
@@ -125,11 +144,45 @@ class BatchSettings:
             seed: of its first answer; None to draw one.
             limits: other fields of ``SamplingParams``.
         """
-        shared = sampling_of(self.processors, bool(self.generation.do_sample))
+        shared = self._read(self.processors, _ANY_PROMPT)
         assert shared is not None, "there are processors that the graph does not have"
         settings = {name: getattr(shared, name) for name in _SETTINGS} | dict(own)
         logprobs = 0 if self.batching.return_logprobs else None
         return SamplingParams(**settings, seed=seed, logprobs=logprobs, **limits)
+
+    def added_to(self, params: SamplingParams, prompt: Sequence[int]) -> Callable[[Sampling | None], Sampling | None]:
+        """Return what adds to a row's settings those that ``SamplingParams`` cannot say, for one prompt.
+
+        Raises:
+            ValueError: with this prompt, the graph cannot do what processors do.
+        """
+        if all(type(processor) in _SAID for processor in self.processors):
+            return lambda base: base
+        found = processors_of(self.model, self.generation, prompt, params.max_tokens or 0, params.stop_token_ids or ())
+        if (read := self._read(filter(is_in_graph, found), prompt)) is None:
+            names = ", ".join(type(processor).__name__ for processor in found)
+            raise ValueError(f"generate_batch: with this prompt, these cannot be combined: {names}; leave one out")
+
+        def added(base: Sampling | None) -> Sampling | None:
+            own = base or GREEDY
+            whole = dataclasses.replace(read, seed=own.seed, **{name: getattr(own, name) for name in _SETTINGS})
+            return whole if whole.edits else base
+
+        return added
+
+    def _read(self, processors: Iterable[LogitsProcessor], prompt: Sequence[int]) -> Sampling | None:
+        prompts = Prompts(np.array([prompt], dtype=np.int64), HostCopies(), logits_width(self.model))
+        settings = samplings_of(processors, bool(self.generation.do_sample), prompts)
+        return None if settings is None else settings[0]
+
+    def _obstacle(self, found: LogitsProcessorList) -> Reason | None:
+        """Return why only HuggingFace's own manager can do what processors do; it may drop some, and says so."""
+        others: list[LogitsProcessor] = [processor for processor in found if not is_in_graph(processor)]
+        if others and batched_processors(others, self.batching).do_processing:
+            return Reason("processors", ", ".join(type(processor).__name__ for processor in others))
+        if self._read(self.processors, _ANY_PROMPT) is None:
+            return Reason("processors", "one of a kind twice, or in another order")
+        return None
 
     def warn_of_what_has_no_effect(self) -> None:
         """Name in one line what has been set and changes nothing."""
@@ -144,18 +197,9 @@ def seeds(seed: int | None) -> Iterator[int | None]:
         yield None if generator is None else int(torch.randint(_SEEDS, (), generator=generator, device="cpu"))
 
 
-def _obstacle(
-    found: LogitsProcessorList, in_graph: LogitsProcessorList, batching: ContinuousBatchingConfig
-) -> Reason | None:
-    others: list[LogitsProcessor] = [processor for processor in found if not is_a_number(processor)]
-    if others and batched_processors(others, batching).do_processing:  # else it has dropped them, and said so
-        return Reason("processors", ", ".join(type(processor).__name__ for processor in others))
-    shared = sampling_of(in_graph, do_sample=False)
-    if shared is None:
-        return Reason("processors", "one of a kind twice, or in another order")
-    if shared.filtered:
-        return Reason("processors", ", ".join(type(processor).__name__ for processor in in_graph))
-    return Reason("logprobs") if batching.return_logprobs and shared.edits else None
+def _listed(ends: Any) -> list[int]:
+    listed = [ends] if isinstance(ends, int) else list(ends or ())
+    return [token for token in listed if token >= 0]
 
 
 def _without_effect(batching: ContinuousBatchingConfig) -> Iterator[str]:

@@ -255,7 +255,12 @@ class EngineManager(ManagerParts):
     def _submit(self, answers: Answers) -> None:
         state = answers.states[0]
         try:
-            handle = self.engine.submit(state.initial_tokens, self._params(state))
+            params = self._params(state)
+            handle = self.engine.prepare(state.initial_tokens, params)
+            added = self._settings.added_to(params, state.initial_tokens)
+            for request in handle.requests:
+                request.sampling = added(request.sampling)
+            self.engine.begin(handle)
         except Exception as error:  # its own; others go on
             answers.fail(error)
         else:

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.huggingface.call import Call
 from compiled_llm.huggingface.grammar import Grammar, all_tokens
+from compiled_llm.huggingface.host_copies import HostCopies
 from compiled_llm.model.sizes import logits_width
 from compiled_llm_ops import MOST_BIASES, MOST_FOLLOWED, MOST_GROWING
 
@@ -91,32 +92,59 @@ _PENALTIES = {RepetitionPenaltyLogitsProcessor, EncoderRepetitionPenaltyLogitsPr
 _Found = Mapping[type[LogitsProcessor], Any]
 
 
+class Prompts(NamedTuple):
+    """What processors are read for.
+
+    Attributes:
+        ids: ``[B, T]`` int64, padding included.
+        copies: of their tensors, on the host.
+        vocabulary: how many logits a token has.
+        scored: whether somebody wants each step's scores.
+    """
+
+    ids: NDArray[np.int64]
+    copies: HostCopies
+    vocabulary: int
+    scored: bool = False
+
+    @property
+    def width(self) -> int:
+        """T."""
+        return len(self.ids[0])
+
+
 def read_processors(call: Call) -> list[Sampling] | None:
     """Return each row's settings, drawing the rows' seeds from torch's default generator if rows are drawn.
 
     Returns:
         One entry a row, or None if there is a processor that the graph does not have.
     """
-    rows, do_sample = len(call.input_ids), bool(call.config.do_sample)
-    if (found := _by_kind(call.processors)) is None or (edits := _edits(found, call)) is None:
+    vocabulary, scored = logits_width(call.runtime.facts.model), call.wants_scores("output_scores")
+    prompts, do_sample = Prompts(call.ids, call.copies, vocabulary, scored), bool(call.config.do_sample)
+    if (settings := samplings_of(call.processors, do_sample, prompts)) is None or not do_sample:
+        return settings
+    seeds = new_seeds(len(settings)).tolist()
+    return [replace(own, seed=seed) for own, seed in zip(settings, seeds, strict=True)]
+
+
+def samplings_of(processors: Iterable[LogitsProcessor], do_sample: bool, prompts: Prompts) -> list[Sampling] | None:
+    """Return the settings of each row that processors stand for; None if the graph does not have one of them."""
+    if (found := _by_kind(processors)) is None or (edits := _edits(found, prompts)) is None:
         return None
-    if (seen := _seen(found, call)) is None:
+    if (seen := _seen(found, prompts)) is None:
         return None
     settings = replace(_numbers(found, do_sample), **edits)
-    seeds = new_seeds(rows).tolist() if do_sample else [0] * rows
-    tails = call.ids[:, -MOST_FOLLOWED:] if settings.followed else [seen[0][:0]] * rows
-    each = zip(seeds, seen, tails, strict=True)
-    return [replace(settings, seed=seed, seen=tokens, tail=tail) for seed, tokens, tail in each]
+    tails = prompts.ids[:, -MOST_FOLLOWED:] if settings.followed else [seen[0][:0]] * len(seen)
+    return [replace(settings, seen=tokens, tail=tail) for tokens, tail in zip(seen, tails, strict=True)]
 
 
-def sampling_of(processors: Iterable[LogitsProcessor], do_sample: bool) -> Sampling | None:
-    """Return the settings that processors stand for; None if it takes more than a number to say one of them."""
-    found = _by_kind(processors)
-    return None if found is None or not set(found) <= set(_NUMBERS) else _numbers(found, do_sample)
+def is_in_graph(processor: LogitsProcessor) -> bool:
+    """Return whether the graph does what a processor does, at least beside some others."""
+    return _is_a_number(processor) or _is_of_tokens(processor)
 
 
-def is_a_number(processor: LogitsProcessor) -> bool:
-    """Return whether the graph does what a processor does, and one number says what that is."""
+def _is_a_number(processor: LogitsProcessor) -> bool:
+    """Whether the graph does what a processor does, and one number says what that is."""
     return (
         type(processor) in _NUMBERS
         and getattr(processor, "min_tokens_to_keep", 1) == 1
@@ -132,7 +160,7 @@ def new_seeds(rows: int) -> Tensor:
 def _by_kind(processors: Iterable[LogitsProcessor]) -> _Found | None:
     """Return processors by their class; None if the graph does not have one, or not in this order."""
     listed = list(processors)
-    if not all(is_a_number(entry) or _is_of_tokens(entry) for entry in listed):
+    if not all(map(is_in_graph, listed)):
         return None
     ranks = [_ORDER.index(_kind(entry)) for entry in listed]
     return {_kind(entry): entry for entry in listed} if ranks == sorted(set(ranks)) else None
@@ -168,93 +196,93 @@ def _numbers(found: _Found, do_sample: bool) -> Sampling:
     )
 
 
-def _seen(found: _Found, call: Call) -> list[NDArray[np.int64]] | None:
+def _seen(found: _Found, prompts: Prompts) -> list[NDArray[np.int64]] | None:
     """Return the prompt tokens of each row that penalties count; None if two of them count others."""
     repeated, of_prompt = (
         found.get(RepetitionPenaltyLogitsProcessor),
         found.get(EncoderRepetitionPenaltyLogitsProcessor),
     )
-    counted = [np.zeros(0, dtype=np.int64)] * len(call.ids) if repeated is None else _repeated(repeated, call)
+    counted = [np.zeros(0, dtype=np.int64)] * len(prompts.ids) if repeated is None else _repeated(repeated, prompts)
     if of_prompt is None:
         return counted
-    prompts = call.copies.of(of_prompt.encoder_input_ids).numpy()
-    all_of_them = [np.unique(row) for row in np.repeat(prompts, len(call.ids) // len(prompts), axis=0)]
+    ids = prompts.copies.of(of_prompt.encoder_input_ids).numpy()
+    all_of_them = [np.unique(row) for row in np.repeat(ids, len(prompts.ids) // len(ids), axis=0)]
     same = all(map(np.array_equal, counted, all_of_them))
     return all_of_them if repeated is None or same else None
 
 
-def _repeated(penalty: Any, call: Call) -> list[NDArray[np.int64]]:
+def _repeated(penalty: Any, prompts: Prompts) -> list[NDArray[np.int64]]:
     """Return the prompt tokens of each row that HuggingFace's repetition penalty counts."""
-    ignored = call.copies.of(getattr(penalty, "prompt_ignore_length", None))
-    starts = np.broadcast_to(np.asarray(0 if ignored is None else ignored), len(call.ids))
-    return [np.unique(row[start:]) for row, start in zip(call.ids, starts, strict=True)]
+    ignored = prompts.copies.of(getattr(penalty, "prompt_ignore_length", None))
+    starts = np.broadcast_to(np.asarray(0 if ignored is None else ignored), len(prompts.ids))
+    return [np.unique(row[start:]) for row, start in zip(prompts.ids, starts, strict=True)]
 
 
 # ---- processors of tokens
 
 
-def _edits(found: _Found, call: Call) -> dict[str, Any] | None:
+def _edits(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
     """Return the fields of ``Sampling`` that bar, force and bias tokens; None if the graph cannot have them."""
     if set(found) <= set(_NUMBERS):
         return {}
-    suppressed, biases = _suppressed(found, call), list(_biases(found, call))
-    width = logits_width(call.runtime.facts.model)
+    suppressed, biases = _suppressed(found, prompts), list(_biases(found, prompts))
+    width = prompts.vocabulary
     ours = all(bias.token < width and (bias.value in (BARRED, FORCED) or abs(bias.value) <= LARGEST) for bias in biases)
     if not ours or len(biases) > MOST_BIASES or _order_decides(found, biases, suppressed):
         return None
-    if (growing := _growing(found, call)) is None:
+    if (growing := _growing(found, prompts)) is None:
         return None
     fields = {"biases": packed(biases), "mask": mask_of(width, banned=suppressed), **growing}
     if Grammar not in found:
         return fields
-    if any(bias.value == FORCED for bias in biases) or call.wants_scores("output_scores"):
+    if any(bias.value == FORCED for bias in biases) or prompts.scored:
         return None  # it may bar what is forced; and it sees each step once
     return fields | {"mask": all_tokens(width) if fields["mask"] is None else fields["mask"], "deferred": True}
 
 
-def _growing(found: _Found, call: Call) -> dict[str, Any] | None:
+def _growing(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
     """Return the fields of ``Sampling`` that let logits grow; None if the graph cannot have them."""
     if (decay := found.get(ExponentialDecayLengthPenalty)) is None:
         return {}
-    tokens = dict.fromkeys(_listed(decay.eos_token_id, call))
+    tokens = dict.fromkeys(_listed(decay.eos_token_id, prompts))
     if len(tokens) > MOST_GROWING or decay.regulation_factor <= 0:
         return None
-    grows_after = decay.regulation_start - call.input_ids.shape[1]
+    grows_after = decay.regulation_start - prompts.width
     return {"growing": tuple(tokens), "growth": math.log2(decay.regulation_factor), "grows_after": grows_after}
 
 
-def _suppressed(found: _Found, call: Call) -> list[int]:
+def _suppressed(found: _Found, prompts: Prompts) -> list[int]:
     suppressing = found.get(SuppressTokensLogitsProcessor)
-    return [] if suppressing is None else _listed(suppressing.suppress_tokens, call)
+    return [] if suppressing is None else _listed(suppressing.suppress_tokens, prompts)
 
 
-def _biases(found: _Found, call: Call) -> Iterator[Bias]:
+def _biases(found: _Found, prompts: Prompts) -> Iterator[Bias]:
     """Yield what processors bar, force and bias; steps count from the first new token."""
-    width = call.input_ids.shape[1]
+    width = prompts.width
     for kind in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
         if kind in found:
             for sequence, value in found[kind].sequence_bias.items():
                 yield Bias(sequence[-1], float(value), after=tuple(sequence[:-1]))
     if (shortest := found.get(MinLengthLogitsProcessor)) is not None:
-        yield from _barred(shortest.eos_token_id, call, shortest.min_length - width)
+        yield from _barred(shortest.eos_token_id, prompts, shortest.min_length - width)
     if (fewest := found.get(MinNewTokensLengthLogitsProcessor)) is not None:
         skipped = fewest.prompt_length_to_skip - width
-        yield from _barred(fewest.eos_token_id, call, skipped + fewest.min_new_tokens)
+        yield from _barred(fewest.eos_token_id, prompts, skipped + fewest.min_new_tokens)
     if (begin := found.get(SuppressTokensAtBeginLogitsProcessor)) is not None and begin.begin_index >= width:
         step = begin.begin_index - width
-        yield from _barred(begin.begin_suppress_tokens, call, step + 1, step)
+        yield from _barred(begin.begin_suppress_tokens, prompts, step + 1, step)
     if (bos := found.get(ForcedBOSTokenLogitsProcessor)) is not None and width == 1:
         yield Bias(bos.bos_token_id, FORCED, 0, 1)
     if (eos := found.get(ForcedEOSTokenLogitsProcessor)) is not None and (step := eos.max_length - 1 - width) >= 0:
-        yield from (Bias(token, FORCED, step, step + 1) for token in dict.fromkeys(_listed(eos.eos_token_id, call)))
+        yield from (Bias(token, FORCED, step, step + 1) for token in dict.fromkeys(_listed(eos.eos_token_id, prompts)))
 
 
-def _barred(tokens: Any, call: Call, end: int, first: int = 0) -> list[Bias]:
-    return [Bias(token, BARRED, first, end) for token in _listed(tokens, call)] if end > first else []
+def _barred(tokens: Any, prompts: Prompts, end: int, first: int = 0) -> list[Bias]:
+    return [Bias(token, BARRED, first, end) for token in _listed(tokens, prompts)] if end > first else []
 
 
-def _listed(tokens: Any, call: Call) -> list[int]:
-    listed: list[int] = np.atleast_1d(np.asarray(call.copies.of(tokens))).tolist()
+def _listed(tokens: Any, prompts: Prompts) -> list[int]:
+    listed: list[int] = np.atleast_1d(np.asarray(prompts.copies.of(tokens))).tolist()
     return listed
 
 

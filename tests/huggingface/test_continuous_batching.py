@@ -151,6 +151,44 @@ def test_a_repetition_penalty_counts_which_huggingfaces_manager_drops(plain, wra
     assert output.generated_tokens == plain.generate(ids, do_sample=False, **options)[0, 30:].tolist()
 
 
+PROCESSING: dict[str, dict[str, Any]] = {
+    "min_new_tokens": {"min_new_tokens": 7},
+    "min_length": {"min_length": 9},
+    "words": {"bad_words_ids": [[token] for token in range(20, 60)] + [[60, 61]], "sequence_bias": {(9,): 4.0}},
+    "suppressed": {"suppress_tokens": list(range(60, 100)), "begin_suppress_tokens": list(range(100, 128))},
+    "forced": {"forced_eos_token_id": [2, 5]},
+    "penalties": {"encoder_repetition_penalty": 1.5, "exponential_decay_length_penalty": (2, 1.3)},
+    "both penalties": {"encoder_repetition_penalty": 1.5, "repetition_penalty": 1.2, "remove_invalid_values": True},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSING)
+def test_it_does_what_the_graph_does_whatever_huggingfaces_manager_drops(name, plain, wrapped):
+    outputs = wrapped.generate_batch(PROMPTS, config(**PROCESSING[name]), sizes(return_logprobs=True))
+    assert wrapped.compiled.stats().generate_calls == {"engine": 1}
+    for prompt, output in zip(PROMPTS, outputs.values(), strict=True):
+        ids = torch.tensor([prompt])
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "max_new_tokens": 9}
+        expected = plain.generate(
+            ids, eos_token_id=ENDS, output_scores=True, return_dict_in_generate=True, **options, **PROCESSING[name]
+        )
+        assert output.generated_tokens == expected.sequences[0, len(prompt) :].tolist()
+        scores = torch.cat(expected.scores).log_softmax(dim=-1)
+        chosen = scores.gather(1, expected.sequences[0, len(prompt) :, None])[:, 0]
+        assert output.logprobs == pytest.approx(chosen.tolist(), abs=2e-5)
+
+
+def test_settings_that_a_prompt_makes_impossible_are_in_its_output(wrapped):
+    settings = config(forced_eos_token_id=2, min_length=12)  # which bars it in the last step after a short prompt
+    with wrapped.continuous_batching_context_manager(settings) as manager:
+        for prompt in (PROMPTS[0], PROMPTS[2]):
+            manager.add_request(prompt)
+        found = {output.request_id: output for output in results(manager, 2)}
+    assert "MinLengthLogitsProcessor" in found["req_0"].error
+    assert found["req_1"].generated_tokens[-1] in ENDS
+    assert found["req_1"].error is None
+
+
 # ---- a manager in one's own hands
 
 
@@ -316,33 +354,37 @@ def test_a_kept_manager_goes_with_what_wraps_the_model(plain, wrapped):
 # ---- HuggingFace's own manager
 
 
-@pytest.mark.parametrize("reason", ["logprobs", "processors", "inner_hooks"])
+@pytest.mark.parametrize("reason", ["processors", "inner_hooks"])
 def test_huggingfaces_own_manager_does_what_ours_cannot(reason, plain, wrapped, caplog):
     caplog.set_level(logging.WARNING, logger="compiled_llm")
-    batching = {"return_logprobs": reason == "logprobs", "drop_unsupported_processors": reason == "inner_hooks"}
-    options = {"processors": {"no_repeat_ngram_size": 40}, "logprobs": {"repetition_penalty": 1.0 + 1e-6}}
-    settings = config(**options.get(reason, {}))
+    batching = {"drop_unsupported_processors": reason == "inner_hooks"}
+    settings = config(**({"no_repeat_ngram_size": 40} if reason == "processors" else {}))
     hook = wrapped.lm_head.register_forward_hook(lambda *_: None) if reason == "inner_hooks" else None
     with torch.inference_mode():  # HuggingFace's warm-up alone would make tensors that its thread cannot write to
         outputs = wrapped.generate_batch(PROMPTS, settings, sizes(**batching))
     if hook is not None:
         hook.remove()
     assert list(tokens(outputs).values()) == [alone(plain, prompt) for prompt in PROMPTS]
-    for output in outputs.values():
-        assert len(output.logprobs) == (len(output.generated_tokens) if reason == "logprobs" else 0)
     stats = wrapped.compiled.stats()
     assert (stats.generate_calls, stats.slow_paths[reason]) == ({"original": 1}, 1)
     assert f"({reason} in docs/paths.md)" in caplog.text
 
 
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9}])
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9},
+    {"do_sample": True, "typical_p": 0.8, "eta_cutoff": 0.001, "suppress_tokens": [7, 8, 9]},
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_log_probabilities_are_those_of_huggingfaces_manager(sampling, plain, wrapped):
     settings, several = config(**sampling), 2 if sampling else 1
     settings.num_return_sequences = several
     outputs = wrapped.generate_batch(PROMPTS, settings, sizes(return_logprobs=True, seed=3))
     assert wrapped.compiled.stats().generate_calls == {"engine": 1}
     assert len(outputs) in (3, 3 * several)  # transformers 5.17 returns the first of several alone
-    processors = processors_of(plain, settings)
+    processors = processors_of(plain, settings, [5], 9, ENDS)
     for output in outputs.values():
         text, start = torch.tensor([output.prompt_ids + output.generated_tokens]), len(output.prompt_ids)
         with torch.no_grad():

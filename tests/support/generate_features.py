@@ -312,7 +312,7 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("`use_cache=False`", each(use_cache=False)),
     ],
     "Surroundings": [
-        Feature("`generate_batch`, greedy, also with `return_logprobs`", [batched(), batched(return_logprobs=True)]),
+        Feature("`generate_batch`, also with `return_logprobs`", [batched(), batched(return_logprobs=True)]),
         Feature(
             "`no_grad`, `inference_mode`, any thread",
             [inside(torch.no_grad, generate()), inside(torch.inference_mode, generate()), in_a_thread],
