@@ -14,14 +14,12 @@
 and defaults | no outputs | ``GenerationOutput`` is documented |
 | ``ContinuousBatchingLogitsProcessorList``: ``check_kwargs``, ``do_processing`` | which processors and settings of a \
 request it takes | they would be accepted silently | the same |
-| ``_get_logits_processor`` of a model, ``_eos_token_tensor`` of its config | a config's processors | settings are \
-ignored | it is public |
+| ``_get_logits_processor`` of a model | a config's processors | settings are ignored | it is public |
 | ``_cached_continuous_batching_manager`` of a model | ``persistent_manager`` | made anew in each call | the same |
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Sequence
@@ -37,6 +35,8 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.continuous_api import OutputRouter as OutputRouter
 from transformers.generation.continuous_batching.requests import RequestState as RequestState
 from transformers.generation.continuous_batching.requests import RequestStatus as RequestStatus
+
+from compiled_llm.compat.huggingface import with_end_tokens
 
 _KEPT = "_cached_continuous_batching_manager"
 
@@ -140,10 +140,9 @@ def processors_of(
         ends: tokens that end the answer.
     """
     generating: Any = model
-    own: Any = copy.copy(config)
+    own = with_end_tokens(config, ends)
     own.max_length = len(prompt) + most
-    own._eos_token_tensor = torch.tensor(ends) if ends else None
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device="cpu")
     processors: LogitsProcessorList = generating._get_logits_processor(
         own, input_ids_seq_length=len(prompt), encoder_input_ids=ids, device="cpu"
     )

@@ -23,7 +23,8 @@ Attributes, a function or two each:
 | ``config._attn_implementation_internal`` | a thread's own attention | all threads get ours | a call can name it |
 | ``config._experts_implementation_internal`` | experts on fake tensors | float32 is refused | all dtypes have fakes |
 | ``GenerationConfig._bos_token_tensor``, ``_eos_token_tensor``, ``_pad_token_tensor``, \
-``_decoder_start_token_tensor`` | one upload, not one a call | slower first tokens | the config keeps the tensors |
+``_decoder_start_token_tensor`` | one upload, not one a call; a batch's processors | slower first tokens \
+| the config keeps the tensors |
 | ``GenerationConfig._mask_length`` (from 5.23) | the width of a dropped mask | rows cannot go on | masks stay |
 | the hooks of ``transformers.utils.output_capturing`` | they stay, inactive | HuggingFace's forward for good after \
 ``output_hidden_states`` | they are removed |
@@ -37,6 +38,7 @@ A tensor that ``generate`` keeps in a vision-language model, new in each call, a
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import threading
 from collections import Counter
@@ -225,6 +227,13 @@ def set_special_tokens(config: GenerationConfig, tensors: Sequence[Tensor | None
 def pad_token(config: GenerationConfig) -> Tensor | None:
     """Return the padding token of a call, a 0-dim tensor; None if it has none."""
     return config._pad_token_tensor
+
+
+def with_end_tokens(config: GenerationConfig, ends: Sequence[int]) -> GenerationConfig:
+    """Return a copy of a config that has end tokens as ``generate`` gives them to processors."""
+    own = copy.copy(config)
+    own._eos_token_tensor = torch.tensor(ends, device="cpu") if ends else None
+    return own
 
 
 def mask_width(config: GenerationConfig, tokens: int) -> int:
