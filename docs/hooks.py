@@ -73,11 +73,15 @@ def commands() -> str:
 def _helps(command: Any, context: Any) -> Iterator[str]:
     below = getattr(command, "commands", {})
     parts = [f"## {context.command_path}", *filter(None, (command.help, command.epilog))]
-    if rows := [_described_option(param.get_help_record(context)) for param in command.params]:
+    if rows := [_described_option(param.get_help_record(context)) for param in command.params if not _is_hidden(param)]:
         parts.append("\n".join(["| option | what it does | default |", "|---|---|---|", *rows]))
     yield "\n\n".join(inspect.cleandoc(part) for part in parts)
     for name, each in below.items():
         yield from _helps(each, each.context_class(each, info_name=name, parent=context))
+
+
+def _is_hidden(param: Any) -> bool:
+    return bool(getattr(param, "hidden", False))
 
 
 def _described_option(record: tuple[str, str]) -> str:

@@ -11,6 +11,8 @@ import typer
 from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.early_checks import check_driver, check_package
 from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.leash import end_with_parent
+from compiled_llm.commands.serve_http import HttpFlags, run_with_front, show_log
 from compiled_llm.commands.source import Source, locate
 from compiled_llm.config import WrapConfig
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from compiled_llm.engine.engine import Engine
     from compiled_llm.protocol.messages import Ready
 
-_SERVING, _RUNNING = "Serving", "Running the model"
+_SERVING, _HTTP, _RUNNING = "Serving", "HTTP", "Running the model"
+_MOST_WAITING = 2048
+"""Requests that wait behind a front, unless --max-queue says otherwise."""
 
 
 class Served(NamedTuple):
@@ -45,18 +49,103 @@ class Served(NamedTuple):
         """Return the options of ``Engine``."""
         return {"max_rows": self.max_rows, "max_queue": self.max_queue, "max_step_ms": self.max_step_ms}
 
+    def arguments(self) -> list[str]:
+        """Return the command that serves it to a front's clients, of whom a few thousand may wait."""
+        options = self._asdict() | {
+            "max_queue": _MOST_WAITING if self.max_queue is None else self.max_queue,
+            "warmup": ",".join(map(str, self.warmup)) or None,
+        }
+        flags = ["--quiet"] if options.pop("quiet") else []
+        given = {name: value for name, value in options.items() if value is not None and name != "model"}
+        named = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
+        return ["serve", self.model, *named, *flags]
+
 
 def serve(
     model: Annotated[str, typer.Argument(help="A folder, a GGUF file, a hub id, or `demo`.")],
     uds: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             metavar="PATH",
-            help="Listen at this Unix socket, which only your user may open.",
+            help="Listen at this Unix socket, which only your user may open; alone, without HTTP.",
             rich_help_panel=_SERVING,
-            show_default=False,
         ),
-    ],
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve HTTP at this address; 127.0.0.1 unless given.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help="Serve HTTP at this port; 8000 unless given, 0 for a free one.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="What requests call the model. Several times for several.", rich_help_panel=_HTTP
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Keys, one a line, of which requests bear one. Needed beyond 127.0.0.1.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="By which clients may call this machine; * for any.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Whose pages may use the server from a browser.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="For HTTPS, with --ssl-keyfile.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="For HTTPS, with --ssl-certfile.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    request_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="End an answer with what it has after so long.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    salt_caches: Annotated[
+        bool,
+        typer.Option(
+            "--salt-caches",
+            help="Share cached prompts only between requests with one key and user.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = False,
     max_rows: Annotated[int, typer.Option(help="Run so many requests at once.", rich_help_panel=_SERVING)] = 256,
     max_queue: Annotated[
         int | None, typer.Option(help="Refuse requests while so many wait.", rich_help_panel=_SERVING)
@@ -100,14 +189,22 @@ def serve(
         Device, typer.Option(help="auto: CUDA if there is a device.", rich_help_panel=_RUNNING)
     ] = Device.auto,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=_SERVING)] = False,
+    leashed: Annotated[bool, typer.Option(hidden=True, help="End with whoever holds stdin open.")] = False,
 ) -> None:
-    """Serve a model to the clients of a Unix socket, until SIGTERM or Ctrl-C.
+    """Serve a model by OpenAI's API, or to the clients of a Unix socket alone, until SIGTERM or Ctrl-C.
 
-    Clients are `compiled-llm client` and `compiled_llm.client.Client` in Python. They can connect at once, and are
-    told what is loaded and compiled until requests are taken.
+    Clients of the socket are `compiled-llm client` and `compiled_llm.client.Client` in Python. They can connect at
+    once, and are told what is loaded and compiled until requests are taken; over HTTP, /ready says so.
     """
     with readable_errors():
+        http = HttpFlags(
+            *(host, port, served_model_name or (), api_key_file, allowed_host or (), cors_origin or ()),
+            *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches),
+        )
+        with_front = uds is None or http.given
         check_package("msgspec", "server")
+        if with_front:
+            check_package("fastapi", "server")
         check_driver(device.value)
         sizes = integers("--warmup", warmup)
         served = Served(
@@ -116,7 +213,11 @@ def serve(
         )
         _check(served, drain_seconds)
         source = locate(model, progress=not quiet)
-        _run(served, source, uds.expanduser().absolute(), drain_seconds)
+        path = None if uds is None else uds.expanduser().absolute()
+        if with_front:
+            _run_front(http, served, source, path, drain_seconds)
+        elif path is not None:
+            _run(served, source, path, drain_seconds, leashed)
 
 
 def _check(served: Served, drain_seconds: float) -> None:
@@ -129,7 +230,15 @@ def _check(served: Served, drain_seconds: float) -> None:
         raise ValueError(f"--drain-seconds {drain_seconds:g}: must be 0 or more")
 
 
-def _run(served: Served, source: Source, uds: Path, drain_seconds: float) -> None:
+def _run_front(http: HttpFlags, served: Served, source: Source, uds: Path | None, drain_seconds: float) -> None:
+    if not served.quiet:
+        show_log()
+    run_with_front(http, source, uds, served.arguments(), drain_seconds, _silent if served.quiet else _say)
+
+
+def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashed: bool) -> None:
+    if leashed:
+        end_with_parent()
     from compiled_llm.server.generator.generator import Generator
     from compiled_llm.server.generator.process import run
 

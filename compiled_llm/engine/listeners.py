@@ -60,9 +60,13 @@ class Listeners:
                     self._threads -= 1
 
     @contextmanager
-    def listening(self) -> Iterator[asyncio.Event]:
-        """Yield an event of the running event loop that is set whenever something has changed."""
-        event = asyncio.Event()
+    def listening(self, event: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
+        """Yield an event of the running event loop that is set whenever something has changed.
+
+        Args:
+            event: to be set; None for a new one.
+        """
+        event = asyncio.Event() if event is None else event
         task = asyncio.get_running_loop(), event
         with self._changing():
             self._tasks.add(task)

@@ -1,0 +1,177 @@
+"""Answers of one HTTP request on their way, and what of them is new."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from starlette.requests import Request
+
+from compiled_llm.client.answer import RemoteAnswer
+from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.engine.answer_text import AnswerText
+from compiled_llm.engine.output import Completion
+from compiled_llm.protocol.messages import Entry
+from compiled_llm.server.front.usage import FinishReason, Usage, finish_reason_of, usage_of
+
+
+class Answers:
+    """What was asked of the generator for one HTTP request; whoever leaves gives its pages back.
+
+    Attributes:
+        handles: one for each prompt.
+    """
+
+    def __init__(self, handles: Sequence[RemoteHandle], request: Request, keeps_ends: bool) -> None:
+        """Cancel them if the client leaves.
+
+        Args:
+            handles: one for each prompt.
+            request: its client's; the body has been read.
+            keeps_ends: whether a token that has ended an answer is told of.
+        """
+        self.handles = handles
+        self._keeps_ends = keeps_ends
+        self._watching = asyncio.create_task(self._watch(request))
+
+    async def _watch(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        for handle in self.handles:
+            handle.cancel()
+
+    def close(self) -> None:
+        """End what has not ended, and watch the client no more."""
+        self.cancel()
+        self._watching.cancel()
+
+    async def changes(self) -> AsyncIterator[None]:
+        """Yield whenever something has changed, until all have ended.
+
+        Raises:
+            Exception: why one was refused, or has failed.
+        """
+        event = asyncio.Event()
+        with ExitStack() as listening:
+            for handle in self.handles:
+                listening.enter_context(handle.listeners.listening(event))
+            over = False
+            while not over:
+                event.clear()
+                over = all(handle.done for handle in self.handles)
+                self._check()
+                yield
+                if not over:
+                    await event.wait()
+
+    async def begun(self) -> None:
+        """Wait for the first token.
+
+        Raises:
+            Exception: why there is none.
+        """
+        async for _ in self.changes():
+            if any(answer.tokens for handle in self.handles for answer in handle.answers):
+                return
+
+    async def ended(self) -> list[Completion]:
+        """Wait for the end, and return the answers of all prompts.
+
+        Raises:
+            Exception: what one has failed of.
+        """
+        async for _ in self.changes():
+            pass
+        return [
+            replace(completion, logprobs=completion.logprobs and completion.logprobs[: self._told(answer)])
+            for handle in self.handles
+            for answer, completion in zip(handle.answers, handle.output().outputs, strict=True)
+        ]
+
+    def _told(self, answer: RemoteAnswer) -> int:
+        """Return how many tokens of an answer that has ended are told of."""
+        tokens, ends = answer.received.tokens, answer.received.ends
+        return len(tokens) - (bool(tokens) and tokens[-1] in ends and not self._keeps_ends)
+
+    def _check(self) -> None:
+        for handle in self.handles:
+            if handle.refused is not None:
+                raise handle.refused
+            for answer in handle.answers:
+                if answer.done and answer.error is not None:
+                    raise answer.error
+
+    def usage(self) -> Usage:
+        """Return how many tokens they have taken, once they have ended."""
+        return usage_of(self.handles)
+
+    def choices(self) -> list[Choice]:
+        """Return all answers, to be read as they come."""
+        every = [(handle, answer) for handle in self.handles for answer in handle.answers]
+        return [Choice(number, handle, answer, self._told) for number, (handle, answer) in enumerate(every)]
+
+
+@dataclass(frozen=True)
+class News:
+    """What is new of an answer.
+
+    Attributes:
+        text: that is certain by now.
+        tokens: that were read for it.
+        logprobs: of these tokens, if they are wanted.
+        finish_reason: why it has ended; None while it has not.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[list[Entry]] | None
+    finish_reason: FinishReason | None
+
+
+class Choice:
+    """One answer of a stream, and how much of it was told.
+
+    Attributes:
+        index: its number in the response.
+    """
+
+    def __init__(
+        self, index: int, handle: RemoteHandle, answer: RemoteAnswer, told: Callable[[RemoteAnswer], int]
+    ) -> None:
+        """Read it from the beginning.
+
+        Args:
+            index: its number in the response.
+            handle: of its prompt.
+            answer: one of the prompt's.
+            told: how many tokens of it are told of, once it has ended.
+        """
+        handle.text(answer.index)  # from now on it is decoded as it comes
+        self.index = index
+        self._answer = answer
+        self._told = told
+        self._text: AnswerText = answer.begin_text()
+        self._characters = self._tokens = 0
+        self._over = False
+
+    def news(self) -> News | None:
+        """Return what is new; None for nothing."""
+        if self._over:
+            return None
+        received, text = self._answer.received, self._text
+        count = text.count  # first: if it is not over, none of these has ended it
+        self._over = received.done and text.ended
+        tokens = received.tokens[self._tokens : self._told(self._answer) if self._over else count]
+        piece = text.text[self._characters : text.shown]
+        if not (piece or tokens or self._over):
+            return None
+        logprobs = received.logprobs and received.logprobs[self._tokens : self._tokens + len(tokens)]
+        self._characters += len(piece)
+        self._tokens += len(tokens)
+        return News(piece, tokens, logprobs, finish_reason_of(received.finish_reason) if self._over else None)

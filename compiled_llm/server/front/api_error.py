@@ -1,0 +1,124 @@
+"""Errors as OpenAI's API has them: a status, and what is wrong with which parameter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from compiled_llm.client.errors import GeneratorBusyError, GeneratorError, GeneratorLostError
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_PARAMETER = re.compile(r"^(?:\w+: )?(\w+)=")
+_BUSY_SECONDS, _LOADING_SECONDS = "1", "5"
+
+
+class ApiError(Exception):
+    """What a client is told in place of an answer.
+
+    Attributes:
+        status: of HTTP.
+        message: a sentence.
+        param: the parameter that is wrong, if one is.
+        code: a word for programs.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Describe it."""
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What is sent."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """Return it as a response."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return the error of a request that never can be answered."""
+    return ApiError(400, message, param, code)
+
+
+def unavailable(message: str, code: str = "unavailable", seconds: str = _LOADING_SECONDS) -> ApiError:
+    """Return the error of a request that can be answered later."""
+    return ApiError(503, message, code=code, headers={"Retry-After": seconds})
+
+
+def of_exception(error: BaseException) -> ApiError:
+    """Return what a client is told of an exception; of one that nobody expected nothing but that it was."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, GeneratorBusyError):
+        return ApiError(429, _plain(error), code="queue_full", headers={"Retry-After": _BUSY_SECONDS})
+    if isinstance(error, GeneratorLostError):
+        return unavailable("the process that runs the model has ended, and is started again", "generator_lost")
+    if isinstance(error, GeneratorError):
+        return unavailable(_plain(error))
+    if isinstance(error, ValueError):
+        found = _PARAMETER.match(str(error))
+        return invalid(_plain(error), None if found is None else found.group(1))
+    return ApiError(500, "an error of the server; its log has it under the request's id", code="internal_error")
+
+
+def _plain(error: BaseException) -> str:
+    """Return a message without the name of a class that clients do not know."""
+    return str(error).removeprefix("SamplingParams: ")
+
+
+def of_validation(error: RequestValidationError) -> ApiError:
+    """Return the first thing that is wrong with a body, by the parameter's name."""
+    first = error.errors()[0]
+    param = _path(first["loc"], error.body)
+    if first["type"] == "json_invalid":
+        return invalid("the body is no JSON", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return invalid(f"{param}: there is no such parameter", param, "unknown_parameter")
+    if first["type"] == "missing":
+        return invalid(f"{param or 'the body'}: is missing", param, "missing_required_parameter")
+    return invalid(_of_value(param, first), param, first.get("ctx", {}).get("code", "invalid_value"))
+
+
+def _of_value(param: str | None, found: Mapping[str, Any]) -> str:
+    message = str(found["msg"]).removeprefix("Value error, ")
+    return message if param is None else f"{param}: {message[:1].lower()}{message[1:]}"
+
+
+def _path(location: Sequence[int | str], body: Any) -> str | None:
+    """Return ``messages[0].role`` for a place in the body; what stands there beside is which type was tried."""
+    path, missing = "", len(location) - 1
+    for number, part in enumerate(location[1:], start=1):
+        if isinstance(part, int) and isinstance(body, list):
+            path += f"[{part}]"
+            body = body[part]
+        elif isinstance(body, dict) and (part in body or number == missing):
+            path += f".{part}"
+            body = body.get(part)
+    return path.removeprefix(".") or None
+
+
+async def respond(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request that has failed."""
+    if isinstance(error, RequestValidationError):
+        return of_validation(error).response()
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+    return of_exception(error).response()

@@ -1,0 +1,61 @@
+"""The application: what answers requests of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from compiled_llm.client import GeneratorError
+from compiled_llm.server.front import chat, completions, metrics, status, tokens
+from compiled_llm.server.front.api_error import ApiError, respond
+from compiled_llm.server.front.front import Front
+from compiled_llm.server.front.guard import Guard
+from compiled_llm.server.front.settings import FrontSettings
+
+_ANSWERED = (RequestValidationError, HTTPException, ApiError, GeneratorError, ValueError, Exception)
+
+
+def application(settings: FrontSettings) -> FastAPI:
+    """Return what serves a generator's model by OpenAI's API.
+
+    Args:
+        settings: of the front.
+    """
+    app = FastAPI(
+        title="compiled_llm", version=version("compiled-llm"), lifespan=_lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.front = Front(settings)
+    app.state.metrics = metrics.FrontMetrics()
+    for room in (chat, completions, tokens, status, metrics):
+        app.include_router(room.router)
+    for kind in _ANSWERED:
+        app.add_exception_handler(kind, respond)
+    app.add_middleware(Guard, settings=settings, metrics=app.state.metrics)
+    if settings.cors_origins:  # outside the guard: a browser asks first, without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+            expose_headers=["x-request-id"],
+        )
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Stay connected to the generator while the server runs."""
+    linking = asyncio.create_task(app.state.front.link.run())
+    try:
+        yield
+    finally:
+        linking.cancel()
+        with suppress(asyncio.CancelledError):
+            await linking

@@ -1,0 +1,51 @@
+"""The body of a request to ``/v1/completions``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.server.front.api_error import invalid
+from compiled_llm.server.front.fields import NoEffect, Refused
+from compiled_llm.server.front.sampling_fields import SamplingFields
+
+_MOST_TOKENS = 16
+"""As OpenAI's, where a request does not say."""
+
+
+class CompletionRequest(SamplingFields):
+    """Text, or several texts, to continue: OpenAI's fields, then the sampling that vLLM has besides."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    echo: bool | None = None
+    best_of: Annotated[int | None, NoEffect("it has to be n: no answers are drawn and left out")] = None
+
+    suffix: Annotated[Any, Refused("text is continued, and not filled in", ("",))] = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Return each prompt.
+
+        Raises:
+            ApiError: there is none.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise invalid("prompt: is empty", "prompt")
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
+    def sampling(self) -> SamplingParams:
+        """Return what the engine is asked for.
+
+        Raises:
+            ApiError: something contradicts itself.
+            ValueError: as of ``SamplingParams``.
+        """
+        if self.best_of not in (None, self.answers):
+            raise invalid(f"best_of: has to be n={self.answers}; no answers are drawn and left out", "best_of")
+        scores = self.logprobs if self.echo else None
+        return self.params(max_tokens=self.max_tokens or _MOST_TOKENS, logprobs=self.logprobs, prompt_logprobs=scores)

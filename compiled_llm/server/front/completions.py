@@ -1,0 +1,123 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from compiled_llm.engine.output import Completion
+from compiled_llm.server.front.answers import Answers, Choice, News
+from compiled_llm.server.front.chat_logprobs import entries_of
+from compiled_llm.server.front.completion_logprobs import CompletionScores
+from compiled_llm.server.front.completion_request import CompletionRequest
+from compiled_llm.server.front.completion_response import CompletionChoice, CompletionLogprobs, TextCompletion
+from compiled_llm.server.front.errors_of_openapi import ERRORS
+from compiled_llm.server.front.events import event_stream
+from compiled_llm.server.front.front import beside, front_of, new_id
+from compiled_llm.server.front.generator_link import Model
+from compiled_llm.server.front.usage import finish_reason_of
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=TextCompletion, responses=ERRORS)
+async def create_completion(body: CompletionRequest, request: Request) -> Any:
+    """Continue a text, or several."""
+    front = front_of(request)
+    model = front.model_for(body.model)
+    params = body.sampling()
+    prompts = [await _tokens(prompt, model) for prompt in body.prompts()]
+    answers = await front.submit(request, body, prompts, params)
+    told = _Told(body, model, front.settings.names[0], answers)
+    try:
+        if body.stream:
+            await answers.begun()
+            return event_stream(told.stream(), answers)
+        completions = await answers.ended()
+    except BaseException:
+        answers.close()
+        raise
+    answers.close()
+    return Response(told.whole(completions).model_dump_json(), media_type="application/json")
+
+
+async def _tokens(prompt: str | list[int], model: Model) -> list[int]:
+    if isinstance(prompt, str):
+        return await beside(lambda: model.vocabulary.of_text(prompt), len(prompt))
+    return prompt
+
+
+class _Told:
+    """Writes answers, whole or as they come."""
+
+    def __init__(self, body: CompletionRequest, model: Model, name: str, answers: Answers) -> None:
+        self._body = body
+        self._model = model
+        self._answers = answers
+        self._head: dict[str, Any] = {
+            "id": new_id("cmpl"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": name,
+        }
+
+    def whole(self, completions: Sequence[Completion]) -> TextCompletion:
+        choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
+        return TextCompletion(choices=choices, usage=self._answers.usage(), **self._head)
+
+    def _choice(self, index: int, completion: Completion) -> CompletionChoice:
+        return CompletionChoice(
+            index=index,
+            text=self._echo(index) + (completion.text or ""),
+            logprobs=self._all_logprobs(index, completion),
+            finish_reason=finish_reason_of(completion.finish_reason),
+        )
+
+    def _all_logprobs(self, index: int, completion: Completion) -> CompletionLogprobs | None:
+        if completion.logprobs is None:
+            return None
+        output = self._answers.handles[index // self._body.answers].output()
+        prompt = [None if place is None else entries_of([place])[0] for place in output.prompt_logprobs or ()]
+        first = output.prompt_token_ids[0] if prompt else None
+        return self._scores().written([*prompt, *entries_of(completion.logprobs)], first)
+
+    async def stream(self) -> AsyncIterator[list[TextCompletion]]:
+        choices = self._answers.choices()
+        scores = [self._scores() for _ in choices]
+        if self._body.echo:
+            yield [self._chunk(CompletionChoice(**_none(choice), text=self._echo(choice.index))) for choice in choices]
+        async for _ in self._answers.changes():
+            yield [
+                self._chunk(self._news(choice, news, scores[choice.index]))
+                for choice in choices
+                if (news := choice.news()) is not None
+            ]
+        if self._body.wants_usage:
+            yield [TextCompletion(choices=[], usage=self._answers.usage(), **self._head)]
+
+    def _chunk(self, choice: CompletionChoice) -> TextCompletion:
+        usage: dict[str, Any] = {"usage": None} if self._body.wants_usage else {}
+        return TextCompletion(choices=[choice], **usage, **self._head)
+
+    def _news(self, choice: Choice, news: News, scores: CompletionScores) -> CompletionChoice:
+        logprobs = None if self._body.logprobs is None else scores.written(news.logprobs or [])
+        return CompletionChoice(index=choice.index, text=news.text, logprobs=logprobs, finish_reason=news.finish_reason)
+
+    def _scores(self) -> CompletionScores:
+        return CompletionScores(self._body.logprobs or 0, self._model.token_bytes)
+
+    def _echo(self, index: int) -> str:
+        """Return the prompt of an answer, if it is to be repeated."""
+        if not self._body.echo:
+            return ""
+        number = index // self._body.answers
+        prompt = self._body.prompts()[number]
+        return prompt if isinstance(prompt, str) else self._model.vocabulary.text(prompt)
+
+
+def _none(choice: Choice) -> dict[str, Any]:
+    return {"index": choice.index, "logprobs": None, "finish_reason": None}

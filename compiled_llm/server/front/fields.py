@@ -1,0 +1,53 @@
+"""What is said of a request's field that no answer depends on: that it has no effect, or that it is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+
+class Body(BaseModel):
+    """What is sent as JSON: nothing that is not declared, and nothing of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """A field that is taken, since it cannot change the answer.
+
+    Attributes:
+        why: it cannot.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field that is not served: only values that ask for nothing are taken.
+
+    Attributes:
+        why: it is not served, or what to give in its place.
+        neutral: values besides null that ask for nothing.
+    """
+
+    why: str
+    neutral: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Check a value in place of its type."""
+        return core_schema.no_info_plain_validator_function(self._checked)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe it for OpenAPI."""
+        return {"enum": [None, *self.neutral], "description": f"Not served: {self.why}."}
+
+    def _checked(self, value: Any) -> Any:
+        if value is None or any(value == known and type(value) is type(known) for known in self.neutral):
+            return value
+        raise PydanticCustomError("value_error", "is not served: {why}", {"why": self.why, "code": "unsupported_value"})

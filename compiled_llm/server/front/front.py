@@ -1,0 +1,116 @@
+"""What endpoints share: the generator, the settings, and how a request becomes answers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+from starlette.requests import Request
+
+from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.server.front.answers import Answers
+from compiled_llm.server.front.api_error import ApiError, invalid
+from compiled_llm.server.front.generator_link import GeneratorLink, Model
+from compiled_llm.server.front.sampling_fields import SamplingFields
+from compiled_llm.server.front.settings import FrontSettings
+
+T = TypeVar("T")
+
+_LONG = 20_000
+"""Characters from which on a text is made tokens beside the event loop: others would wait for milliseconds."""
+
+
+class Front:
+    """What requests are answered with.
+
+    Attributes:
+        settings: of the front.
+        link: to the generator.
+        created: when the front has begun, in seconds since 1970.
+    """
+
+    def __init__(self, settings: FrontSettings) -> None:
+        """Know of no generator yet."""
+        self.settings = settings
+        self.link = GeneratorLink(settings.socket)
+        self.created = int(time.time())
+
+    def model_for(self, name: str | None) -> Model:
+        """Return the model, if it is the one that a request names.
+
+        Raises:
+            ApiError: it is another one, or the model is not ready.
+        """
+        if name is not None and name not in self.settings.names:
+            known = ", ".join(self.settings.names)
+            raise ApiError(404, f"model: there is no {name!r} here; there is {known}", "model", "model_not_found")
+        return self.link.model
+
+    async def submit(
+        self, request: Request, body: SamplingFields, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> Answers:
+        """Begin to answer prompts.
+
+        Args:
+            request: whose client may leave.
+            body: of it.
+            prompts: token ids.
+            params: how to answer.
+
+        Raises:
+            ApiError: they are too many or too long.
+            ValueError: they are impossible.
+            GeneratorError: the generator is gone.
+        """
+        self._check(prompts, params, body)
+        client, salt = self.link.model.client, self._salt(request, body)
+        handles: list[RemoteHandle] = []
+        try:
+            handles += (
+                client.submit(prompt, params, timeout=self.settings.request_seconds, cache_salt=salt)
+                for prompt in prompts
+            )
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        return Answers(handles, request, params.include_stop_str_in_output)
+
+    def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams, body: SamplingFields) -> None:
+        most, longest = self.settings.most_choices, self.link.model.ready.max_tokens
+        if len(prompts) * params.n > most:
+            raise invalid(f"n: {len(prompts)} prompts with {params.n} answers each; at most {most} at once", "n")
+        for prompt in prompts:
+            if len(prompt) >= longest:
+                raise invalid(
+                    f"the prompt has {len(prompt)} tokens, and with its answer can have {longest}; shorten it",
+                    "prompt" if hasattr(body, "prompt") else "messages",
+                    "context_length_exceeded",
+                )
+
+    def _salt(self, request: Request, body: SamplingFields) -> str | None:
+        """Return what a request shares its cached pages by; with ``salts_caches``, only with its own kind."""
+        if not self.settings.salts_caches:
+            return body.cache_salt
+        parts = (request.headers.get("authorization", ""), body.user or "", body.cache_salt or "")
+        return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()
+
+
+def front_of(request: Request) -> Front:
+    """Return the front that has a request."""
+    return cast(Front, request.app.state.front)
+
+
+def new_id(prefix: str) -> str:
+    """Return a name for an answer that no other has."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+async def beside(function: Callable[[], T], characters: int) -> T:
+    """Return what a function makes of so many characters; beside the event loop if they are many."""
+    return function() if characters < _LONG else await asyncio.to_thread(function)

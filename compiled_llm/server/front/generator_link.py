@@ -1,0 +1,122 @@
+"""The front's connection to its generator, which is made again whenever it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from compiled_llm.client import Client, GeneratorError
+from compiled_llm.client.session import Session
+from compiled_llm.protocol.messages import Ready
+from compiled_llm.server.front.api_error import unavailable
+from compiled_llm.server.front.token_bytes import TokenBytes
+from compiled_llm.server.front.vocabulary import Vocabulary, load_tokenizer
+
+logger = logging.getLogger("compiled_llm.server")
+
+_PAUSE = 0.1
+"""Seconds between two tries to connect; meanwhile requests are refused."""
+
+
+class Model(NamedTuple):
+    """What answers requests: a generator that is ready, and its tokenizer."""
+
+    client: Client
+    ready: Ready
+    vocabulary: Vocabulary
+    token_bytes: TokenBytes
+
+
+class GeneratorLink:
+    """Connects to a generator, waits until it is ready, and begins again when it has gone.
+
+    Attributes:
+        was_ready: whether it has been, once.
+    """
+
+    def __init__(self, socket: Path) -> None:
+        """Know of no generator yet.
+
+        Args:
+            socket: the path of its socket.
+        """
+        self.was_ready = False
+        self._socket = socket
+        self._client: Client | None = None
+        self._model: Model | None = None
+        self._vocabulary: Vocabulary | None = None
+
+    @property
+    def doing(self) -> str:
+        """What the generator does: ``"ready"``, or what comes before."""
+        if self._model is None and self._client is not None and self._client.doing == "ready":
+            return "loading the tokenizer"
+        return "starting" if self._client is None else self._client.doing
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be answered."""
+        return self._model is not None
+
+    @property
+    def model(self) -> Model:
+        """What answers requests.
+
+        Raises:
+            ApiError: nothing does now.
+        """
+        if self._model is None:
+            raise unavailable(f"the model is not ready: {self.doing}", "not_ready")
+        return self._model
+
+    async def run(self) -> None:
+        """Stay connected until it is cancelled."""
+        try:
+            while True:
+                try:
+                    await self._serve_once()
+                except (GeneratorError, OSError) as error:
+                    logger.debug("compiled_llm: no generator: %s", error)
+                self._forget()
+                await asyncio.sleep(_PAUSE)
+        finally:
+            self._forget()
+
+    async def _serve_once(self) -> None:
+        if self._vocabulary is None:
+            self._vocabulary = await self._named_vocabulary()
+        self._client = Client(self._socket, tokenizer=self._vocabulary.tokenizer, wait=False)
+        ready = await _ready(self._client)
+        self._model = Model(self._client, ready, self._vocabulary, TokenBytes(self._vocabulary.tokenizer))
+        self.was_ready = True
+        await _until(self._client, lambda session: session.lost is not None)
+
+    async def _named_vocabulary(self) -> Vocabulary:
+        """Load the tokenizer that the generator names, which it does once it is ready."""
+        self._client = Client(self._socket, wait=False)
+        ready = await _ready(self._client)
+        try:
+            return Vocabulary(await asyncio.to_thread(load_tokenizer, ready))
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client = self._model = None
+
+
+async def _ready(client: Client) -> Ready:
+    await _until(client, lambda session: session.ready is not None or session.lost is not None)
+    return client._session.check_ready()
+
+
+async def _until(client: Client, over: Callable[[Session], bool]) -> None:
+    session = client._session
+    with session.listeners.listening() as event:
+        while not over(session):
+            await event.wait()
+            event.clear()

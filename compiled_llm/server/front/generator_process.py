@@ -1,0 +1,76 @@
+"""The generator's process, which the front starts, starts again, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+logger = logging.getLogger("compiled_llm.server")
+
+_HOUR = 3600.0
+_PATIENCE = 15.0
+"""Seconds that it has to end before it is killed; nobody waits for answers by then."""
+
+
+class GeneratorProcess:
+    """Runs a generator; one that dies is replaced, unless it has never been ready, or too many have died lately.
+
+    Its standard input is a pipe that only this process holds: however this one ends, the generator reads its end.
+    """
+
+    def __init__(self, arguments: Sequence[str], most_restarts: int = 3) -> None:
+        """Start nothing yet.
+
+        Args:
+            arguments: of ``compiled-llm``, with ``--leashed``.
+            most_restarts: how often it is started again in an hour.
+        """
+        self._arguments = (sys.executable, "-m", "compiled_llm", *arguments)
+        self._most_restarts = most_restarts
+        self._restarts: deque[float] = deque(maxlen=most_restarts)
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self, was_ready: Callable[[], bool]) -> str:
+        """Keep one running, and return why there is none any more.
+
+        Args:
+            was_ready: whether one has ever been.
+        """
+        while True:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._arguments,
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the front, which ends it once answers have ended
+            )
+            code = await self._process.wait()
+            if not was_ready():
+                return "the generator has ended before it was ready"
+            if not self._may_restart():
+                return f"the generator has ended again, after {self._most_restarts} restarts within an hour"
+            logger.error("compiled_llm: the generator has ended with exit code %s; it is started again", code)
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        if len(self._restarts) == self._most_restarts and (not self._restarts or now - self._restarts[0] < _HOUR):
+            return False
+        self._restarts.append(now)
+        return True
+
+    async def stop(self) -> None:
+        """End it; by force if it takes long."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), _PATIENCE)
+            except asyncio.TimeoutError:
+                process.kill()
+                await process.wait()

@@ -1,0 +1,173 @@
+"""Who may come in, and with what: host, origin, key, the kind of a body and its length; and a line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from compiled_llm.server.front.api_error import ApiError
+from compiled_llm.server.front.front import new_id
+from compiled_llm.server.front.metrics import FrontMetrics
+from compiled_llm.server.front.settings import FrontSettings
+
+logger = logging.getLogger("compiled_llm.server")
+
+_FOR_EVERYBODY = ("/health", "/ready")
+_BODY_SECONDS = 30.0
+"""In which a body has to come."""
+_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
+
+
+class Guard:
+    """Lets requests through that may come in; others are answered here."""
+
+    def __init__(self, app: ASGIApp, settings: FrontSettings, metrics: FrontMetrics) -> None:
+        """Stand before an application.
+
+        Args:
+            app: what answers requests.
+            settings: who may come in.
+            metrics: what counts responses.
+        """
+        self._app = app
+        self._settings = settings
+        self._hosts = settings.hosts
+        self._keys = [_digest(key) for key in settings.api_keys]
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or have it answered."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        entry = _Entry(scope, send, self._metrics)
+        try:
+            self._check(scope)
+            body = await self._body(Headers(scope=scope), receive) if scope["method"] not in _WITHOUT_BODY else b""
+            await self._app(scope, _replayed(body, receive), entry.send)
+        except ApiError as error:
+            await error.response()(scope, receive, entry.send)
+        finally:
+            entry.close()
+
+    # ---- who
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        self._check_host(headers)
+        self._check_origin(headers)
+        if scope["path"] not in _FOR_EVERYBODY:
+            self._check_key(headers)
+
+    def _check_host(self, headers: Headers) -> None:
+        name = _host_name(headers.get("host", ""))
+        if "*" not in self._hosts and name not in self._hosts:
+            raise ApiError(403, f"Host: {name!r} is not served here; start the server with --allowed-host", code="host")
+
+    def _check_origin(self, headers: Headers) -> None:
+        """A page that a user of this machine visits must not use the server."""
+        origin = headers.get("origin")
+        if origin is None or origin in self._settings.cors_origins or "*" in self._settings.cors_origins:
+            return
+        if origin.partition("://")[2] != headers.get("host"):
+            raise ApiError(
+                403, "Origin: pages of other servers are not served; start the server with --cors-origin", code="origin"
+            )
+
+    def _check_key(self, headers: Headers) -> None:
+        if not self._keys:
+            return
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip() if kind.lower() == "bearer" else "")
+        if not sum(hmac.compare_digest(given, known) for known in self._keys):  # all of them, in the same time
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    # ---- with what
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        """Return the body, once all of it has come."""
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "Content-Type: the body has to be application/json", code="content_type")
+        self._check_length(int(length) if (length := headers.get("content-length", "0")).isdecimal() else 0)
+        try:
+            return await asyncio.wait_for(self._received(receive), _BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body has not come within {_BODY_SECONDS:.0f} s", code="timeout") from None
+
+    async def _received(self, receive: Receive) -> bytes:
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(400, "the body was cut", code="incomplete_body")
+            body += message.get("body", b"")
+            self._check_length(len(body))
+            more = message.get("more_body", False)
+        return bytes(body)
+
+    def _check_length(self, length: int) -> None:
+        most = self._settings.most_body_bytes
+        if length > most:
+            raise ApiError(413, f"the body can have {most:,} bytes", code="body_too_long")
+
+
+class _Entry:
+    """One request in the log and in the metrics; its id goes out with the response."""
+
+    def __init__(self, scope: Scope, send: Send, metrics: FrontMetrics) -> None:
+        self._id = new_id("req")
+        self._scope = scope
+        self._send = send
+        self._metrics = metrics
+        self._status = 0
+        self._begun = time.monotonic()
+        metrics.open.inc()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            MutableHeaders(scope=message)["x-request-id"] = self._id
+        await self._send(message)
+
+    def close(self) -> None:
+        seconds, route = time.monotonic() - self._begun, self._scope.get("route")
+        path = getattr(route, "path", "other")  # as it was declared: what a client makes up is not counted apart
+        self._metrics.open.dec()
+        self._metrics.count(path, self._status, seconds)
+        logger.info("compiled_llm: %s %s %s %s %.3f s", self._id, self._scope["method"], path, self._status, seconds)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return what receives a body again that has come, then what comes behind it."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay
+
+
+def _host_name(host: str) -> str:
+    """Return the name in a ``Host`` header, without the port."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()

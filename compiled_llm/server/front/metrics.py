@@ -1,0 +1,112 @@
+"""``/metrics``: what the front counts, and how the generator is doing, for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from compiled_llm.client import GeneratorError
+from compiled_llm.protocol.messages import Stats
+from compiled_llm.server.front.front import front_of
+
+router = APIRouter()
+
+_PATIENCE = 5.0
+_GAUGES = {"running": "Requests that run", "waiting": "Requests that wait", "connections": "Clients of the generator"}
+_COUNTERS = {
+    "finished": "Requests that have ended",
+    "steps": "Steps of the engine",
+    "preemptions": "Requests that gave their pages to others",
+    "prompt_tokens": "Tokens of prompts",
+    "cached_tokens": "Tokens of prompts that the prefix cache had",
+    "new_tokens": "Tokens of answers",
+    "cold_starts": "Steps that compiled or recorded something",
+}
+_WAITS = {
+    "queue_seconds": "Until a request first runs",
+    "first_token_seconds": "Until its first token",
+    "inter_token_seconds": "Between two tokens",
+}
+
+
+class FrontMetrics:
+    """What the front counts.
+
+    Attributes:
+        registry: of these metrics.
+    """
+
+    def __init__(self) -> None:
+        """Begin at zero."""
+        self.registry = CollectorRegistry()
+        names = ["path", "status"]
+        self._requests = Counter(
+            "compiled_llm_http_requests", "Requests that were answered", names, registry=self.registry
+        )
+        self._seconds = Histogram(
+            "compiled_llm_http_seconds", "Until a response had gone out", ["path"], registry=self.registry
+        )
+        self.open = Gauge("compiled_llm_http_open", "Requests that are being answered", registry=self.registry)
+
+    def count(self, path: str, status: int, seconds: float) -> None:
+        """Count a response."""
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+
+class _Generator(Collector):
+    """The generator's figures, as they were a moment ago."""
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"compiled_llm_{name}", text, getattr(self._stats, name))
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"compiled_llm_{name}", text, getattr(self._stats, name))
+        for name, text in _WAITS.items():
+            yield self._waits(name, text)
+        if self._stats.pages is not None:
+            yield self._pages()
+
+    def _waits(self, name: str, text: str) -> Metric:
+        family = GaugeMetricFamily(f"compiled_llm_{name}", f"{text}, of recent requests", labels=["quantile"])
+        if (found := getattr(self._stats, name)) is not None:
+            family.add_metric(["0.5"], found.p50)
+            family.add_metric(["0.99"], found.p99)
+        return family
+
+    def _pages(self) -> Metric:
+        family = GaugeMetricFamily("compiled_llm_pages", "Pages of the key-value cache", labels=["state"])
+        for state in ("used", "free", "cached"):
+            family.add_metric([state], getattr(self._stats.pages, state))
+        return family
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Return figures for Prometheus; those of the generator only if it answers."""
+    text = generate_latest(request.app.state.metrics.registry)
+    if (stats := await _stats(request)) is not None:
+        registry = CollectorRegistry()
+        registry.register(_Generator(stats))
+        text += generate_latest(registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _stats(request: Request) -> Stats | None:
+    link = front_of(request).link
+    if not link.is_ready:
+        return None
+    try:
+        return await asyncio.to_thread(link.model.client.stats, _PATIENCE)
+    except (GeneratorError, TimeoutError):
+        return None

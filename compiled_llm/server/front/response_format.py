@@ -1,0 +1,54 @@
+"""The form of an answer, as OpenAI's ``response_format`` says it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.server.front.fields import Body, NoEffect
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Body):
+    """A JSON schema."""
+
+    name: Annotated[str | None, NoEffect("the model does not see it")] = None
+    description: Annotated[str | None, NoEffect("the model does not see it")] = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: Annotated[bool | None, NoEffect("the schema is always followed")] = None
+
+
+class JsonSchemaFormat(Body):
+    """What a JSON schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+def form_of(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> dict[str, Any]:
+    """Return the settings of ``SamplingParams`` for a form.
+
+    Raises:
+        ValueError: there is no such form.
+    """
+    if wanted is None or isinstance(wanted, TextFormat):
+        return {}
+    if isinstance(wanted, JsonObjectFormat):
+        return {"structured_outputs": StructuredOutputsParams(json_object=True)}
+    return {"structured_outputs": StructuredOutputsParams(json=wanted.json_schema.schema_)}

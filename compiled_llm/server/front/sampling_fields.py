@@ -1,0 +1,90 @@
+"""Fields of a request that say how tokens are chosen: OpenAI's, and those that vLLM has besides."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.server.front.api_error import invalid
+from compiled_llm.server.front.fields import Body, NoEffect
+
+_Same = tuple[str, ...]
+_SAME_NAMES: _Same = (
+    *("n", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words"),
+    *("allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+)
+"""Fields that ``SamplingParams`` has by the same name."""
+
+
+class StreamOptions(Body):
+    """What a stream has besides pieces of the answer."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[bool | None, NoEffect("chunks are never padded")] = None
+
+
+class SamplingFields(Body):
+    """What every kind of request can say of its answer."""
+
+    model: str | None = None
+    n: Annotated[int | None, Field(ge=1)] = None
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    seed: Annotated[int | None, Field(ge=-1, lt=2**62)] = None
+    stop: str | list[str] | None = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str | None, NoEffect("nothing is kept of users; with --salt-caches, it is a salt")] = None
+
+    top_k: Annotated[int | None, Field(ge=-1)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    min_tokens: Annotated[int | None, Field(ge=0)] = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+
+    @property
+    def answers(self) -> int:
+        """How many are wanted of each prompt."""
+        return self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the count of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def params(self, **others: Any) -> SamplingParams:
+        """Return what the engine is asked for.
+
+        Args:
+            **others: settings that have other names, or other defaults.
+
+        Raises:
+            ApiError: something contradicts itself.
+            ValueError: as of ``SamplingParams``.
+        """
+        self._check_stream()
+        same = {name: value for name in _SAME_NAMES if (value := getattr(self, name)) not in (None, [])}
+        return SamplingParams(**same, logit_bias=self._biases(), **others)
+
+    def _check_stream(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options: only for stream=true", "stream_options")
+
+    def _biases(self) -> dict[int, float] | None:
+        """Return the biases by token; JSON has them by text."""
+        try:
+            return {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None
+        except ValueError:
+            raise invalid("logit_bias: keys are token ids, written as text", "logit_bias") from None

@@ -1,0 +1,95 @@
+"""Runs a front until it is told to end, and its generator beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+
+from compiled_llm.server.front.app import application
+from compiled_llm.server.front.front import Front
+from compiled_llm.server.front.generator_process import GeneratorProcess
+from compiled_llm.server.front.settings import FrontSettings
+
+_HEADER_BYTES = 64 * 2**10
+_KEEP_ALIVE_SECONDS = 30
+_QUEUE = 2048
+"""Connections that wait to be accepted, at most."""
+
+
+def listen(settings: FrontSettings) -> socket.socket:
+    """Return a socket that listens where the front is to.
+
+    Raises:
+        RuntimeError: somebody listens there, or there is no such address.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=_QUEUE)
+    except OSError as error:
+        raise RuntimeError(
+            f"--host {settings.host} --port {settings.port}: cannot listen there: {error.strerror or error}"
+        ) from error
+
+
+async def serve(settings: FrontSettings, listening: socket.socket, generator: GeneratorProcess | None) -> str | None:
+    """Serve until SIGTERM or Ctrl-C; requests may end then, the second signal ends them.
+
+    Args:
+        settings: of the front.
+        listening: where it listens.
+        generator: to be run beside it; None for one that somebody else runs.
+
+    Returns:
+        Why it has ended, if nobody has told it to.
+    """
+    server, front = server_of(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _passed_over)  # uvicorn raises it again at the end, when the generator still runs
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    if generator is None:
+        await serving
+        return None
+    running = asyncio.create_task(generator.run(lambda: front.link.was_ready))
+    try:
+        await asyncio.wait([serving, running], return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
+        return running.result() if running.done() else None
+    finally:
+        running.cancel()
+        await generator.stop()
+
+
+def server_of(settings: FrontSettings) -> tuple[uvicorn.Server, Front]:
+    """Return a server, and what it answers with."""
+    app = application(settings)
+    config = uvicorn.Config(
+        app,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        timeout_graceful_shutdown=int(settings.drain_seconds),
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+        lifespan="on",
+        ws="none",
+        log_config=None,
+        access_log=False,  # the guard writes one, with ids
+        server_header=False,
+        proxy_headers=False,
+    )
+    return _Server(config), app.state.front
+
+
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Let requests end at the first signal, and end them at the second, whichever it is."""
+        self.force_exit = self.should_exit
+        super().handle_exit(sig, frame)
+
+
+def _passed_over(sig: int, frame: FrameType | None) -> None:
+    pass

@@ -1,0 +1,97 @@
+"""What a front is told when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_ALL_ADDRESSES = ("", "0.0.0.0", "::")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontSettings:
+    """Where a front listens, whom it serves, and how much one may ask for.
+
+    Attributes:
+        socket: the generator's.
+        names: that requests call the model by; the first one is in answers.
+        host: name or address to listen at.
+        port: to listen at; 0 for one that is free.
+        api_keys: one of which requests have to bear; none for no check.
+        allowed_hosts: further names in the ``Host`` header; ``*`` for any.
+        cors_origins: of pages of other servers that may use this one from a browser.
+        ssl_certfile: with ``ssl_keyfile``, for HTTPS.
+        ssl_keyfile: the certificate's.
+        most_body_bytes: of a request.
+        most_choices: answers that one request can ask for, prompts times ``n``.
+        request_seconds: after which an answer ends with what it has; None for never.
+        drain_seconds: how long requests may go on after the first signal.
+        salts_caches: whether requests read only what those with their own key, or ``user``, have left in the prefix
+            cache.
+
+    Raises:
+        ValueError: others could reach the front without a key, or a value is impossible.
+    """
+
+    socket: Path
+    names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    most_body_bytes: int = 8 * 2**20
+    most_choices: int = 128
+    request_seconds: float | None = None
+    drain_seconds: float = 30.0
+    salts_caches: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what contradicts itself."""
+        if not self.is_local and not self.api_keys:
+            raise ValueError(
+                f"--host {self.host}: other machines could use the model; give --api-key-file, or listen at 127.0.0.1"
+            )
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port {self.port}: must be from 0 to 65535")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("--ssl-certfile and --ssl-keyfile: give both, or neither")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only programs of this machine reach the front."""
+        return self.host in LOOPBACK
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Names that the ``Host`` header may have."""
+        own = () if self.host in _ALL_ADDRESSES else (self.host.lower(),)
+        return frozenset((*LOOPBACK, *own, *(name.lower() for name in self.allowed_hosts)))
+
+    @property
+    def scheme(self) -> str:
+        """``http``, or ``https`` with a certificate."""
+        return "http" if self.ssl_certfile is None else "https"
+
+
+def keys_in(file: Path) -> tuple[str, ...]:
+    """Return the keys of a file, one a line.
+
+    Raises:
+        ValueError: there is none, or one is so short that it can be guessed.
+    """
+    keys = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    if not keys:
+        raise ValueError(f"--api-key-file {file}: the file has no key; write one a line")
+    if short := [key for key in keys if len(key) < _SHORTEST_KEY or not key.isascii()]:
+        raise ValueError(
+            f"--api-key-file {file}: a key of {len(short[0])} characters; keys are of ASCII, {_SHORTEST_KEY} or "
+            'more: python -c "import secrets; print(secrets.token_urlsafe())" makes one'
+        )
+    return keys
+
+
+_SHORTEST_KEY = 16

@@ -1,0 +1,45 @@
+"""How many tokens a request has taken, and why an answer has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel
+
+from compiled_llm.client.handle import RemoteHandle
+
+FinishReason = Literal["stop", "length"]
+
+
+class PromptTokensDetails(BaseModel):
+    """What the prefix cache had of the prompts."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of prompts and of answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(handles: Sequence[RemoteHandle]) -> Usage:
+    """Return what requests have taken that have ended; a prompt counts once, however many answers it has."""
+    prompt = sum(len(handle.prompt) for handle in handles)
+    answers = sum(answer.tokens for handle in handles for answer in handle.answers)
+    cached = sum(handle.output().cached_tokens for handle in handles)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=answers,
+        total_tokens=prompt + answers,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+def finish_reason_of(reason: str | None) -> FinishReason:
+    """Return one of OpenAI's reasons: an answer whose time is over was cut, as one that was too long."""
+    return "stop" if reason == "stop" else "length"

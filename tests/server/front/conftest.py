@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from transformers import PreTrainedModel
+
+from compiled_llm.engine.engine import Engine
+from compiled_llm.server.generator.facts import ready_of
+from support.fronts import RunningFront, chat_tokenizer, fronting
+from support.generators import Loop
+from support.parity import assert_account_is_empty
+
+
+@pytest.fixture(scope="module")
+def engine(model: PreTrainedModel) -> Iterator[Engine]:
+    with Engine(model, tokenizer=chat_tokenizer()) as engine:
+        yield engine
+    assert_account_is_empty(model)
+
+
+@pytest.fixture(scope="module")
+def generator(engine: Engine) -> Iterator[Loop]:
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        chat_tokenizer().save_pretrained(Path(folder) / "tokenizer")
+        loop = Loop(Path(folder) / "socket")
+        ready = ready_of(engine._model, engine, "tiny", chat_tokenizer(), str(Path(folder) / "tokenizer"))
+        loop.generator.open(engine, ready)
+        yield loop
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def front(generator: Loop) -> Iterator[RunningFront]:
+    with fronting(generator.generator._path, most_choices=16, most_body_bytes=2**16) as front:
+        yield front
+
+
+@pytest.fixture(scope="module")
+def client(front: RunningFront) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
