@@ -236,4 +236,6 @@ def prepare_deferred(state: DeviceState, buckets: Sequence[int] = ()) -> None:
     logits = torch.zeros((2, tables.counts.shape[1]), dtype=dtype, device=state.device)
     choose(logits.clone().index_select(0, torch.zeros_like(slots)), slots, positions, tables, deferred=True)
     if buckets:
+        each = tables.allowed[0].nbytes + 4 * padding.itemsize
+        state.staging.make_room(max(buckets) * each)
         state.choice_graphs.prepare(buckets, tables, state.slots.padding, dtype)

@@ -58,6 +58,13 @@ class Staging:
         self.upload(list(zip(arrays, tensors, strict=True)))
         return tensors
 
+    def make_room(self, nbytes: int) -> None:
+        """Let each area hold so much: to pin memory takes a millisecond, and may wait for the device."""
+        for number, event in enumerate(self._events):
+            event.synchronize()
+            self._current = number
+            self._area(nbytes)
+
     def _area(self, nbytes: int) -> Tensor:
         if self._areas[self._current].numel() < nbytes:
             size = 1 << max(12, (nbytes - 1).bit_length())
