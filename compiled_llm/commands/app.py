@@ -28,7 +28,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command()(explain)
 app.command()(serve)
-app.command()(client)
+app.command(context_settings={"allow_extra_args": True})(client)
 
 _INPUT, _SAMPLING, _MODEL, _OUTPUT = "Input", "Sampling", "Model", "Output"
 

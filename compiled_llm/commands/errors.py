@@ -30,7 +30,7 @@ def readable_errors() -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, (FileNotFoundError, ValueError)) else 1) from None
 
 
-_ARGUMENT = re.compile(r"""\b(mode|backend|max_new_tokens|dtype|device)=('[^']*'|"[^"]*"|[^\s,;:)]+)""")
+_ARGUMENT = re.compile(r"""\b(mode|backend|max_new_tokens|dtype|device|kv_memory|uds)=('[^']*'|"[^"]*"|[^\s,;:)]+)""")
 
 
 def as_typed(message: str) -> str:

@@ -15,20 +15,25 @@ class PendingAnswer(Protocol):
     @property
     def done(self) -> bool:
         """Whether it has ended."""
+        ...
 
     @property
     def tokens(self) -> int:
         """How many tokens it has."""
+        ...
 
     @property
     def error(self) -> BaseException | None:
         """What has ended it with ``"error"``."""
+        ...
 
     def tokens_behind(self, count: int) -> list[int]:
         """Return its tokens behind the first ``count``."""
+        ...
 
     def logprobs_behind(self, count: int) -> Sequence[dict[int, Logprob]] | None:
         """Return the entries of as many tokens behind the first ``count``, or more; None if nobody wants them."""
+        ...
 
 
 class Token(NamedTuple):

@@ -21,7 +21,7 @@ from support.characters import character_tokenizer
 from support.generators import COMMAND, PATIENCE, generator_process
 from support.tiny_models import tiny_qwen3
 
-OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "20000 tokens")
+OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "20000 tokens")
 LEAVING_CLIENT = """
 import sys
 from compiled_llm.client import Client

@@ -44,12 +44,15 @@ class Desk(Protocol):
 
     def greeting(self) -> list[Struct]:
         """Return what a client is told first."""
+        ...
 
     def begin(self, submit: Submit) -> Stream | Refused:
         """Begin a request."""
+        ...
 
     def stats(self, number: int) -> Struct:
         """Answer a question."""
+        ...
 
 
 class Connection:

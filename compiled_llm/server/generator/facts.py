@@ -60,6 +60,6 @@ def stats_of(engine: Engine, number: int, connections: int) -> Stats:
     return msgspec.convert({"number": number, "connections": connections, **values}, Stats)
 
 
-def _as_map(value: object) -> object:
+def _as_map(value: Any) -> Any:
     """Return a named tuple as a map."""
     return value._asdict() if hasattr(value, "_asdict") else value

@@ -156,7 +156,8 @@ class Generator:
         if self._server is not None:
             self._server.close()
         self._listening.close()
-        remove(self._path)
+        with suppress(OSError, RuntimeError):  # if its folder is gone or locked; the next generator replaces it
+            remove(self._path)
 
     async def drain(self, seconds: float) -> None:
         """Wait until requests have ended, for so long; then end the rest, and all connections."""

@@ -1,0 +1,83 @@
+"""`compiled-llm serve` and `client` say what is wrong before anything is loaded or sent."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from compiled_llm.commands import early_checks
+from compiled_llm.commands.app import app
+from compiled_llm.server.generator.socket_file import listen
+
+WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        yield Path(folder) / "socket"
+
+
+def failed(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, arguments, env=WIDE)
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    return result.exit_code, line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--max-rows", "0"], "error: --max-rows 0: must be at least 1"),
+        (["--warmup", "8,300"], "error: --warmup 300: there are 256 requests at once; raise --max-rows"),
+        (["--warmup", "x"], "error: --warmup 'x': give comma-separated integers"),
+        (["--drain-seconds", "-1"], "error: --drain-seconds -1: must be 0 or more"),
+        (["--kv-memory", "much"], "error: --kv-memory much: give a fraction of the free memory"),
+        (["--mode", "fast"], "error: --mode fast"),
+    ],
+)
+def test_options_that_are_impossible_are_refused_at_once(path: Path, arguments: list[str], said: str) -> None:
+    code, line = failed("serve", "demo", "--uds", str(path), *arguments)
+    assert (code, line[: len(said)]) == (2, said)
+    assert not path.exists()
+
+
+def test_a_model_that_is_nowhere_makes_no_socket(path: Path) -> None:
+    assert failed("serve", "./nothing", "--uds", str(path))[0] == 2
+    assert not path.exists()
+
+
+def test_a_path_that_is_taken_is_refused_before_the_model_is_loaded(path: Path) -> None:
+    with listen(path):
+        code, line = failed("serve", "demo", "--uds", str(path))
+    said = f"error: --uds {path}: a generator listens there already; stop it, or give another path"
+    assert (code, line) == (1, said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["Hi"], 1, "there is no such socket; start a generator with"),
+        (["Hi", "there"], 2, "PROMPT is one argument: quote it, as in 'Hi there'"),
+        ([""], 2, "the prompt is empty"),
+        (["Hi", "--system", "Be brief"], 2, "--system is a part of the chat template: give --chat as well"),
+        (["1,2", "--ids", "--chat"], 2, "--ids: token ids are no chat"),
+        (["Hi", "--temperature", "-1"], 2, "temperature=-1.0 must be 0 or more"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(path: Path, arguments: list[str], code: int, said: str) -> None:
+    found, line = failed("client", str(path), *arguments)
+    assert (found, said in line) == (code, True), line
+
+
+@pytest.mark.parametrize("arguments", [["serve", "demo", "--uds", "x"], ["client", "x", "Hi"]])
+def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    monkeypatch.setattr(early_checks.importlib.util, "find_spec", lambda _: None)
+    code, line = failed(*arguments)
+    assert (code, line) == (1, "error: this command needs msgspec: pip install '.[server]' in the checkout")
+    assert "msgspec" in sys.modules
