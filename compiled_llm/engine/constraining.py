@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
-from compiled_llm.engine.grammars.constraint import Constraint
+from compiled_llm.engine.grammars.constraint import Constraint, Processor
 from compiled_llm.engine.grammars.source import GrammarSource, check_installed
 from compiled_llm.engine.params import SamplingParams
 
@@ -36,7 +36,7 @@ def constraints_for(
             ends=frozenset(token for token in (*eos, *(params.stop_token_ids or ())) if token < vocabulary),
             least=params.min_tokens,
             vocabulary=vocabulary,
-            processors=tuple(params.logits_processors or ()),
+            processors=tuple(map(Processor.of, params.logits_processors or ())),
         )
         for _ in range(params.n)
     ]

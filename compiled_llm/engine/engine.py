@@ -23,7 +23,6 @@ from compiled_llm.engine.loop import LoopSettings
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.output import RequestOutput
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.processors import name_of
 from compiled_llm.engine.prompts import Prompt, as_list
 from compiled_llm.engine.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.execution.decode_buffers import buckets_up_to
@@ -192,8 +191,8 @@ class Engine:
             prompt, params, self._model, device_model, self._tokenizer, priority=priority, timeout=timeout, salt=salt
         )
         self._grammars.begin(requests)
-        if params.logits_processors:
-            names = ", ".join(map(name_of, params.logits_processors))
+        if (constraint := requests[0].constraint) is not None and constraint.processors:
+            names = ", ".join(processor.name for processor in constraint.processors)
             self._runtime.counters.took_request(Reason("processors", names))
         form = TextFormat.of(params, self._decoding)
         driver = self._driver

@@ -104,7 +104,7 @@ class LateChoice:
         edited = {}
         for each, logits in zip(requests, given, strict=True):
             try:
-                edited[each.row] = edited_logits(each.request, each.constraint.processors, logits)
+                edited[each.row] = edited_logits(each.request, logits)
                 self._edited.append(each.request)
             except RequestError as error:
                 self.failed[each.request] = error

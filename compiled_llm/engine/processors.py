@@ -2,59 +2,39 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from compiled_llm.engine.grammars.constraint import Processor
 from compiled_llm.engine.request import Request, RequestError
 
-logger = logging.getLogger("compiled_llm.engine")
 
-
-def edited_logits(request: Request, processors: Sequence[Processor], logits: Tensor) -> Tensor:
-    """Return what processors make of a request's logits.
+def edited_logits(request: Request, logits: Tensor) -> Tensor:
+    """Return what a request's processors make of its logits.
 
     Args:
         request: whose tokens before have all been read.
-        processors: called one after the other.
         logits: ``[V]`` float32, nobody else's.
 
     Raises:
         RequestError: one has failed, or returns something else.
     """
+    assert request.constraint is not None, "it has processors"
     answer, prompt = list(request.tokens), request.prompt.tolist()
-    for processor in processors:
-        tokens = (prompt, answer) if _takes_the_prompt(processor) else (answer,)
+    for processor in request.constraint.processors:
+        tokens = (prompt, answer) if processor.takes_prompt else (answer,)
         try:
             with torch.no_grad():
-                found = processor(*tokens, logits)
+                found = processor.function(*tokens, logits)
         except Exception as error:
-            raise _error(processor, f"has failed: {type(error).__name__}: {error}") from error
+            raise _error(processor.name, f"has failed: {type(error).__name__}: {error}") from error
         if not isinstance(found, Tensor) or found.shape != logits.shape:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise _error(processor, f"has returned {shape}, and it must return logits {list(logits.shape)}")
+            raise _error(processor.name, f"has returned {shape}, and it must return logits {list(logits.shape)}")
         if found.device != logits.device:
-            raise _error(processor, f"has returned logits on {found.device}, and they were on {logits.device}")
+            raise _error(processor.name, f"has returned logits on {found.device}, and they were on {logits.device}")
         logits = found.float()
     return logits
 
 
-def name_of(processor: Processor) -> str:
-    """Return what a message calls it."""
-    return getattr(processor, "__name__", None) or type(processor).__name__
-
-
-def _error(processor: Processor, what: str) -> RequestError:
-    return RequestError(f"logits_processors: {name_of(processor)} {what}")
-
-
-@lru_cache(maxsize=256)
-def _takes_the_prompt(processor: Callable[..., Tensor]) -> bool:
-    """Whether it takes three arguments."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return len([each for each in inspect.signature(processor).parameters.values() if each.kind in kinds]) > 2
+def _error(name: str, what: str) -> RequestError:
+    return RequestError(f"logits_processors: {name} {what}")

@@ -162,9 +162,7 @@ class Scheduler:
     def _decoding_within_pages(self) -> list[Request]:
         """Return the requests that go on by a token, once there are pages for all of them."""
         while True:
-            decode = [
-                request for request in self.running if request.prefilled and not (request.constraint and request.fed)
-            ]
+            decode = [request for request in self.running if request.prefilled and not _only_waits(request)]
             if all(self._may_enter(request) for request in decode if not request.running_row.room):
                 return decode
             self.preempt()

@@ -72,6 +72,17 @@ def only(token: int) -> Any:
     return processor
 
 
+def test_objects_that_cannot_be_hashed_and_functions_of_c(engine: Engine) -> None:
+    class Unhashable(list[int]):
+        def __call__(self, answer: list[int], logits: Tensor) -> Tensor:
+            return only(50)(answer, logits)  # type: ignore[no-any-return]
+
+    (output,) = engine.generate([5], SamplingParams(max_tokens=3, logits_processors=[Unhashable()]))
+    assert output.token_ids == [50, 51, 52]
+    (output,) = engine.generate([5], SamplingParams(max_tokens=3, logits_processors=[torch.roll]))
+    assert "logits_processors: roll has failed: TypeError" in str(output.error)
+
+
 def test_they_come_first_and_one_after_the_other(engine: Engine) -> None:
     def doubled(answer: list[int], logits: Tensor) -> Tensor:
         return logits.roll(1)

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.engine.grammars.constraint import Constraint
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.pace import Pace
 from compiled_llm.engine.plan import Plan
-from compiled_llm.engine.request import Request
+from compiled_llm.engine.request import Request, RequestError
 from compiled_llm.engine.scheduler import Scheduler
 from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
@@ -34,7 +35,7 @@ ENDS = frozenset({4})
 prompts = st.tuples(st.sampled_from(STEMS), st.lists(st.sampled_from([0, 1, 2, 3, 4] * 3 + [BAD]), min_size=1)).map(
     lambda parts: parts[0] + parts[1]
 )
-places = st.sampled_from(["admit", "run", "written", "ran", "reading", "read"])
+places = st.sampled_from(["admit", "run", "written", "ran", "late", "reading", "read"])
 
 
 class Watched(Scheduler):
@@ -94,14 +95,15 @@ class Crowd(RuleBasedStateMachine):
         timeout=st.sampled_from([None, None, 1, 3, 10]),
         salt=st.sampled_from([None, None, "a"]),
         stops=st.booleans(),
+        late=st.booleans(),
     )
-    def add(self, prompt, most, n, seed, penalised, priority, timeout, salt, stops):  # type: ignore[no-untyped-def]
+    def add(self, prompt, most, n, seed, penalised, priority, timeout, salt, stops, late):  # type: ignore[no-untyped-def]
         if self.pool.pages_for(len(prompt) + most - 1) > self.pool.total:
             return
         leader: Request | None = None
         for index in range(n):
             penalty = {"repetition_penalty": 2.0, "seen": seen_in(prompt)} if penalised else {}
-            sampling = None if seed is None else Sampling(seed=seed + index, **penalty)
+            sampling = None if seed is None else Sampling(seed=seed + index, deferred=late, **penalty)
             request = Request(
                 prompt=np.array(prompt, dtype=np.int64),
                 sampling=sampling,
@@ -112,6 +114,7 @@ class Crowd(RuleBasedStateMachine):
                 salt=salt,
                 index=index,
                 leader=leader,
+                constraint=Constraint() if late and seed is not None else None,
             )
             leader = leader or request
             self.expected[request] = answer(prompt, sampling, most, request.ends.__contains__)
@@ -197,7 +200,7 @@ class Crowd(RuleBasedStateMachine):
             tokens, reason = self.expected[request]
             if request in self.old:
                 assert len(request.tokens) <= request.most
-            elif request.finish_reason in ("stop", "length"):
+            elif request.finish_reason in ("stop", "length") or isinstance(request.error, RequestError):
                 assert (request.tokens, request.finish_reason) == (tokens, reason)
             else:
                 assert request.tokens == tokens[: len(request.tokens)]

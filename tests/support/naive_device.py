@@ -87,7 +87,9 @@ class NaiveDevice:
         config = SimpleNamespace(page_size=pool.page_size)
         self.taken = 0
         self.deferring: set[int] = set()
-        self.state = SimpleNamespace(slots=self, pool=pool, config=config, max_positions=10_000)
+        graphs = SimpleNamespace(leave=lambda user: None)
+        self.state = SimpleNamespace(slots=self, pool=pool, config=config, max_positions=10_000, choice_graphs=graphs)
+        self.unchosen: list[Row] = []
         self.decode = SimpleNamespace(ready=())
         self.events = SimpleNamespace(preparing=SimpleNamespace(seconds=0.0))
 
@@ -106,6 +108,7 @@ class NaiveDevice:
             self.slots[row.slot] = sampling, counted
 
     def forget_next(self, rows: Sequence[Row]) -> None:
+        self.unchosen.clear()
         for row in rows:
             self.next.pop(row, None)
 
@@ -124,12 +127,29 @@ class NaiveDevice:
             for row, ids, _ in entries:
                 self._write(row, ids)
             self.fault("written")
-            chosen = [(row, self._choose(row)) for row, _, ends in entries if ends]
+            assert not self.unchosen, "the rows of an earlier step have no tokens yet"
+            chosen = [(row, self._now_or_late(row)) for row, _, ends in entries if ends]
         for row in rows:
             row.position = row.length
-        self.next.update((row, max(0, token)) for row, token in chosen)
+        self.next.update((row, max(0, token)) for row, token in chosen if row not in self.unchosen)
         self.fault("ran")
         return Step([row for row, _ in chosen], None, [token for _, token in chosen])  # type: ignore[arg-type]
+
+    def _now_or_late(self, row: Row) -> int:
+        assert row.slot is not None, "a row runs without a slot"
+        sampling, _ = self.slots[row.slot]
+        if sampling is None or not sampling.deferred:
+            return self._choose(row)
+        self.next.pop(row, None)
+        self.unchosen.append(row)
+        return NOT_A_TOKEN
+
+    def choose_deferred(self, persistent: Any, masks: None, edited: object) -> Step:
+        self.fault("late")
+        rows, self.unchosen = self.unchosen, []
+        tokens = [NOT_A_TOKEN if row.slot is None else self._choose(row) for row in rows]
+        self.next.update((row, max(0, token)) for row, token in zip(rows, tokens, strict=True) if row.slot is not None)
+        return Step(rows, None, tokens)  # type: ignore[arg-type]
 
     def _copies(self, copies: object) -> None:
         raise AssertionError("an engine's rows share full pages alone")

@@ -5,12 +5,13 @@ Shapes: n answers, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,31 @@ from compiled_llm.engine.grammars.source import GrammarSource
 if TYPE_CHECKING:
     import xgrammar
 
-Processor = Callable[..., Tensor]
-"""Takes the answer's tokens so far, or the prompt's and then those, and its logits ``[V]`` float32; returns others."""
+
+class Processor(NamedTuple):
+    """A logits processor of the user's own.
+
+    Attributes:
+        function: takes the answer's tokens so far and its logits ``[V]`` float32, and returns others.
+        name: what messages call it.
+        takes_prompt: whether it takes the prompt's tokens before those.
+    """
+
+    function: Callable[..., Tensor]
+    name: str
+    takes_prompt: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Tensor]) -> Processor:
+        """Look how many arguments a function takes."""
+        name = getattr(function, "__name__", None) or type(function).__name__
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError:  # it is not written in Python, and does not say
+            return cls(function, name, False)
+        return cls(function, name, len([each for each in parameters if each.kind in kinds]) > 2)
+
 
 _SOON = 3e-4
 """Seconds in which one thread fills masks, mostly all of them; to start others for the rest takes as long."""
