@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from compiled_llm.client.base import BaseClient
+from compiled_llm.client.errors import GeneratorLostError
 from compiled_llm.client.gathering import Gathering
 from compiled_llm.client.plain import Prompt
 from compiled_llm.client.tokenizer import Given
@@ -57,6 +58,13 @@ class AsyncClient(BaseClient):
         ready = session.check_ready()
         await asyncio.to_thread(self._load_tokenizer)
         return ready
+
+    async def wait_until_lost(self) -> GeneratorLostError:
+        """Wait until the generator has gone, or the client was closed, and return why."""
+        session = self._session
+        await _until(session.listeners, lambda: session.lost is not None)
+        assert session.lost is not None
+        return session.lost
 
     async def stats(self, timeout: float | None = 60) -> Stats:
         """As of ``Client``."""

@@ -10,6 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import httpx
 from transformers import PreTrainedTokenizerBase
 
 from compiled_llm.server.front.serving import listen, server_of
@@ -38,6 +39,7 @@ class RunningFront:
         self._socket = listen(settings)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
         self._thread = threading.Thread(target=self.server.run, args=([self._socket],), daemon=True)
         self._thread.start()
 
@@ -45,6 +47,7 @@ class RunningFront:
         self.server.should_exit = True
         self._thread.join(PATIENCE)
         self._socket.close()
+        self.http.close()
 
 
 @contextmanager

@@ -82,16 +82,19 @@ class Front:
         return Answers(handles, request, params.include_stop_str_in_output)
 
     def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams, body: SamplingFields) -> None:
-        most, longest = self.settings.most_choices, self.link.model.ready.max_tokens
+        most, ready = self.settings.most_choices, self.link.model.ready
         if len(prompts) * params.n > most:
             raise invalid(f"n: {len(prompts)} prompts with {params.n} answers each; at most {most} at once", "n")
+        param = "prompt" if hasattr(body, "prompt") else "messages"
         for prompt in prompts:
-            if len(prompt) >= longest:
+            if len(prompt) >= ready.max_tokens:
                 raise invalid(
-                    f"the prompt has {len(prompt)} tokens, and with its answer can have {longest}; shorten it",
-                    "prompt" if hasattr(body, "prompt") else "messages",
+                    f"{param}: {len(prompt)} tokens, and with the answer there can be {ready.max_tokens}; shorten it",
+                    param,
                     "context_length_exceeded",
                 )
+            if any(not 0 <= token < ready.vocabulary for token in prompt):
+                raise invalid(f"{param}: tokens of the model are from 0 to {ready.vocabulary - 1}", param)
 
     def _salt(self, request: Request, body: SamplingFields) -> str | None:
         """Return what a request shares its cached pages by; with ``salts_caches``, only with its own kind."""

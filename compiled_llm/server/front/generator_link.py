@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from compiled_llm.client import Client, GeneratorError
-from compiled_llm.client.session import Session
+from compiled_llm.client import AsyncClient, GeneratorError
 from compiled_llm.protocol.messages import Ready
 from compiled_llm.server.front.api_error import unavailable
 from compiled_llm.server.front.token_bytes import TokenBytes
@@ -24,7 +22,7 @@ _PAUSE = 0.1
 class Model(NamedTuple):
     """What answers requests: a generator that is ready, and its tokenizer."""
 
-    client: Client
+    client: AsyncClient
     ready: Ready
     vocabulary: Vocabulary
     token_bytes: TokenBytes
@@ -45,7 +43,7 @@ class GeneratorLink:
         """
         self.was_ready = False
         self._socket = socket
-        self._client: Client | None = None
+        self._client: AsyncClient | None = None
         self._model: Model | None = None
         self._vocabulary: Vocabulary | None = None
 
@@ -88,35 +86,26 @@ class GeneratorLink:
     async def _serve_once(self) -> None:
         if self._vocabulary is None:
             self._vocabulary = await self._named_vocabulary()
-        self._client = Client(self._socket, tokenizer=self._vocabulary.tokenizer, wait=False)
-        ready = await _ready(self._client)
-        self._model = Model(self._client, ready, self._vocabulary, TokenBytes(self._vocabulary.tokenizer))
+        client = await self._connected(self._vocabulary.tokenizer)
+        ready = await client.wait_until_ready()
+        self._model = Model(client, ready, self._vocabulary, TokenBytes(self._vocabulary.tokenizer))
         self.was_ready = True
-        await _until(self._client, lambda session: session.lost is not None)
+        raise await client.wait_until_lost()
 
     async def _named_vocabulary(self) -> Vocabulary:
         """Load the tokenizer that the generator names, which it does once it is ready."""
-        self._client = Client(self._socket, wait=False)
-        ready = await _ready(self._client)
+        ready = await (await self._connected()).wait_until_ready()
         try:
             return Vocabulary(await asyncio.to_thread(load_tokenizer, ready))
         finally:
             self._forget()
 
+    async def _connected(self, tokenizer: Any = None) -> AsyncClient:
+        self._client = AsyncClient(self._socket, tokenizer=tokenizer)
+        await self._client.connect(wait=False)
+        return self._client
+
     def _forget(self) -> None:
         if self._client is not None:
             self._client.close()
         self._client = self._model = None
-
-
-async def _ready(client: Client) -> Ready:
-    await _until(client, lambda session: session.ready is not None or session.lost is not None)
-    return client._session.check_ready()
-
-
-async def _until(client: Client, over: Callable[[Session], bool]) -> None:
-    session = client._session
-    with session.listeners.listening() as event:
-        while not over(session):
-            await event.wait()
-            event.clear()

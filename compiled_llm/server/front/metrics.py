@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 from fastapi import APIRouter, Request
@@ -107,6 +106,6 @@ async def _stats(request: Request) -> Stats | None:
     if not link.is_ready:
         return None
     try:
-        return await asyncio.to_thread(link.model.client.stats, _PATIENCE)
+        return await link.model.client.stats(_PATIENCE)
     except (GeneratorError, TimeoutError):
         return None

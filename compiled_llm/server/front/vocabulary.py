@@ -48,7 +48,12 @@ class Vocabulary:
         self.tokenizer = tokenizer
 
     def of_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text."""
+        """Return the tokens of a text.
+
+        Raises:
+            ApiError: it is none, though JSON can write it.
+        """
+        _check(text, "prompt")
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def of_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
@@ -63,6 +68,8 @@ class Vocabulary:
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise invalid("messages: the model has no chat template; use /v1/completions", "messages")
+        for message in messages:
+            _check(message["content"], "messages")
         try:
             return list(self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"])
         except (TemplateError, ValueError, TypeError) as error:
@@ -71,3 +78,10 @@ class Vocabulary:
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def _check(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(f"{param}: half a character of UTF-16 is no text", param) from None

@@ -13,7 +13,7 @@ from support.generators import Loop
 
 
 def post(front: RunningFront, path: str, body: object) -> httpx.Response:
-    return httpx.post(front.url + path, json=body)
+    return front.http.post(path, json=body)
 
 
 def test_texts_become_tokens_and_tokens_texts(front: RunningFront) -> None:
@@ -44,11 +44,11 @@ def test_what_is_neither_is_refused(front: RunningFront, path: str, body: object
 
 
 def test_states_and_figures(front: RunningFront) -> None:
-    assert httpx.get(f"{front.url}/health").json() == {"status": "ok"}
-    assert httpx.get(f"{front.url}/ready").json() == {"ready": True, "doing": "ready"}
-    assert httpx.get(f"{front.url}/version").json() == {"version": compiled_llm.__version__}
+    assert front.http.get("/health").json() == {"status": "ok"}
+    assert front.http.get("/ready").json() == {"ready": True, "doing": "ready"}
+    assert front.http.get("/version").json() == {"version": compiled_llm.__version__}
     assert post(front, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
-    text = httpx.get(f"{front.url}/metrics").text
+    text = front.http.get("/metrics").text
     for figure in ("compiled_llm_running 0.0", "compiled_llm_steps_total", 'compiled_llm_pages{state="free"}'):
         assert figure in text
     assert 'compiled_llm_http_requests_total{path="/ready",status="200"}' in text
@@ -58,13 +58,13 @@ def test_before_the_model_is_ready_requests_hear_what_is_done(path: Path) -> Non
     loop = Loop(path)
     loop.generator.report("loading weights")
     with fronting(loop.generator._path, wait=False) as front:
-        while httpx.get(f"{front.url}/ready").json()["doing"] != "loading weights":
+        while front.http.get("/ready").json()["doing"] != "loading weights":
             pass
-        assert httpx.get(f"{front.url}/ready").status_code == 503
-        assert httpx.get(f"{front.url}/health").status_code == 200
+        assert front.http.get("/ready").status_code == 503
+        assert front.http.get("/health").status_code == 200
         refused = post(front, "/v1/completions", {"prompt": "a"})
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "5"
         assert refused.json()["error"]["message"] == "the model is not ready: loading weights"
-        assert "compiled_llm_steps" not in httpx.get(f"{front.url}/metrics").text
+        assert "compiled_llm_steps" not in front.http.get("/metrics").text
     loop.close()

@@ -1,0 +1,127 @@
+"""Whatever is sent, the answer is a sentence and a status, and the next request is answered."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from support.fronts import RunningFront
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+WRONG: list[tuple[str, Any, str]] = [
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": [{"role": "alien", "content": "hi"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0]"),
+    (CHAT, {"messages": [*HI, {"role": "system", "content": "late"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+    (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"messages": HI, "temperature": -1}, "temperature"),
+    (CHAT, {"messages": HI, "temperature": float("nan")}, "temperature"),
+    (CHAT, {"messages": HI, "temperature": "0.5"}, "temperature"),
+    (CHAT, {"messages": HI, "top_p": 0}, "top_p"),
+    (CHAT, {"messages": HI, "n": 0}, "n"),
+    (CHAT, {"messages": HI, "n": 17}, "n"),
+    (CHAT, {"messages": HI, "n": 10**30}, "n"),
+    (CHAT, {"messages": HI, "max_tokens": 0}, "max_tokens"),
+    (CHAT, {"messages": HI, "max_tokens": 10**9}, "max_tokens"),
+    (CHAT, {"messages": HI, "seed": 2**63}, "seed"),
+    (CHAT, {"messages": HI, "stop": [""]}, "stop"),
+    (CHAT, {"messages": HI, "logit_bias": {"x": 1}}, "logit_bias"),
+    (CHAT, {"messages": HI, "logit_bias": {"1": 101}}, "logit_bias"),
+    (CHAT, {"messages": HI, "logit_bias": {"99999": 1}}, "logit_bias"),
+    (CHAT, {"messages": HI, "stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
+    (TEXT, {"prompt": "\ud800"}, "prompt"),
+    (TEXT, {"prompt": "a", "stop": "\ud800"}, ""),
+    (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "response_format"),
+    (CHAT, {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_"),
+    (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    (TEXT, {"prompt": []}, "prompt"),
+    (TEXT, {"prompt": ""}, "prompt"),
+    (TEXT, {"prompt": [[]]}, "prompt"),
+    (TEXT, {"prompt": [-1]}, "prompt"),
+    (TEXT, {"prompt": [10**30]}, "prompt"),
+    (TEXT, {"prompt": "fox " * 3000}, "prompt"),
+    (TEXT, {"prompt": ["a"] * 9, "n": 2}, "n"),
+    (TEXT, {"prompt": "a", "best_of": 3}, "best_of"),
+    (TEXT, [], ""),
+    (TEXT, "text", ""),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), WRONG, ids=lambda value: str(value)[:60])
+def test_what_is_impossible_is_refused_by_name(front: RunningFront, path: str, body: Any, param: str) -> None:
+    response = front.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    found = response.json()["error"]
+    assert found["message"]
+    assert (found["param"] or "").startswith(param)
+    assert_answers(front)
+
+
+def assert_answers(front: RunningFront) -> None:
+    assert front.http.post(TEXT, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("body", [{"prompt": "a", "max_tokens": 10**9}, {"prompt": "a", "logit_bias": {"99999": 1}}])
+def test_a_stream_that_is_impossible_has_the_status_of_an_error(front: RunningFront, body: Any) -> None:
+    assert front.http.post(TEXT, json={**body, "stream": True}).status_code == 400
+
+
+def test_a_model_that_is_not_here(front: RunningFront) -> None:
+    response = front.http.post(TEXT, json={"prompt": "a", "model": "gpt-9"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_paths_that_do_not_exist(front: RunningFront) -> None:
+    assert front.http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert front.http.get(TEXT).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [(b"", 400), (b"{", 400), (b"\xff\xfe", 400), (b"[" * 20_000, 400), (b'{"prompt": "' + b"a" * 2**16 + b'"}', 413)],
+    ids=["empty", "half", "no utf-8", "deep", "long"],
+)
+def test_bodies_that_are_no_json_or_too_long(front: RunningFront, content: bytes, status: int) -> None:
+    headers = {"content-type": "application/json"}
+    response = front.http.post(TEXT, content=content, headers=headers)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, None)
+
+    def pieces() -> Any:
+        yield content
+
+    assert front.http.post(TEXT, content=pieces(), headers=headers).status_code == status
+    assert_answers(front)
+
+
+def test_other_kinds_of_bodies(front: RunningFront) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+        response = front.http.post(TEXT, content=b'{"prompt": "a"}', headers={"content-type": kind})
+        assert response.status_code == 415
+        assert response.json()["error"]["message"] == "Content-Type: the body has to be application/json"
+    headers = {"content-type": "application/json; charset=utf-8"}
+    assert front.http.post(TEXT, content=b'{"prompt": "a"}', headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n",
+        b"\x00\x01\x02\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    ],
+)
+def test_half_requests(front: RunningFront, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", front.port)) as peer:
+        peer.sendall(sent)
+    assert_answers(front)

@@ -1,0 +1,110 @@
+"""Every field of OpenAI's requests is served, has no effect and says so, or is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsStreaming as TextParams
+
+from compiled_llm.server.front.chat_request import ChatRequest, Message
+from compiled_llm.server.front.completion_request import CompletionRequest
+from compiled_llm.server.front.fields import Body, NoEffect, Refused
+from support.fronts import RunningFront
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0},
+    TEXT: {"prompt": "hi", "max_tokens": 3, "temperature": 0},
+}
+MODELS: dict[str, type[Body]] = {CHAT: ChatRequest, TEXT: CompletionRequest}
+EXAMPLES: dict[str, Any] = {
+    "user": "me",
+    "metadata": {"a": "b"},
+    "safety_identifier": "me",
+    "prediction": {"type": "content", "content": "hi"},
+    "prompt_cache_key": "me",
+    "prompt_cache_options": {"a": 1},
+    "prompt_cache_retention": "24h",
+    "parallel_tool_calls": False,
+    "best_of": 1,
+    "name": "me",
+}
+"""A value of each field that has no effect."""
+
+
+def fields(kind: type) -> list[tuple[str, str]]:
+    """Each field with what it is marked as, with its path."""
+    return [
+        (path, name)
+        for path, model in MODELS.items()
+        for name, field in model.model_fields.items()
+        if any(isinstance(mark, kind) for mark in field.metadata)
+    ]
+
+
+def send(front: RunningFront, path: str, **fields: Any) -> httpx.Response:
+    return front.http.post(path, json={**BODIES[path], **fields})
+
+
+def error(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 400, response.text
+    found: dict[str, Any] = response.json()["error"]
+    assert found["type"] == "invalid_request_error"
+    return found
+
+
+@pytest.mark.parametrize(("params", "model"), [(ChatParams, ChatRequest), (TextParams, CompletionRequest)])
+def test_every_field_of_openai_is_declared(params: Any, model: type[Body]) -> None:
+    names = {name for base in params.__mro__ for name in getattr(base, "__annotations__", {})}
+    names |= set(params.__annotations__)
+    assert names <= set(model.model_fields)
+
+
+@pytest.mark.parametrize(("path", "name"), fields(Refused))
+def test_what_is_not_served_is_refused_by_name(front: RunningFront, path: str, name: str) -> None:
+    found = error(send(front, path, **{name: "something"}))
+    assert found["param"] == name
+    assert found["message"].startswith(f"{name}: is not served: ")
+    assert found["code"] == "unsupported_value"
+    (mark,) = (mark for mark in MODELS[path].model_fields[name].metadata if isinstance(mark, Refused))
+    for neutral in (None, *mark.neutral):
+        assert send(front, path, **{name: neutral}).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "name"), fields(NoEffect))
+def test_what_has_no_effect_changes_nothing(front: RunningFront, path: str, name: str) -> None:
+    plain, given = send(front, path).json(), send(front, path, **{name: EXAMPLES[name]}).json()
+    assert given["choices"] == plain["choices"]
+    assert error(send(front, path, **{name: 1.5}))["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (path, name)
+        for path, model in MODELS.items()
+        for name, field in model.model_fields.items()
+        if not any(isinstance(mark, (NoEffect, Refused)) for mark in field.metadata)
+    ],
+)
+def test_what_is_served_is_checked_by_name(front: RunningFront, path: str, name: str) -> None:
+    wrong = {1: 2} if name not in ("logit_bias", "chat_template_kwargs", "stream_options", "response_format") else "x"
+    assert (error(send(front, path, **{name: wrong}))["param"] or "").startswith(name)
+
+
+@pytest.mark.parametrize("path", MODELS)
+def test_what_nobody_knows_is_refused_by_name(front: RunningFront, path: str) -> None:
+    found = error(send(front, path, colour="red"))
+    assert (found["param"], found["code"]) == ("colour", "unknown_parameter")
+    found = error(send(front, path, stream=True, stream_options={"colour": 1}))
+    assert found["param"] == "stream_options.colour"
+
+
+def test_fields_of_messages_are_refused_by_name(front: RunningFront) -> None:
+    for name in ("audio", "tool_calls", "function_call", "refusal"):
+        assert name in Message.model_fields
+        found = error(send(front, CHAT, messages=[{"role": "user", "content": "hi", name: {"a": 1}}]))
+        assert found["param"] == f"messages[0].{name}"

@@ -1,0 +1,93 @@
+"""Clients that leave, queues that are full, generators that die: everybody hears of it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from compiled_llm.engine.engine import Engine
+from compiled_llm.server.generator.facts import ready_of
+from support.fronts import RunningFront, chat_tokenizer, fronting
+from support.generators import Loop
+
+TEXT = "/v1/completions"
+LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
+
+
+def until_idle(engine: Engine) -> None:
+    while engine.stats().running or engine.stats().waiting:
+        pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_has_its_request_cancelled(front: RunningFront, engine: Engine, stream: bool) -> None:
+    before = engine.stats()
+    body = json.dumps({**LONG, "stream": stream, "n": 2}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", front.port)) as peer:
+        peer.sendall(f"{head}\r\n\r\n".encode() + body)
+        while engine.stats().new_tokens < before.new_tokens + 4:
+            pass
+    until_idle(engine)
+    assert engine.stats().new_tokens < before.new_tokens + 1500
+    assert engine.stats().finished == before.finished + 2
+
+
+def test_a_loop_over_a_stream_that_is_left_ends_the_request(client: openai.OpenAI, engine: Engine) -> None:
+    before = engine.stats().new_tokens
+    stream = client.completions.create(
+        model="tiny", prompt="a", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    until_idle(engine)
+    assert engine.stats().new_tokens < before + 800
+
+
+@pytest.fixture
+def mortal(model: Any, path: Path) -> Iterator[tuple[Loop, Engine]]:
+    """A generator that a test may end, which runs one request and has one wait."""
+    chat_tokenizer().save_pretrained(path.parent / "tokenizer")
+    with Engine(model, tokenizer=chat_tokenizer(), max_rows=1, max_queue=1) as engine:
+        yield opened(engine, path), engine
+
+
+def opened(engine: Engine, path: Path) -> Loop:
+    loop = Loop(path)
+    ready = ready_of(engine._model, engine, "tiny", chat_tokenizer(), str(path.parent / "tokenizer"))
+    loop.generator.open(engine, ready)
+    return loop
+
+
+def test_a_full_queue_and_a_generator_that_is_replaced(mortal: tuple[Loop, Engine], path: Path) -> None:
+    loop, engine = mortal
+    with fronting(path) as front:
+        with front.http.stream("POST", TEXT, json={**LONG, "stream": True}) as running, ThreadPoolExecutor() as pool:
+            events = (line for line in running.iter_lines() if line)
+            assert next(events).startswith('data: {"id":"cmpl-')
+            waiting = pool.submit(front.http.post, TEXT, json=LONG)
+            while not engine.stats().waiting:
+                pass
+            busy = front.http.post(TEXT, json=LONG)
+            assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
+            assert busy.json()["error"]["code"] == "queue_full"
+            loop.close()  # at once, as if it were killed
+            *_, last = events
+            assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+            lost = waiting.result()
+            assert lost.status_code == 503
+            assert lost.headers["retry-after"] == "5"
+        assert front.http.get("/ready").status_code == 503
+        assert front.http.get("/health").status_code == 200
+        again = opened(engine, path)
+        while front.http.get("/ready").status_code == 503:
+            pass
+        assert front.http.post(TEXT, json={"prompt": "a"}).status_code == 200
+        again.close()
