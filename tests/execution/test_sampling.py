@@ -28,6 +28,7 @@ from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.sampling_cases import (
     BRANCHES,
     EDITED,
+    EVERYTHING,
     FILTERED,
     SINGLE_EDITS,
     arguments,
@@ -144,6 +145,29 @@ def test_each_token_is_drawn_in_its_part_of_huggingfaces_distribution(setting, s
     tokens, numbers = middles(distribution(logits, setting) if probabilities is None else probabilities)
     chosen = sample_tokens(*arguments(logits.expand(len(tokens), -1), numbers, [setting] * len(tokens)))
     assert torch.equal(chosen, tokens)
+
+
+SINGLE_FILTERS: dict[str, float] = {
+    "top_h": 0.6,
+    "top_k": 40,
+    "top_p": 0.85,
+    "min_p": 0.02,
+    "typical_p": 0.7,
+    "epsilon_cutoff": 0.002,
+    "eta_cutoff": 0.003,
+}
+
+
+@pytest.mark.parametrize("edit", [{}, EVERYTHING], ids=["alone", "beside edits"])
+def test_all_pairs_of_filters_follow_huggingfaces(edit, seed):
+    """One batch of rows, each with other settings."""
+    pairs = itertools.combinations(SINGLE_FILTERS, 2)
+    each = [{name: SINGLE_FILTERS[name] for name in pair} for pair in pairs]
+    settings = [Sampling(**edit, temperature=0.9, **filters) for filters in each]
+    logits = torch.randn(len(settings), 2001) * 2
+    for numbers in torch.rand(4, len(settings), dtype=torch.float64):
+        chosen = sample_tokens(*arguments(logits, numbers, settings))
+        assert_at(chosen, numbers, logits, settings, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -81,6 +81,7 @@ class Feature(NamedTuple):
         refused: a wrapped model raises.
         model: what the models are made with.
         family: of a vision-language model; Qwen3 if empty.
+        because: why it does not take the fast loop, where that could be.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Feature(NamedTuple):
     refused: bool = False
     model: Mapping[str, Any] = {}
     family: str = ""
+    because: str = ""
 
 
 LABELS_FIRST_UNMASKED = inputs()["input_ids"].masked_fill(inputs()["attention_mask"] == 0, -100)
@@ -135,6 +137,7 @@ FEATURES: dict[str, list[Feature]] = {
         Feature(
             "`bad_words_ids` and `sequence_bias` of more tokens",
             each(bad_words_ids=[[5], [6] * 9]) + each(sequence_bias=[[[9], 4.0], [[4] * 9, -3.0]]),
+            because="the choice knows a row's last 7 tokens",
         ),
         Feature(
             "`encoder_repetition_penalty`, `exponential_decay_length_penalty`, `renormalize_logits`",
@@ -147,6 +150,7 @@ FEATURES: dict[str, list[Feature]] = {
         Feature(
             "`no_repeat_ngram_size`, `encoder_no_repeat_ngram_size`",
             [*each(no_repeat_ngram_size=2), *each(encoder_no_repeat_ngram_size=2)],
+            because="they look at the whole text, which the choice does not have; they run between two forwards",
         ),
         Feature(
             "`guidance_scale`, `negative_prompt_ids`: two rows a request",
@@ -432,7 +436,7 @@ def paths_of(feature: Feature, call: Call, model: PreTrainedModel) -> tuple[set[
 def line(feature: Feature, paths: set[str]) -> str:
     """The feature's line in its table."""
     names = [name if name == "refused" else f"`{name}`" for name in PATHS if name in paths]
-    return f"| {feature.name} | {', '.join(names)} |"
+    return f"| {feature.name} | {', '.join(names)}{feature.because and ': ' + feature.because} |"
 
 
 def tables() -> str:

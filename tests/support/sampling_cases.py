@@ -212,7 +212,8 @@ def _edited(logits: Tensor, setting: Sampling) -> Tensor:
         logits = InfNanRemoveLogitsProcessor()(text[None], logits[None])[0]
     if growing := [token for token in setting.growing if token < vocabulary]:
         decay = ExponentialDecayLengthPenalty((setting.grows_after, 2**setting.growth), growing, 0)
-        logits = decay(torch.zeros(1, STEP, dtype=torch.int64), logits[None])[0]
+        grown = decay(torch.zeros(1, STEP, dtype=torch.int64), logits[None])[0]
+        logits = torch.where(logits.isfinite(), grown, logits)  # older transformers make NaN of what is barred
     if setting.mask is not None:
         allowed = np.unpackbits(setting.mask.view(np.uint8), bitorder="little")
         allowed = np.pad(allowed, (0, max(0, vocabulary - len(allowed))))[:vocabulary]

@@ -486,7 +486,8 @@ def _band(source, peak, total, bound, floor, k, p):
         if has_turn | ((turn == _EPSILON_TURN) & (epsilon > 0.0)) | ((turn == _ETA_TURN) & (eta > 0.0)):
             kept = total
             moment, most, least, count = total, peak, peak, k
-            if (turn != _HUNDRED) & (turn != _TOP_K_TURN):
+            known = (turn == _TOP_P_TURN) & (k <= 0) & (top_h <= 0.0)  # the mass of all
+            if (turn != _HUNDRED) & (turn != _TOP_K_TURN) & (known == 0):
                 kept, moment, most, least, count = _moments(source, smallest, centre, furthest, above, peak)
             low, high, needed = smallest, peak + tl.abs(peak) * 1e-6 + 1e-30, kept
             if turn == _HUNDRED:
