@@ -178,6 +178,16 @@ def test_a_frame_cannot_ask_for_what_sampling_params_do_not_have(generator: Loop
             assert (message.request, message.kind) == (number, "invalid")  # type: ignore[union-attr]
 
 
+def test_a_fault_in_one_request_ends_that_alone(client: Client, engine: Engine, monkeypatch: Any) -> None:
+    running = client.submit(PROMPT, settings(max_tokens=200))
+    next(iter(running))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "submit", lambda *_, **__: {}["missing"])
+        with pytest.raises(GeneratorError, match="KeyError: 'missing'"):
+            client.submit(PROMPT, settings()).result(PATIENCE)
+    assert running.result(PATIENCE).finish_reason == "length"
+
+
 def test_a_full_queue_is_told_from_what_is_impossible(model: Any, path: Path) -> None:
     with Engine(model, max_rows=1, max_queue=1) as engine, generating(engine, path), Client(path) as client:
         running = client.submit(PROMPT, endless())
@@ -369,7 +379,7 @@ def test_a_generator_that_leaves_lets_requests_end(engine: Engine, path: Path) -
         loop.run(loop.generator.drain(PATIENCE))
         assert handle.result(PATIENCE).finish_reason == "length"
         with pytest.raises(GeneratorLostError, match="ended the connection: the generator was told to end"):
-            client.wait_until_ready()
+            client.stats()
 
 
 def test_a_generator_ends_though_its_folder_is_gone(engine: Engine, folder: Path) -> None:

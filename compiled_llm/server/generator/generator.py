@@ -123,7 +123,8 @@ class Generator:
     def greeting(self) -> list[Struct]:
         """Return what a client is told first."""
         welcome = Welcome(VERSION, f"compiled-llm {version('compiled-llm')}", os.getpid())
-        return [welcome, self._ready or Preparing(self.doing)]
+        leaving = [] if self.leaving is None else [Leaving(self.leaving)]
+        return [welcome, self._ready or Preparing(self.doing), *leaving]
 
     def begin(self, submit: Submit) -> Stream | Refused:
         """Begin a request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from compiled_llm.engine.answer import Answer
@@ -14,6 +15,8 @@ from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.request import Request, RequestError
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.messages import Ended, Entry, PromptScores, Refused, Submit, Summary, Update
+
+logger = logging.getLogger("compiled_llm.server")
 
 MOST_ANSWERS = 1024
 """How many answers to one prompt a client can ask for: each takes memory at once."""
@@ -29,6 +32,9 @@ def begun(engine: Engine, submit: Submit) -> Stream | Refused:
         return Refused(submit.request, "invalid", str(error))
     except RuntimeError as error:  # the engine is asleep, or the model cannot be run now
         return Refused(submit.request, "unavailable", str(error))
+    except Exception as error:  # a fault of ours ends this request alone
+        logger.exception("compiled_llm: a request could not begin")
+        return Refused(submit.request, "failed", f"{type(error).__name__}: {error}")
 
 
 def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
