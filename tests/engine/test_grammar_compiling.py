@@ -164,7 +164,7 @@ def test_an_engine_that_nobody_holds_goes(model: PreTrainedModel, compiler: Comp
 
 def test_warmup_learns_the_tokens(engine: Engine) -> None:
     engine.warmup([1], structured=True)
-    assert list(engine._grammars._compilers) == [(380, frozenset({1}))]
+    assert list(engine._grammars._compilers) == [(380, frozenset({1}), False)]
     assert engine.generate([5], matching("ab"))[0].text == "ab"
 
 

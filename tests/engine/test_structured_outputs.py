@@ -219,6 +219,19 @@ def test_tokens_that_are_bytes_or_begin_with_a_blank(monkeypatch: pytest.MonkeyP
     assert re.fullmatch("[é漢 ]{2}fox", tokenizer.decode([3, *answer.token_ids], skip_special_tokens=True)[-5:])
 
 
+def test_special_tokens_spell_no_text(engine: Engine) -> None:
+    """They would be missing in the answer's; tags may begin with them."""
+    special = byte_level().get_vocab()["<s>"]
+    likely = {"logit_bias": {special: 100}, "skip_special_tokens": False}
+    asked = settings(structured_outputs=form(regex="<s>|<t>"), **likely)
+    (output,) = engine.generate([5], asked)
+    assert special not in output.token_ids
+    assert (output.text or "").removesuffix("</s>") in ("<s>", "<t>")
+    tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<s>", "content": _BOOLEAN, "end": "."}}
+    (output,) = engine.generate([5], settings(structured_outputs=form(structural_tag=tag), **likely))
+    assert output.token_ids[0] == special
+
+
 # ---- beside others
 
 

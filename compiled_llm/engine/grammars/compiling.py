@@ -68,7 +68,7 @@ class Grammars:
         self._timeout = timeout
         self._arrive, self._end = weakref.WeakMethod(arrive), weakref.WeakMethod(end)
         self._kept: OrderedDict[_Key, xgrammar.CompiledGrammar] = OrderedDict()
-        self._compilers: dict[tuple[int, frozenset[int]], xgrammar.GrammarCompiler] = {}
+        self._compilers: dict[tuple[int, frozenset[int], bool], xgrammar.GrammarCompiler] = {}
         self._making = threading.Lock()
         self._changed = threading.Condition()
         self._jobs: dict[_Key, _Job] = {}
@@ -217,20 +217,38 @@ class Grammars:
 
     def _compiled(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
         assert constraint.source is not None, "there is no grammar"
-        return constraint.source.compiled(self._compiler(constraint.vocabulary, constraint.stops))
+        tags = constraint.source.kind == "structural_tag"
+        return constraint.source.compiled(self._compiler(constraint.vocabulary, constraint.stops, tags))
 
-    def _compiler(self, vocabulary: int, stops: frozenset[int]) -> xgrammar.GrammarCompiler:
+    def _compiler(self, vocabulary: int, stops: frozenset[int], tags: bool = False) -> xgrammar.GrammarCompiler:
         """Return what compiles for a vocabulary, which may have more tokens than the tokenizer."""
-        from xgrammar import GrammarCompiler, TokenizerInfo
+        from xgrammar import GrammarCompiler
 
         with self._making:
-            if (compiler := self._compilers.get((vocabulary, stops))) is None:
-                tokens = TokenizerInfo.from_huggingface(
-                    self._tokenizer, vocab_size=vocabulary, stop_token_ids=sorted(stops)
-                )
+            if (compiler := self._compilers.get((vocabulary, stops, tags))) is None:
+                tokens = self._tokens(vocabulary, sorted(stops), tags)
                 compiler = GrammarCompiler(tokens, max_threads=_most_at_once(), cache_limit_bytes=_KEPT)
-                self._compilers[vocabulary, stops] = compiler
+                self._compilers[vocabulary, stops, tags] = compiler
             return compiler
+
+    def _tokens(self, vocabulary: int, stops: list[int], tags: bool) -> xgrammar.TokenizerInfo:
+        """Return what the tokens spell; special ones, which are left out of texts, only tags may have."""
+        from xgrammar import TokenizerInfo, VocabType
+
+        tokens = TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=vocabulary, stop_token_ids=stops)
+        special = [token for token in self._tokenizer.all_special_ids if token < vocabulary]
+        if tags or not special:
+            return tokens
+        spelled = tokens.decoded_vocab
+        for token in special:
+            spelled[token] = b""
+        return TokenizerInfo(
+            spelled,
+            VocabType.RAW,
+            vocab_size=vocabulary,
+            stop_token_ids=stops,
+            add_prefix_space=tokens.add_prefix_space,
+        )
 
 
 _Key = tuple[GrammarSource | None, int, frozenset[int]]
