@@ -15,6 +15,7 @@ from support.gpu import needs_cuda, seeded
 from support.sampling_cases import (
     BRANCHES,
     EDITED,
+    FILTERED,
     arguments,
     assert_at,
     counted_after,
@@ -26,7 +27,7 @@ from support.sampling_cases import (
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 VOCABULARIES = [11, 49_152, 151_936, 262_145]  # all have the tokens that rows have chosen before
-SETTINGS = BRANCHES + EDITED
+SETTINGS = BRANCHES + EDITED + FILTERED
 SLACK = 3e-5
 """How far sums of float32 in other orders may move a border between two tokens."""
 
