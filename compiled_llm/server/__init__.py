@@ -1,1 +1,1 @@
-"""The generator: an engine in a process of its own, and the connections of its clients."""
+"""The generator: an engine in a process of its own, with its clients; the front, which answers HTTP."""

@@ -17,12 +17,14 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compiled_llm
 from support.characters import character_tokenizer
+from support.fronts import fronting
 from support.generators import generating
 from support.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
 from support.tiny_gguf import write_gguf
@@ -65,17 +67,20 @@ def namespace(
     found = {"__name__": "__main__"}
     exec(beginning_of(page), found)
     threads = torch.get_num_threads()
-    with served(tiny_folder) if "compiled-llm serve" in page.read_text() else nullcontext():
+    with served(tiny_folder, monkeypatch) if "compiled-llm serve" in page.read_text() else nullcontext():
         yield found
     torch.set_num_threads(threads)
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[None]:
-    """What `compiled-llm serve demo --uds llm.sock` serves, in another terminal."""
+def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `compiled-llm serve demo` serves in another terminal, with `--uds llm.sock` and over HTTP."""
     model, tokenizer = loaded(folder)
     engine = compiled_llm.Engine(compiled_llm.wrap(model, kv_memory="2000 tokens"), tokenizer=tokenizer)
-    with engine, generating(engine, Path("llm.sock"), tokenizer=folder):
+    path = Path("llm.sock")
+    with engine, generating(engine, path, tokenizer=folder), fronting(path, names=("demo",)) as front:
+        there, client = {"http://localhost:8000/v1": f"{front.url}/v1"}, openai.OpenAI
+        monkeypatch.setattr(openai, "OpenAI", lambda base_url, **options: client(base_url=there[base_url], **options))
         yield
 
 

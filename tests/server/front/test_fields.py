@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ from compiled_llm.server.front.chat_request import ChatRequest, Message
 from compiled_llm.server.front.completion_request import CompletionRequest
 from compiled_llm.server.front.fields import Body, NoEffect, Refused
 from support.fronts import RunningFront
+from support.pages import DOCS
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -72,6 +75,19 @@ def test_what_is_not_served_is_refused_by_name(front: RunningFront, path: str, n
     (mark,) = (mark for mark in MODELS[path].model_fields[name].metadata if isinstance(mark, Refused))
     for neutral in (None, *mark.neutral):
         assert send(front, path, **{name: neutral}).status_code == 200
+
+
+def test_the_page_lists_what_has_no_effect_and_what_is_refused() -> None:
+    page = (DOCS / "how-to" / "http.md").read_text().split("\n## ")
+    (without,) = (part for part in page if part.startswith("Fields without effect"))
+    (refused,) = (part for part in page if part.startswith("Fields that are refused"))
+    for kind, part in ((NoEffect, without), (Refused, refused)):
+        assert set(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == {name for _, name in fields(kind)}
+        for path, name in fields(kind):
+            (mark,) = (mark for mark in MODELS[path].model_fields[name].metadata if isinstance(mark, kind))
+            assert f"| {mark.why} |" in part
+            for neutral in getattr(mark, "neutral", ()):
+                assert re.search(rf"^\| `{name}` .*`{re.escape(json.dumps(neutral))}`", part, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("path", "name"), fields(NoEffect))
