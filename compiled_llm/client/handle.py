@@ -105,9 +105,9 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         """Take what is new of one answer."""
         self.answers[update.index].received.take(update)
 
-    def take_prompt_scores(self, logprobs: Sequence[Sequence[Entry] | None]) -> None:
-        """Take the log-probabilities of the prompt's tokens."""
-        self._prompt_logprobs = [None if entries is None else entries_of(entries) for entries in logprobs]
+    def take_prompt_scores(self, logprobs: Sequence[Sequence[Entry]]) -> None:
+        """Take the log-probabilities of the prompt's next tokens; its first one has none."""
+        self._prompt_logprobs = [*(self._prompt_logprobs or [None]), *map(entries_of, logprobs)]
 
     def finish(self, summary: Summary) -> None:
         """Take what is measured, once all answers have ended."""

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 MOST_BYTES = 64 * 2**20
-"""How long a message may be: twice the longest prompt's log-probabilities that one step may have to send."""
+"""How long a message may be: twice what waits for a client at most, each token with 20 others' log-probabilities."""
 
 _HEADER = 4
 _encoder = msgspec.msgpack.Encoder()

@@ -168,14 +168,14 @@ class Step(Struct, tag="step", frozen=True, omit_defaults=True):
 
 
 class PromptScores(Struct, tag="prompt scores", frozen=True):
-    """The log-probabilities of a prompt's tokens, None in place of the first; comes before the request's summary."""
+    """The log-probabilities of a prompt's next tokens, from the second on; several come before the summary."""
 
     request: int
-    logprobs: list[list[Entry] | None]
+    logprobs: list[list[Entry]]
 
 
 class Refused(Struct, tag="refused", frozen=True):
-    """A request that was not taken, or of which nothing more can be sent; in a sentence."""
+    """A request, or a question, that was not taken, and why, in a sentence."""
 
     request: int
     kind: Kind

@@ -50,7 +50,7 @@ FROM_GENERATOR: list[Struct] = [
     Ready("model", 100, [1, 2], 1024, 256, "/folder", "model.gguf"),
     Step([Update(1, 0, [5]), Update(2, 1, [6, 7], [[(6, -0.5, 1)], [(7, -1.5, 3), (8, -0.1, 1)]], Ended("stop", "x"))]),
     Step([Update(1, 0, [], None, Ended("error", None, "why"))], [Summary(1, 4, None, 0.5, 1.5)]),
-    PromptScores(1, [None, [(3, -0.5, 1)]]),
+    PromptScores(1, [[(3, -0.5, 1)], [(4, -0.5, 2), (5, -0.25, 1)]]),
     Refused(3, "full", "too many"),
     Stats(
         number=1,

@@ -17,6 +17,7 @@ from compiled_llm.engine.output import Completion, RequestOutput
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.messages import Cancel, Preparing, Refused, Step, Submit, Welcome
+from compiled_llm.server.generator import stream
 from compiled_llm.server.generator.facts import ready_of
 from support.generators import PATIENCE, Bytes, Loop, generating
 from support.text_tokenizers import byte_level
@@ -201,6 +202,13 @@ def test_a_full_queue_is_told_from_what_is_impossible(model: Any, path: Path) ->
 
 
 # ---- how it is sent
+
+
+def test_a_long_prompts_logprobs_come_in_parts(client: Client, engine: Engine, monkeypatch: Any) -> None:
+    monkeypatch.setattr(stream, "_SCORES_AT_ONCE", 7)
+    prompts, params = [list(range(3, 3 + length)) for length in (1, 2, 7, 8, 60)], settings(prompt_logprobs=2, n=2)
+    for ours, theirs in zip(client.generate(prompts, params), engine.generate(prompts, params), strict=True):
+        assert_equal(ours, theirs)
 
 
 def test_a_step_is_one_frame_for_all_requests_of_a_client(engine: Engine, path: Path) -> None:

@@ -220,6 +220,7 @@ class Connection:
                     self._writer.writelines(frames)
                     await self._writer.drain()
                     self._idle.set()
+                await asyncio.sleep(0)
         except OSError:  # whoever reads learns of it, too
             pass
         finally:
@@ -237,21 +238,16 @@ class Connection:
         updates, summaries = [], []
         for number, stream in tuple(self.streams.items()):
             updates += stream.updates()
-            if stream.ended:
+            if not stream.ended:
+                continue
+            if (scores := stream.prompt_scores()) is not None:
+                yield frame_of(scores)
+                self._changed.set()  # for those that are left, after others had their turn
+            else:
                 summaries.append(stream.summary())
                 del self.streams[number]
-                yield from _prompt_scores(number, stream)
         if updates or summaries:
             yield frame_of(Step(updates, summaries))
-
-
-def _prompt_scores(number: int, stream: Stream) -> Iterator[bytearray]:
-    """Yield the log-probabilities of a prompt's tokens, if they are wanted; why not, if they are too many."""
-    if (scores := stream.prompt_scores()) is not None:
-        try:
-            yield frame_of(scores)
-        except FrameError as error:
-            yield frame_of(Refused(number, "failed", f"the prompt's log-probabilities are {error}"))
 
 
 def _checked(hello: FromClient) -> Hello:

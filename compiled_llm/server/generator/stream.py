@@ -9,7 +9,7 @@ from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError
-from compiled_llm.engine.logprobs import logprobs_of, prompt_logprobs
+from compiled_llm.engine.logprobs import Logprobs, logprobs_of
 from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.request import Request, RequestError
@@ -20,6 +20,8 @@ logger = logging.getLogger("compiled_llm.server")
 
 MOST_ANSWERS = 1024
 """How many answers to one prompt a client can ask for: each takes memory at once."""
+_SCORES_AT_ONCE = 256
+"""Tokens of a prompt whose log-probabilities are told together: some milliseconds, for which others wait."""
 
 
 def begun(engine: Engine, submit: Submit) -> Stream | Refused:
@@ -73,6 +75,8 @@ class Stream:
         self.handle = handle
         self._number = number
         self._open = [_Sent(answer) for answer in handle.answers]
+        self._scores: Logprobs | None = None
+        self._scored = 0  # how many of them have been told
 
     @property
     def unsent(self) -> int:
@@ -104,11 +108,16 @@ class Stream:
         return Summary(self._number, **self.handle.figures())
 
     def prompt_scores(self) -> PromptScores | None:
-        """Return the log-probabilities of the prompt's tokens; None if nobody wants them."""
-        each = prompt_logprobs(self.handle.requests[0])
-        if each is None:
+        """Return the next log-probabilities of the prompt's tokens; None if all that are wanted have been told."""
+        request = self.handle.requests[0]
+        if request.prompt_logprobs is None:
             return None
-        return PromptScores(self._number, [None if entries is None else _entries(entries) for entries in each])
+        if self._scores is None:
+            self._scores = Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs)
+        elif self._scored >= len(self._scores):
+            return None
+        start, self._scored = self._scored, self._scored + _SCORES_AT_ONCE
+        return PromptScores(self._number, list(map(_entries, self._scores[start : self._scored])))
 
     def fail(self, reason: str) -> None:
         """End what has not ended, with an error."""
