@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from compiled_llm.client import GeneratorError
-from compiled_llm.server.front import chat, completions, metrics, status, tokens
+from compiled_llm.server.front import chat, completions, metrics, responses, status, tokens
 from compiled_llm.server.front.api_error import ApiError, respond
 from compiled_llm.server.front.front import Front
 from compiled_llm.server.front.guard import Guard
@@ -33,7 +33,7 @@ def application(settings: FrontSettings) -> FastAPI:
     )
     app.state.front = Front(settings)
     app.state.metrics = metrics.FrontMetrics()
-    for room in (chat, completions, tokens, status, metrics):
+    for room in (chat, completions, responses, tokens, status, metrics):
         app.include_router(room.router)
     for kind in _ANSWERED:
         app.add_exception_handler(kind, respond)

@@ -22,7 +22,7 @@ from compiled_llm.server.front.chat_response import (
     Delta,
 )
 from compiled_llm.server.front.errors_of_openapi import ERRORS
-from compiled_llm.server.front.events import event_stream
+from compiled_llm.server.front.events import event, event_stream
 from compiled_llm.server.front.front import beside, front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.usage import finish_reason_of
@@ -37,7 +37,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     model = front.model_for(body.model)
     params = body.sampling()
     prompt = await prompt_of(body, model)
-    answers = await front.submit(request, body, [prompt], params)
+    answers = await front.submit(request, [prompt], params, "messages", body.user, body.cache_salt)
     told = _Told(body, model, front.settings.names[0], answers)
     try:
         if body.stream:
@@ -89,7 +89,7 @@ class _Told:
         ]
         return ChatCompletion(choices=choices, usage=self._answers.usage(), **self._head)
 
-    async def stream(self) -> AsyncIterator[list[ChatChunk]]:
+    async def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
         yield [self._chunk([_begins(choice)]) for choice in choices]
         async for _ in self._answers.changes():
@@ -97,10 +97,10 @@ class _Told:
         if self._body.wants_usage:
             yield [self._chunk([], usage=self._answers.usage())]
 
-    def _chunk(self, choices: list[ChunkChoice], **usage: Any) -> ChatChunk:
+    def _chunk(self, choices: list[ChunkChoice], **usage: Any) -> bytes:
         if self._body.wants_usage:
             usage = usage or {"usage": None}
-        return ChatChunk(object="chat.completion.chunk", choices=choices, **usage, **self._head)
+        return event(ChatChunk(object="chat.completion.chunk", choices=choices, **usage, **self._head))
 
     def _news(self, choice: Choice, news: News) -> ChunkChoice:
         delta = Delta(content=news.text) if news.text or news.finish_reason is None else Delta()

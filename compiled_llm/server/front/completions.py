@@ -16,7 +16,7 @@ from compiled_llm.server.front.completion_logprobs import CompletionScores
 from compiled_llm.server.front.completion_request import CompletionRequest
 from compiled_llm.server.front.completion_response import CompletionChoice, CompletionLogprobs, TextCompletion
 from compiled_llm.server.front.errors_of_openapi import ERRORS
-from compiled_llm.server.front.events import event_stream
+from compiled_llm.server.front.events import event, event_stream
 from compiled_llm.server.front.front import beside, front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.usage import finish_reason_of
@@ -31,7 +31,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
     model = front.model_for(body.model)
     params = body.sampling()
     prompts = [await _tokens(prompt, model) for prompt in body.prompts()]
-    answers = await front.submit(request, body, prompts, params)
+    answers = await front.submit(request, prompts, params, "prompt", body.user, body.cache_salt)
     told = _Told(body, model, front.settings.names[0], answers)
     try:
         if body.stream:
@@ -85,7 +85,7 @@ class _Told:
         first = output.prompt_token_ids[0] if prompt else None
         return self._scores().written([*prompt, *entries_of(completion.logprobs)], first)
 
-    async def stream(self) -> AsyncIterator[list[TextCompletion]]:
+    async def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
         scores = [self._scores() for _ in choices]
         if self._body.echo:
@@ -97,11 +97,11 @@ class _Told:
                 if (news := choice.news()) is not None
             ]
         if self._body.wants_usage:
-            yield [TextCompletion(choices=[], usage=self._answers.usage(), **self._head)]
+            yield [event(TextCompletion(choices=[], usage=self._answers.usage(), **self._head))]
 
-    def _chunk(self, choice: CompletionChoice) -> TextCompletion:
+    def _chunk(self, choice: CompletionChoice) -> bytes:
         usage: dict[str, Any] = {"usage": None} if self._body.wants_usage else {}
-        return TextCompletion(choices=[choice], **usage, **self._head)
+        return event(TextCompletion(choices=[choice], **usage, **self._head))
 
     def _news(self, choice: Choice, news: News, scores: CompletionScores) -> CompletionChoice:
         logprobs = None if self._body.logprobs is None else scores.written(news.logprobs or [])

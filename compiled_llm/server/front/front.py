@@ -16,7 +16,6 @@ from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.answers import Answers
 from compiled_llm.server.front.api_error import ApiError, invalid
 from compiled_llm.server.front.generator_link import GeneratorLink, Model
-from compiled_llm.server.front.sampling_fields import SamplingFields
 from compiled_llm.server.front.settings import FrontSettings
 
 T = TypeVar("T")
@@ -52,23 +51,29 @@ class Front:
         return self.link.model
 
     async def submit(
-        self, request: Request, body: SamplingFields, prompts: Sequence[Sequence[int]], params: SamplingParams
+        self,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        param: str,
+        *salts: str | None,
     ) -> Answers:
         """Begin to answer prompts.
 
         Args:
             request: whose client may leave.
-            body: of it.
             prompts: token ids.
             params: how to answer.
+            param: the field that the prompts are from.
+            *salts: what keeps its cached pages from others: the user, if that is asked for, and a salt of its own.
 
         Raises:
             ApiError: they are too many or too long.
             ValueError: they are impossible.
             GeneratorError: the generator is gone.
         """
-        self._check(prompts, params, body)
-        client, salt = self.link.model.client, self._salt(request, body)
+        self._check(prompts, params, param)
+        client, salt = self.link.model.client, self._salt(request, *salts)
         handles: list[RemoteHandle] = []
         try:
             handles += (
@@ -81,11 +86,10 @@ class Front:
             raise
         return Answers(handles, request, params.include_stop_str_in_output)
 
-    def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams, body: SamplingFields) -> None:
+    def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams, param: str) -> None:
         most, ready = self.settings.most_choices, self.link.model.ready
         if len(prompts) * params.n > most:
             raise invalid(f"n: {len(prompts)} prompts with {params.n} answers each; at most {most} at once", "n")
-        param = "prompt" if hasattr(body, "prompt") else "messages"
         for prompt in prompts:
             if len(prompt) >= ready.max_tokens:
                 raise invalid(
@@ -96,11 +100,11 @@ class Front:
             if any(not 0 <= token < ready.vocabulary for token in prompt):
                 raise invalid(f"{param}: tokens of the model are from 0 to {ready.vocabulary - 1}", param)
 
-    def _salt(self, request: Request, body: SamplingFields) -> str | None:
+    def _salt(self, request: Request, user: str | None, salt: str | None = None) -> str | None:
         """Return what a request shares its cached pages by; with ``salts_caches``, only with its own kind."""
         if not self.settings.salts_caches:
-            return body.cache_salt
-        parts = (request.headers.get("authorization", ""), body.user or "", body.cache_salt or "")
+            return salt
+        parts = (request.headers.get("authorization", ""), user or "", salt or "")
         return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()
 
 

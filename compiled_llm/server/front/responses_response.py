@@ -1,0 +1,89 @@
+"""What ``/v1/responses`` answers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from compiled_llm.server.front.chat_response import TokenLogprob
+from compiled_llm.server.front.usage import PromptTokensDetails, Usage
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(BaseModel):
+    """The text of an answer."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputMessage(BaseModel):
+    """The answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    status: Status
+    content: list[OutputText]
+
+
+class Incomplete(BaseModel):
+    """Why an answer was cut."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class OutputTokensDetails(BaseModel):
+    """Of the answer's tokens."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(BaseModel):
+    """Tokens of the prompt and of the answer."""
+
+    input_tokens: int
+    input_tokens_details: PromptTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage) -> ResponseUsage:
+        """Return it by these names."""
+        return cls(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=usage.prompt_tokens_details,
+            output_tokens=usage.completion_tokens,
+            total_tokens=usage.total_tokens,
+        )
+
+
+class ResponseBody(BaseModel):
+    """The answer, what it was asked with, and what it has taken."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
+    error: None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool = False
+    previous_response_id: None = None
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Literal["none"] = "none"
+    tools: list[Any] = []
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None

@@ -1,0 +1,135 @@
+"""Real processes: the command, its generator, and clients over HTTP."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import compiled_llm
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.params import SamplingParams
+from support.fronts import chat_tokenizer, serving
+from support.generators import COMMAND, PATIENCE
+from support.tiny_models import tiny_qwen3
+
+OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "20000 tokens")
+MESSAGES: Any = [{"role": "user", "content": "the quick fox"}]
+TEXT = "/v1/completions"
+LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+
+pytestmark = pytest.mark.whole
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "tiny-model"
+    tiny_qwen3(eos_token_id=None, num_hidden_layers=1, vocab_size=380).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def in_process(folder: Path, prompt: Any, **settings: Any) -> str:
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    model = compiled_llm.wrap(loaded, mode="eager", progress=False, kv_memory="20000 tokens")
+    with Engine(model, tokenizer=AutoTokenizer.from_pretrained(folder)) as engine:
+        return engine.generate([prompt], SamplingParams(**settings))[0].text or ""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        pass
+
+
+def status(url: str, path: str) -> int:
+    return httpx.get(url + path).status_code
+
+
+def generators(socket: str) -> list[int]:
+    """The processes of generators that listen at a path."""
+    found = subprocess.run(
+        ["pgrep", "-f", "--", f"--uds {socket} --leashed"], capture_output=True, text=True, check=False
+    )
+    return [int(number) for number in found.stdout.split()]
+
+
+def test_the_command_serves_its_generator_is_replaced_and_it_drains(model_folder: Path, path: Path) -> None:
+    with serving(model_folder, "--uds", str(path), *OPTIONS) as (process, url):
+        assert status(url, "/health") == 200
+        until(lambda: status(url, "/ready") == 200)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["tiny-model"]
+        answer = client.chat.completions.create(model="tiny-model", messages=MESSAGES, seed=3, max_tokens=30)
+        assert answer.choices[0].message.content == in_process(model_folder, MESSAGES, seed=3, max_tokens=30)
+        assert not front_has_torch(process.pid)
+        with httpx.stream("POST", url + TEXT, json=LONG, timeout=PATIENCE) as running:
+            events = (line for line in running.iter_lines() if line)
+            next(events)
+            (generator,) = generators(str(path))
+            subprocess.run(["kill", "-9", str(generator)], check=True)
+            *_, last = events
+            assert '"code":"generator_lost"' in last
+        assert httpx.post(url + TEXT, json={"prompt": "a"}).status_code == 503
+        until(lambda: status(url, "/ready") == 200)
+        again = client.chat.completions.create(model="tiny-model", messages=MESSAGES, seed=3, max_tokens=30)
+        assert again.choices[0].message.content == answer.choices[0].message.content
+        with httpx.stream("POST", url + TEXT, json={**LONG, "max_tokens": 300}, timeout=PATIENCE) as running:
+            events = (line for line in running.iter_lines() if line)
+            next(events)
+            process.send_signal(signal.SIGTERM)
+            *_, last = events
+            assert last == "data: [DONE]"
+        assert process.wait(PATIENCE) == 0
+        assert not generators(str(path))
+        assert not path.exists()
+
+
+def front_has_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_a_front_that_is_killed_leaves_no_generator(model_folder: Path, path: Path) -> None:
+    with serving(model_folder, "--uds", str(path), *OPTIONS) as (process, url):
+        until(lambda: status(url, "/ready") == 200)
+        process.kill()
+        until(lambda: not generators(str(path)))
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_command(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    done = subprocess.run(
+        [COMMAND, "serve", str(tmp_path), "--port", "0", *OPTIONS], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 1
+    assert "cannot be loaded as a causal LM" in done.stderr
+    assert "error: serve: the generator has ended before it was ready" in done.stderr
+
+
+def test_a_port_that_is_taken_and_one_that_is_open_to_all(model_folder: Path) -> None:
+    with serving(model_folder, *OPTIONS) as (_, url):
+        arguments = [COMMAND, "serve", str(model_folder), "--port", url.rpartition(":")[2]]
+        taken = subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE)
+        assert (taken.returncode, "cannot listen there: Address already in use" in taken.stderr) == (1, True)
+        everywhere = subprocess.run([*arguments, "--host", "0.0.0.0"], capture_output=True, text=True, timeout=PATIENCE)
+        assert (everywhere.returncode, "give --api-key-file" in everywhere.stderr) == (2, True)
+
+
+def test_the_demo_model_says_what_it_says_in_process(demo_model_dir: Path) -> None:
+    asked: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    expected = in_process(demo_model_dir, asked, temperature=0.0, max_tokens=24)
+    with serving("demo", *OPTIONS) as (_, url):
+        until(lambda: status(url, "/ready") == 200)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        options: Any = {"model": "demo", "messages": asked, "temperature": 0, "max_tokens": 24}
+        whole = client.chat.completions.create(**options).choices[0].message.content
+        stream = client.chat.completions.create(**options, stream=True)
+        streamed = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
+        assert whole == streamed == expected
+        assert "Paris" in expected
