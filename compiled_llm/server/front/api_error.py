@@ -76,6 +76,11 @@ def of_exception(error: BaseException) -> ApiError:
     if isinstance(error, ValueError):
         found = _PARAMETER.match(str(error))
         return invalid(_plain(error), None if found is None else found.group(1))
+    return unexpected()
+
+
+def unexpected() -> ApiError:
+    """Return what a client is told of an error of ours: that it was."""
     return ApiError(500, "an error of the server; its log has it under the request's id", code="internal_error")
 
 

@@ -19,7 +19,7 @@ from compiled_llm.server.front.front import Front
 from compiled_llm.server.front.guard import Guard
 from compiled_llm.server.front.settings import FrontSettings
 
-_ANSWERED = (RequestValidationError, HTTPException, ApiError, GeneratorError, ValueError, Exception)
+_ANSWERED = (RequestValidationError, HTTPException, ApiError, GeneratorError, ValueError)
 
 
 def application(settings: FrontSettings) -> FastAPI:

@@ -62,10 +62,9 @@ async def prompt_of(body: ChatRequest, model: Model) -> list[int]:
     options = {
         "add_generation_prompt": not goes_on if body.add_generation_prompt is None else body.add_generation_prompt,
         "continue_final_message": goes_on,
-        **(body.chat_template_kwargs or {}),
     }
     characters = sum(len(message["content"]) for message in messages)
-    return await beside(lambda: model.vocabulary.of_chat(messages, **options), characters)
+    return await beside(lambda: model.vocabulary.of_chat(messages, body.chat_template_kwargs, **options), characters)
 
 
 class _Told:

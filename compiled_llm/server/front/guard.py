@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from compiled_llm.server.front.api_error import ApiError
+from compiled_llm.server.front.api_error import ApiError, unexpected
 from compiled_llm.server.front.front import new_id
 from compiled_llm.server.front.metrics import FrontMetrics
 from compiled_llm.server.front.settings import FrontSettings
@@ -55,6 +55,10 @@ class Guard:
             await self._app(scope, _replayed(body, receive), entry.send)
         except ApiError as error:
             await error.response()(scope, receive, entry.send)
+        except Exception:  # of ours
+            logger.exception("compiled_llm: %s has failed", entry.id)
+            if not entry.begun:
+                await unexpected().response()(scope, receive, entry.send)
         finally:
             entry.close()
 
@@ -129,26 +133,31 @@ class _Entry:
     """One request in the log and in the metrics; its id goes out with the response."""
 
     def __init__(self, scope: Scope, send: Send, metrics: FrontMetrics) -> None:
-        self._id = new_id("req")
+        self.id = new_id("req")
         self._scope = scope
         self._send = send
         self._metrics = metrics
         self._status = 0
-        self._begun = time.monotonic()
+        self._came = time.monotonic()
         metrics.open.inc()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the status was sent."""
+        return self._status != 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self._id
+            MutableHeaders(scope=message)["x-request-id"] = self.id
         await self._send(message)
 
     def close(self) -> None:
-        seconds, route = time.monotonic() - self._begun, self._scope.get("route")
+        seconds, route = time.monotonic() - self._came, self._scope.get("route")
         path = getattr(route, "path", "other")  # as it was declared: what a client makes up is not counted apart
         self._metrics.open.dec()
         self._metrics.count(path, self._status, seconds)
-        logger.info("compiled_llm: %s %s %s %s %.3f s", self._id, self._scope["method"], path, self._status, seconds)
+        logger.info("compiled_llm: %s %s %s %s %.3f s", self.id, self._scope["method"], path, self._status, seconds)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

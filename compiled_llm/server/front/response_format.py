@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.fields import Body, NoEffect
+
+MOST_SCHEMA = 2**16
+"""Characters of a schema: it takes time to compile."""
+_PARAM = "response_format"
 
 
 class TextFormat(Body):
@@ -45,10 +51,14 @@ def form_of(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> 
     """Return the settings of ``SamplingParams`` for a form.
 
     Raises:
+        ApiError: the schema is too long.
         ValueError: there is no such form.
     """
     if wanted is None or isinstance(wanted, TextFormat):
         return {}
     if isinstance(wanted, JsonObjectFormat):
         return {"structured_outputs": StructuredOutputsParams(json_object=True)}
-    return {"structured_outputs": StructuredOutputsParams(json=wanted.json_schema.schema_)}
+    schema = json.dumps(wanted.json_schema.schema_)
+    if len(schema) > MOST_SCHEMA:
+        raise invalid(f"response_format: the schema has {len(schema):,} characters; at most {MOST_SCHEMA:,}", _PARAM)
+    return {"structured_outputs": StructuredOutputsParams(json=schema)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
@@ -10,8 +10,11 @@ from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.fields import Body, NoEffect
 
-_Same = tuple[str, ...]
-_SAME_NAMES: _Same = (
+T = TypeVar("T")
+Several = Annotated[list[T], Field(max_length=256)]
+"""Things that each take time in every step, or in each answer."""
+
+_SAME_NAMES = (
     *("n", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words"),
     *("allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
@@ -34,7 +37,7 @@ class SamplingFields(Body):
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     seed: Annotated[int | None, Field(ge=-1, lt=2**62)] = None
-    stop: str | list[str] | None = None
+    stop: str | Several[str] | None = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     logit_bias: dict[str, float] | None = None
@@ -46,9 +49,9 @@ class SamplingFields(Body):
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0)] = None
     min_tokens: Annotated[int | None, Field(ge=0)] = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Several[int] | None = None
     ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
+    bad_words: Several[str] | None = None
     allowed_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

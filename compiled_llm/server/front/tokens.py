@@ -59,9 +59,11 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
         tokens = await beside(lambda: model.vocabulary.of_text(text, special), len(text))
     else:
         messages = [message.plain() for message in body.messages or ()]
-        options = {"add_generation_prompt": body.add_generation_prompt, **(body.chat_template_kwargs or {})}
+        template, goes_on = body.chat_template_kwargs, body.add_generation_prompt
         characters = sum(len(message["content"]) for message in messages)
-        tokens = await beside(lambda: model.vocabulary.of_chat(messages, **options), characters)
+        tokens = await beside(
+            lambda: model.vocabulary.of_chat(messages, template, add_generation_prompt=goes_on), characters
+        )
     return TokenizeResponse(count=len(tokens), max_model_len=model.ready.max_tokens, tokens=tokens)
 
 

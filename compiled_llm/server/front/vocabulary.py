@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -56,12 +57,15 @@ class Vocabulary:
         _check(text, "prompt")
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-    def of_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def of_chat(
+        self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None = None, **options: Any
+    ) -> list[int]:
         """Return the tokens of a chat, written by the model's template.
 
         Args:
             messages: as templates read them.
-            **options: of ``apply_chat_template``, and what the template reads.
+            template: what the template reads besides.
+            **options: of ``apply_chat_template``.
 
         Raises:
             ApiError: there is no template, or it does not take these messages.
@@ -70,10 +74,18 @@ class Vocabulary:
             raise invalid("messages: the model has no chat template; use /v1/completions", "messages")
         for message in messages:
             _check(message["content"], "messages")
+        self._check_template(template or {})
+        options |= template or {}
         try:
             return list(self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"])
         except (TemplateError, ValueError, TypeError) as error:
             raise invalid(f"messages: the model's chat template does not take them: {error}", "messages") from error
+
+    def _check_template(self, given: Mapping[str, Any]) -> None:
+        """Check that a request says nothing but what the template reads: no template of its own, which could loop."""
+        own = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        if taken := [name for name in given if name in own]:
+            raise invalid(f"chat_template_kwargs: {taken[0]} is not for the template to read", "chat_template_kwargs")
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""

@@ -35,7 +35,7 @@ def generator(engine: Engine) -> Iterator[Loop]:
 
 @pytest.fixture(scope="module")
 def front(generator: Loop) -> Iterator[RunningFront]:
-    with fronting(generator.generator._path, most_choices=16, most_body_bytes=2**16) as front:
+    with fronting(generator.generator._path, most_choices=16, most_body_bytes=2**17) as front:
         yield front
 
 

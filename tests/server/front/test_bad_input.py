@@ -13,6 +13,8 @@ from support.fronts import RunningFront
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 
+LONG_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a" * 10_000] * 7}}}
+
 WRONG: list[tuple[str, Any, str]] = [
     (CHAT, {}, "messages"),
     (CHAT, {"messages": []}, "messages"),
@@ -44,6 +46,11 @@ WRONG: list[tuple[str, Any, str]] = [
     (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "response_format"),
     (CHAT, {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_"),
     (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"return_tensors": "pt"}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HI, "continue_final_message": True, "add_generation_prompt": True}, "messages"),
+    (CHAT, {"messages": HI, "stop": ["a"] * 257}, "stop"),
+    (CHAT, {"messages": HI, "response_format": LONG_SCHEMA}, "response_format"),
     (TEXT, {"prompt": []}, "prompt"),
     (TEXT, {"prompt": ""}, "prompt"),
     (TEXT, {"prompt": [[]]}, "prompt"),
@@ -88,7 +95,7 @@ def test_paths_that_do_not_exist(front: RunningFront) -> None:
 
 @pytest.mark.parametrize(
     ("content", "status"),
-    [(b"", 400), (b"{", 400), (b"\xff\xfe", 400), (b"[" * 20_000, 400), (b'{"prompt": "' + b"a" * 2**16 + b'"}', 413)],
+    [(b"", 400), (b"{", 400), (b"\xff\xfe", 400), (b"[" * 20_000, 400), (b'{"prompt": "' + b"a" * 2**17 + b'"}', 413)],
     ids=["empty", "half", "no utf-8", "deep", "long"],
 )
 def test_bodies_that_are_no_json_or_too_long(front: RunningFront, content: bytes, status: int) -> None:

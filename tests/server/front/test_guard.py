@@ -89,7 +89,9 @@ def test_a_request_has_an_id_and_its_prompt_is_not_in_the_log(
     assert "secret" not in caplog.text
 
 
-def test_an_error_of_ours_shows_no_trace(front: RunningFront, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_ours_shows_no_trace(
+    front: RunningFront, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(_: object) -> None:
         raise KeyError("/home/me/secret")
 
@@ -98,6 +100,7 @@ def test_an_error_of_ours_shows_no_trace(front: RunningFront, monkeypatch: pytes
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "an error of the server; its log has it under the request's id"
     assert "home" not in response.text
+    assert f"{response.headers['x-request-id']} has failed" in caplog.text
 
 
 @pytest.mark.parametrize(

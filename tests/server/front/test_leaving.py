@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
 
 def until_idle(engine: Engine) -> None:
     while engine.stats().running or engine.stats().waiting:
-        pass
+        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -34,7 +35,7 @@ def test_a_client_that_leaves_has_its_request_cancelled(front: RunningFront, eng
     with socket.create_connection(("127.0.0.1", front.port)) as peer:
         peer.sendall(f"{head}\r\n\r\n".encode() + body)
         while engine.stats().new_tokens < before.new_tokens + 4:
-            pass
+            time.sleep(0.002)
     until_idle(engine)
     assert engine.stats().new_tokens < before.new_tokens + 1500
     assert engine.stats().finished == before.finished + 2
@@ -74,7 +75,7 @@ def test_a_full_queue_and_a_generator_that_is_replaced(mortal: tuple[Loop, Engin
             assert next(events).startswith('data: {"id":"cmpl-')
             waiting = pool.submit(front.http.post, TEXT, json=LONG)
             while not engine.stats().waiting:
-                pass
+                time.sleep(0.002)
             busy = front.http.post(TEXT, json=LONG)
             assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
             assert busy.json()["error"]["code"] == "queue_full"
@@ -88,6 +89,6 @@ def test_a_full_queue_and_a_generator_that_is_replaced(mortal: tuple[Loop, Engin
         assert front.http.get("/health").status_code == 200
         again = opened(engine, path)
         while front.http.get("/ready").status_code == 503:
-            pass
+            time.sleep(0.002)
         assert front.http.post(TEXT, json={"prompt": "a"}).status_code == 200
         again.close()
