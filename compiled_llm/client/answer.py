@@ -135,9 +135,6 @@ class RemoteAnswer:
             error=error,
             stop_reason=received.stop_reason,
             logprobs=logprobs,
-            cumulative_logprob=None
-            if logprobs is None
-            else sum(next(iter(each.values())).logprob for each in logprobs),
         )
 
     def _whole_text(self) -> str | None:

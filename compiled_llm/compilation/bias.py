@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +52,20 @@ def packed(biases: Iterable[Bias]) -> NDArray[np.int32]:
     backwards = [(*reversed(bias.after), *[-1] * (furthest - len(bias.after))) for bias in listed]
     before = np.array(backwards, dtype=np.int32).reshape(len(listed), furthest).T
     return np.stack([tokens.astype(np.int32), values.astype(np.float32).view(np.int32), *whole, *before])
+
+
+def packed_values(values: Mapping[int, float], others: Iterable[Bias] = ()) -> NDArray[np.int32]:
+    """Return what ``packed`` does, of tokens whose logits change at every step, and of other biases.
+
+    Hundreds of the former come with one request: to make a ``Bias`` of each would take longer than all else it needs.
+    """
+    rest = packed(others)
+    columns = np.full((len(rest), len(values)), -1, dtype=np.int32)
+    columns[0] = np.fromiter(values.keys(), np.int64, len(values))
+    columns[1] = np.fromiter(values.values(), np.float32, len(values)).view(np.int32)
+    columns[2], columns[3] = 0, ALWAYS
+    both = np.concatenate([columns, rest], axis=1)
+    return both[:, np.argsort(both[0], kind="stable")]
 
 
 def from_position(biases: NDArray[np.int32], start: int) -> NDArray[np.int32]:

@@ -109,7 +109,6 @@ class Answer:
             except Exception as failure:
                 if error is None:
                     reason, error = "error", tokenizer_failure(failure)
-        logprobs = token_logprobs(self.request, tokens)
         return Completion(
             index=self.request.index,
             token_ids=tokens,
@@ -117,8 +116,7 @@ class Answer:
             text=text,
             error=error,
             stop_reason=self.stop_reason,
-            logprobs=logprobs,
-            cumulative_logprob=None if logprobs is None else logprobs.cumulative,
+            logprobs=token_logprobs(self.request, tokens),
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from compiled_llm.compilation.bias import BARRED, Bias, packed
+from compiled_llm.compilation.bias import BARRED, Bias, packed_values
 from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.engine.params import SEEDS, SamplingParams
@@ -61,16 +61,16 @@ def _check_tokens(params: SamplingParams, vocabulary: int) -> None:
 
 
 def _biases(params: SamplingParams, ends: Iterable[int], words: Iterable[tuple[int, ...]]) -> NDArray[np.int32]:
-    biases = [Bias(int(token), float(value)) for token, value in (params.logit_bias or {}).items()]
-    biases += [Bias(word[-1], BARRED, after=word[:-1]) for word in words if len(word) > 1]
+    values = params.logit_bias or {}
+    biases = [Bias(word[-1], BARRED, after=word[:-1]) for word in words if len(word) > 1]
     if params.min_tokens and params.structured_outputs is None:  # which have the last word on where an answer ends
         biases += [Bias(int(token), BARRED, 0, int(params.min_tokens)) for token in ends]
-    if len(biases) > MOST_BIASES:
+    if (count := len(values) + len(biases)) > MOST_BIASES:
         raise ValueError(
-            f"logit_bias, bad_words and min_tokens: {len(biases)} biases, and there can be {MOST_BIASES}; give fewer "
+            f"logit_bias, bad_words and min_tokens: {count} biases, and there can be {MOST_BIASES}; give fewer "
             "words, or fewer stop_token_ids"
         )
-    return packed(biases)
+    return packed_values(values, biases)
 
 
 def _bad_words(words: Iterable[str], tokenizer: Any) -> Iterator[tuple[int, ...]]:

@@ -124,16 +124,17 @@ class LateChoice:
         for request in (request for request, flag in zip(self._edited, nan, strict=True) if flag):
             self.failed.setdefault(request, _unusable(request))
         for place, request, _, constraint in self._requests:
-            if request.done or request in self.failed or (token := tokens[place]) in request.ends:
+            token = tokens[place]
+            if request.done or token in request.ends or (self.failed and request in self.failed):
                 continue
-            if token == NOT_A_TOKEN and request in self._edited:
+            if token != NOT_A_TOKEN and constraint.mask is None:  # the usual: what was chosen may stand there
+                if constraint.matcher is None or constraint.matcher.accept_token(token):
+                    continue
+                self.failed[request] = _lost(request)
+            elif token == NOT_A_TOKEN and request in self._edited:
                 self.failed[request] = _unusable(request)
             elif self._is_lost(request, constraint, token):
-                self.failed[request] = RequestError(
-                    f"structured_outputs: no token is left after {len(request.tokens)} new ones; see whether the "
-                    "model's tokens can spell the form, and whether allowed_token_ids, bad_words and "
-                    "logits_processors leave some that it allows"
-                )
+                self.failed[request] = _lost(request)
 
     def _masks(self, formed: Sequence[Constrained], writer: MaskWriter) -> Masks | None:
         if not formed:
@@ -148,6 +149,14 @@ class LateChoice:
         if unsure and not self._bits[request].any():
             return True
         return token != NOT_A_TOKEN and not constraint.accepts(token)
+
+
+def _lost(request: Request) -> RequestError:
+    return RequestError(
+        f"structured_outputs: no token is left after {len(request.tokens)} new ones; see whether the "
+        "model's tokens can spell the form, and whether allowed_token_ids, bad_words and "
+        "logits_processors leave some that it allows"
+    )
 
 
 def _unusable(request: Request) -> RequestError:

@@ -61,11 +61,6 @@ class Logprobs(Sequence[dict[int, Logprob]]):
         """Of how many tokens they are."""
         return f"<{type(self).__name__} of {len(self)} tokens>"
 
-    @property
-    def cumulative(self) -> float:
-        """The sum over the tokens."""
-        return sum((float(scored.chosen[row]) for (scored, row), _ in self._places), 0.0)
-
 
 def logprobs_of(scored: ScoredTokens, row: int, token: int, most: int) -> dict[int, Logprob]:
     """Return the entries of one place: the token that stands there first, then the ``most`` likeliest ones.

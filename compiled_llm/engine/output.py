@@ -36,7 +36,6 @@ class Completion:
         stop_reason: the stop string, or the one of ``stop_token_ids``, that has ended it; None if something else has.
         logprobs: for each token, with ``SamplingParams(logprobs=...)``: by token id, its own entry first, then those of
             the likeliest tokens.
-        cumulative_logprob: the sum over its tokens.
     """
 
     index: int
@@ -46,7 +45,13 @@ class Completion:
     error: BaseException | None = field(default=None, repr=False)
     stop_reason: int | str | None = None
     logprobs: Sequence[dict[int, Logprob]] | None = field(default=None, repr=False)
-    cumulative_logprob: float | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over its tokens; None without ``logprobs``."""
+        if self.logprobs is None:
+            return None
+        return sum((next(iter(entries.values())).logprob for entries in self.logprobs), 0.0)
 
 
 class Figures(TypedDict):

@@ -168,14 +168,14 @@ class DeferredChoice:
         whole = not edited and self._kept == len(rows)
         bucket = graphs.bucket_of(self, len(rows), self._state.slots.tables) if whole else None
         slots, positions = self._uploaded(rows, masks, () if bucket is None else graphs.columns(bucket))
-        parts, self._unchosen = self._unchosen, []
-        chosen_from = None
+        parts, chosen_from = self._unchosen, None
         if bucket is not None:
             logits, tokens = graphs.logits(len(rows)), graphs.choose(bucket)[: len(rows)]
         else:
             logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
             chosen_from = _replaced(logits, rows, edited)
             tokens = choose(chosen_from, slots, positions, self._state.slots.tables, deferred=True)
+        self._unchosen = []  # only now: if that fails, whoever tries again is told of the same
         for row in rows:
             row.has_next = row.slot is not None
         self._observe(parts, tokens, chosen_from if edited else None)

@@ -20,6 +20,7 @@ from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.output import RequestOutput
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.execution import deferred_choice
 from compiled_llm.execution.device_model import DeviceModel
 from support.failing_calls import fail_once
 from support.parity import assert_account_is_empty
@@ -194,9 +195,10 @@ def test_64_requests_with_64_schemas(model: PreTrainedModel, monkeypatch: pytest
 def test_threads_fill_masks_that_take_long(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [settings(n, structured_outputs=form(json=schema)) for n, schema in enumerate(schemas()[:12])]
     expected = tokens_of(engine.generate([[5]] * 12, params))
-    monkeypatch.setattr(constraint, "_threads", lambda: 2)
-    for seconds in (0.0, 1e-5):  # all of them, and some
-        monkeypatch.setattr(constraint, "_SOON", seconds)
+    monkeypatch.setattr(constraint, "_THREADS", 2)
+    for few in (0, 5):  # all of them, and some
+        monkeypatch.setattr(constraint, "_FEW", few)
+        monkeypatch.setattr(constraint, "_SOON", -1.0)
         assert tokens_of(engine.generate([[5]] * 12, params)) == expected
 
 
@@ -306,12 +308,13 @@ def test_answers_go_on_after_sleep_and_after_steps_are_lost(
     assert_account_is_empty(model)
 
 
+@pytest.mark.parametrize("place", [(DeviceModel, "choose_deferred"), (deferred_choice, "choose")], ids=["call", "op"])
 def test_a_choice_that_fails_ends_what_runs_and_later_requests_are_served(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, seed: int
+    engine: Engine, place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     prompts = prompts_of(seed)
     expected = tokens_of(engine.generate(prompts, MIXED))
-    fail_once(monkeypatch, DeviceModel, "choose_deferred", OSError("gone"), after=5)
+    fail_once(monkeypatch, *place, OSError("gone"), after=5)
     with pytest.raises(OSError, match="gone"):
         engine.generate(prompts, MIXED)
     assert tokens_of(engine.generate(prompts, MIXED)) == expected

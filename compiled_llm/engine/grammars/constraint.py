@@ -6,7 +6,6 @@ Shapes: n answers, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -49,9 +48,11 @@ class Processor(NamedTuple):
         return cls(function, name, len([each for each in parameters if each.kind in kinds]) > 2)
 
 
-_SOON = 3e-4
-"""Seconds in which one thread fills masks, mostly all of them; to start others for the rest takes as long."""
-_MOST_THREADS = 8
+_SOON = 5e-4
+"""Seconds in which one thread may fill the masks of a step: to wake others takes nearly as long."""
+_FEW = 8
+"""Answers whose masks show how long those of the others will take."""
+_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched_getaffinity") else 1))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,7 +124,7 @@ class MaskWriter:
     def __init__(self) -> None:
         """Start no thread yet."""
         self._masks = np.zeros((0, 0), dtype=np.int32)
-        self._together: xgrammar.BatchGrammarMatcher | None = None
+        self._matchers: dict[int, xgrammar.BatchGrammarMatcher] = {}  # by how many threads they have
 
     def masks(self, answers: Sequence[tuple[Constraint, int]]) -> NDArray[np.int32]:
         """Return which tokens answers may have next.
@@ -136,8 +137,7 @@ class MaskWriter:
         """
         matchers = [answer.matcher for answer, _ in answers if answer.matcher is not None]
         masks = self._room(len(matchers), -(-answers[0][0].vocabulary // 32))
-        if left := _filled_soon(matchers, masks):
-            self._batch().batch_fill_next_token_bitmask(matchers[-left:], masks[-left:])
+        self._fill(matchers, masks)
         for place, (constraint, tokens) in enumerate(answers):
             if constraint.mask is not None or tokens < constraint.least:
                 constraint.narrow(masks[place], tokens)
@@ -148,23 +148,19 @@ class MaskWriter:
             self._masks = np.zeros((answers, words), dtype=np.int32)
         return self._masks[:answers]
 
-    def _batch(self) -> xgrammar.BatchGrammarMatcher:
-        if self._together is None:
+    def _fill(self, matchers: list[xgrammar.GrammarMatcher], masks: NDArray[np.int32]) -> None:
+        """Fill masks; by the time that the first few take, the rest are for one thread or for several."""
+        few, left = matchers[:_FEW], matchers[_FEW:]
+        start = time.perf_counter()
+        if few:
+            self._with(1).batch_fill_next_token_bitmask(few, masks[:_FEW])
+        if left:
+            seconds = (time.perf_counter() - start) * len(left) / max(1, _FEW)
+            self._with(_THREADS if seconds > _SOON else 1).batch_fill_next_token_bitmask(left, masks[_FEW:])
+
+    def _with(self, threads: int) -> xgrammar.BatchGrammarMatcher:
+        if threads not in self._matchers:
             from xgrammar import BatchGrammarMatcher
 
-            self._together = BatchGrammarMatcher(max_threads=_threads())
-        return self._together
-
-
-def _filled_soon(matchers: Sequence[xgrammar.GrammarMatcher], masks: NDArray[np.int32]) -> int:
-    """Fill masks for a while, and return how many are left, if others can help with those."""
-    late = time.perf_counter() + (_SOON if _threads() > 1 else math.inf)
-    for place, matcher in enumerate(matchers):
-        if time.perf_counter() > late:
-            return len(matchers) - place
-        matcher.fill_next_token_bitmask(masks, place)
-    return 0
-
-
-def _threads() -> int:
-    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+            self._matchers[threads] = BatchGrammarMatcher(max_threads=threads)
+        return self._matchers[threads]
