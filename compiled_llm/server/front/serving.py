@@ -28,7 +28,10 @@ def listen(settings: FrontSettings) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=_QUEUE)
+        listening = socket.create_server((settings.host, settings.port), family=family, backlog=_QUEUE)
+        # Connections have it from here; asyncio would not set it, and a small piece would wait 40 ms for others.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
     except OSError as error:
         raise RuntimeError(
             f"--host {settings.host} --port {settings.port}: cannot listen there: {error.strerror or error}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
 import compiled_llm
+from compiled_llm.server.front.serving import listen
+from compiled_llm.server.front.settings import FrontSettings
 from support.fronts import RunningFront, chat_tokenizer, fronting
 from support.generators import Loop
 
@@ -68,3 +71,12 @@ def test_before_the_model_is_ready_requests_hear_what_is_done(path: Path) -> Non
         assert refused.json()["error"]["message"] == "the model is not ready: loading weights"
         assert "compiled_llm_steps" not in front.http.get("/metrics").text
     loop.close()
+
+
+def test_small_pieces_do_not_wait_for_others() -> None:
+    """Or each token would wait 40 ms for the acknowledgement of the one before."""
+    settings = FrontSettings(socket=Path("x"), names=("tiny",), port=0)
+    with listen(settings) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
