@@ -12,7 +12,7 @@ from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.early_checks import check_driver, check_package
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.leash import end_with_parent
-from compiled_llm.commands.serve_http import HttpFlags, run_with_front, show_log
+from compiled_llm.commands.serve_http import HttpFlags, run_with_front
 from compiled_llm.commands.source import Source, locate
 from compiled_llm.config import WrapConfig
 
@@ -204,7 +204,8 @@ def serve(
         with_front = uds is None or http.given
         check_package("msgspec", "server")
         if with_front:
-            check_package("fastapi", "server")
+            for package in ("fastapi", "prometheus_client", "uvicorn"):
+                check_package(package, "server")
         check_driver(device.value)
         sizes = integers("--warmup", warmup)
         served = Served(
@@ -231,9 +232,7 @@ def _check(served: Served, drain_seconds: float) -> None:
 
 
 def _run_front(http: HttpFlags, served: Served, source: Source, uds: Path | None, drain_seconds: float) -> None:
-    if not served.quiet:
-        show_log()
-    run_with_front(http, source, uds, served.arguments(), drain_seconds, _silent if served.quiet else _say)
+    run_with_front(http, source, uds, served.arguments(), drain_seconds, None if served.quiet else _say)
 
 
 def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashed: bool) -> None:

@@ -71,7 +71,7 @@ def run_with_front(
     uds: Path | None,
     arguments: Sequence[str],
     drain_seconds: float,
-    say: Callable[[str], None],
+    say: Callable[[str], None] | None,
 ) -> None:
     """Run a generator and a front until SIGTERM or Ctrl-C.
 
@@ -81,7 +81,7 @@ def run_with_front(
         uds: where the generator listens; None for a folder that is gone afterwards.
         arguments: of ``compiled-llm`` for the generator, but for its socket.
         drain_seconds: how long requests may go on.
-        say: tells the user something; if it tells nothing, neither does the log.
+        say: tells the user something; None for nothing, and no log.
 
     Raises:
         ValueError: the flags are impossible.
@@ -93,10 +93,9 @@ def run_with_front(
     with _socket_path(uds) as path:
         settings = flags.settings(source, path, drain_seconds)
         with listen(settings) as listening:
-            host = f"[{settings.host}]" if ":" in settings.host else settings.host
-            say(f"serving {settings.names[0]} at {settings.scheme}://{host}:{listening.getsockname()[1]}/v1")
-            if settings.api_keys and not settings.is_local and settings.ssl_certfile is None:
-                say("anybody on the way can read the API key and the requests: give --ssl-certfile and --ssl-keyfile")
+            if say is not None:
+                _show_log()
+                _introduce(settings, listening.getsockname()[1], say)
             generator = GeneratorProcess(
                 [*arguments, "--uds", str(path), "--leashed", "--drain-seconds", _DRAIN_SECONDS]
             )
@@ -104,7 +103,14 @@ def run_with_front(
                 raise RuntimeError(f"serve: {why}")
 
 
-def show_log() -> None:
+def _introduce(settings: FrontSettings, port: int, say: Callable[[str], None]) -> None:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    say(f"serving {settings.names[0]} at {settings.scheme}://{host}:{port}/v1")
+    if not settings.is_local and settings.ssl_certfile is None:
+        say("anybody on the way can read the API key and the requests: give --ssl-certfile and --ssl-keyfile")
+
+
+def _show_log() -> None:
     """Write the server's log to stderr: a line a request."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))

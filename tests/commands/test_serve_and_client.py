@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from typer.testing import CliRunner
 
 from compiled_llm.commands import early_checks
 from compiled_llm.commands.app import app
+from compiled_llm.server.front.generator_process import GeneratorProcess
 from compiled_llm.server.generator.socket_file import listen
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
@@ -45,6 +49,37 @@ def test_options_that_are_impossible_are_refused_at_once(path: Path, arguments: 
     code, line = failed("serve", "demo", "--uds", str(path), *arguments)
     assert (code, line[: len(said)]) == (2, said)
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--host", "0.0.0.0"], "error: --host 0.0.0.0: other machines could use the model; give --api-key-file, or"),
+        (["--port", "70000"], "error: --port 70000: must be from 0 to 65535"),
+        (["--ssl-certfile", "cert.pem"], "error: --ssl-certfile and --ssl-keyfile: give both, or neither"),
+        (["--api-key-file", "/dev/null"], "error: --api-key-file /dev/null: the file has no key; write one a line"),
+    ],
+)
+def test_a_server_that_would_not_be_safe_does_not_start(path: Path, arguments: list[str], said: str) -> None:
+    code, line = failed("serve", "demo", *arguments)
+    assert (code, line[: len(said)]) == (2, said)
+
+
+def test_a_process_on_a_leash_ends_with_whoever_holds_it() -> None:
+    code = "import time; from compiled_llm.commands.leash import end_with_parent; end_with_parent(); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(30) == -signal.SIGTERM
+
+
+def test_a_generator_is_started_again_three_times_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    process = GeneratorProcess([])
+    assert [process._may_restart() for _ in range(4)] == [True, True, True, False]
+    now[0] = 3601.0
+    assert process._may_restart()
 
 
 def test_a_model_that_is_nowhere_makes_no_socket(path: Path) -> None:

@@ -42,6 +42,9 @@ OPTIONAL = (
     Package("gguf", "gguf", "demo", "loads GGUF files, the demo model's among them"),
     Package("typer", "typer", "demo", "the command line"),
     Package("msgspec", "msgspec", "server", "what `serve` and its clients say to each other"),
+    Package("fastapi", "fastapi", "server", "answers HTTP"),
+    Package("uvicorn", "uvicorn", "server", "listens for HTTP"),
+    Package("prometheus_client", "prometheus-client", "server", "writes /metrics"),
     Package("depyf", "depyf", "debug", "shows the code that Dynamo and Inductor wrote"),
     Package("matplotlib", "matplotlib", "bench", "draws what bench has measured"),
 )
