@@ -85,18 +85,11 @@ def check_greedy(seed: int, answered: list[tuple[Asked, list[int]]]) -> None:
 def test_two_thousand_steps_of_requests_that_come_and_go(
     model: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As above; some are cancelled, and what they have got by then is judged too.
-
-    Running rows take part in the passes of prompts, and have steps of their own beside them.
-    """
+    """As above; some are cancelled, and what they have got by then is judged too."""
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
-    judge, judged = OnePass.pays_for, list[bool]()
-    monkeypatch.setattr(OnePass, "pays_for", lambda self, batch: judged.append(judge(self, batch)) or judged[-1])
     draw, asked = random.Random(seed), iter(some_requests(seed + 2, 5000))
     handles: list[tuple[Asked, RequestHandle]] = []
     with Engine(model, max_rows=12) as engine:
-        engine.generate([[5]], SamplingParams(max_tokens=1))
-        model.compiled.device_model().one_pass.most_tokens = 300
         while engine.stats().steps < 2000:
             running = [handle for _, handle in handles if not handle.done]
             if len(running) < draw.randint(1, 24):
@@ -108,10 +101,30 @@ def test_two_thousand_steps_of_requests_that_come_and_go(
                 time.sleep(0.005 * draw.random())
         answered = [(request, handle.result().token_ids) for request, handle in handles]
         assert engine.stats().preemptions > 0
-    assert min(judged.count(True), judged.count(False)) > 20, judged
     stats = model.compiled.stats()
     assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
     check_greedy(seed, answered)
+    assert_account_is_empty(model)
+
+
+def test_running_rows_take_part_in_the_passes_of_prompts(
+    model: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above; prompts come one after the other, so that a pass has room for the rows that run."""
+    judge, judged = OnePass.pays_for, list[bool]()
+    monkeypatch.setattr(OnePass, "pays_for", lambda self, batch: judged.append(judge(self, batch)) or judged[-1])
+    asked = [(prompt[-30:], params) for prompt, params in some_requests(seed + 3, 80)]
+    model.compiled.device_model().one_pass.most_tokens = 400
+    with Engine(model, max_rows=12) as engine:
+        handles = []
+        for prompt, params in asked:
+            handles.append(engine.submit(prompt, params))
+            next(iter(handles[-1]))  # it has begun
+        answered = [handle.result().token_ids for handle in handles]
+    assert judged.count(True) > 20
+    stats = model.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
+    check_greedy(seed, list(zip(asked, answered, strict=True)))
     assert_account_is_empty(model)
 
 
