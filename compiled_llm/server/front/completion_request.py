@@ -36,7 +36,9 @@ class CompletionRequest(SamplingFields):
             return [self.prompt]
         if not self.prompt:
             raise invalid("prompt: is empty", "prompt")
-        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+        given: Any = self.prompt
+        several: list[str] | list[list[int]] = [given] if isinstance(given[0], int) else given
+        return several
 
     def sampling(self) -> SamplingParams:
         """Return what the engine is asked for.

@@ -92,3 +92,23 @@ def test_a_full_queue_and_a_generator_that_is_replaced(mortal: tuple[Loop, Engin
             time.sleep(0.002)
         assert front.http.post(TEXT, json={"prompt": "a"}).status_code == 200
         again.close()
+
+
+def test_time_and_salts_are_the_settings(engine: Engine, generator: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted: list[dict[str, Any]] = []
+    submit = engine.submit
+    monkeypatch.setattr(
+        engine, "submit", lambda *args, **options: submitted.append(options) or submit(*args, **options)
+    )
+    with fronting(generator.generator._path, request_seconds=0.05, salts_caches=True) as front:
+        cut = front.http.post(TEXT, json=LONG).json()
+        assert cut["choices"][0]["finish_reason"] == "length"
+        assert cut["usage"]["completion_tokens"] < 900
+        for user in ("me", "you", "me"):
+            assert front.http.post(TEXT, json={"prompt": "a", "user": user}).status_code == 200
+        front.http.post(TEXT, json={"prompt": "a", "user": "me"}, headers={"authorization": "Bearer other"})
+    assert all(options["timeout"] == 0.05 for options in submitted)
+    _, mine, yours, again, other = (options["cache_salt"] for options in submitted)
+    assert mine == again
+    assert len({mine, yours, other}) == 3
+    assert "me" not in mine.split()
