@@ -43,7 +43,8 @@ class Received:
     def take(self, update: Update) -> None:
         """Take what is new."""
         if update.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *update.logprobs]
+            self.logprobs = self.logprobs or []
+            self.logprobs += update.logprobs  # in place: an answer may have many tokens
         self.tokens += update.tokens
         if (ended := update.ended) is not None:
             self.stop_reason = ended.stop_reason

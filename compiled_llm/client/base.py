@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from compiled_llm.client.session import Session
 from compiled_llm.client.text_of_prompt import TextOfPrompt
 from compiled_llm.client.tokenizer import Given, tokenizer_of
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.several_prompts import with_params
 from compiled_llm.protocol.messages import AskStats, Cancel, Ready, Submit
 
 if TYPE_CHECKING:  # what makes text imports torch
@@ -150,13 +151,9 @@ class BaseClient:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RemoteHandle]:
         """Begin to answer one prompt or several; all or none."""
-        listed: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
-        if len(each) != len(listed):
-            raise ValueError(f"params: give one for all prompts, or one for each of {len(listed)}; got {len(each)}")
         handles: list[RemoteHandle] = []
         try:
-            handles += (self.submit(*entry) for entry in zip(listed, each, strict=True))
+            handles += (self.submit(*entry) for entry in with_params(prompts, params))
         except BaseException:
             for handle in handles:
                 handle.cancel()
@@ -178,12 +175,3 @@ def _ends(params: SamplingParams, ready: Ready) -> frozenset[int]:
     """Return the tokens that end an answer, and have no text."""
     eos = [] if params.ignore_eos else ready.ends
     return frozenset([*(params.stop_token_ids or ()), *eos, *(ready.form_ends if params.structured_outputs else ())])
-
-
-def _is_one(prompts: Any) -> bool:
-    """Whether something is one prompt: text, a chat, or token ids."""
-    if isinstance(prompts, (str, Mapping)) or not hasattr(prompts, "__len__"):
-        return True
-    if hasattr(prompts, "ndim"):
-        return bool(prompts.ndim < 2)
-    return len(prompts) > 0 and (isinstance(prompts[0], Mapping) or hasattr(prompts[0], "__index__"))

@@ -107,7 +107,8 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
 
     def take_prompt_scores(self, logprobs: Sequence[Sequence[Entry]]) -> None:
         """Take the log-probabilities of the prompt's next tokens; its first one has none."""
-        self._prompt_logprobs = [*(self._prompt_logprobs or [None]), *map(entries_of, logprobs)]
+        self._prompt_logprobs = self._prompt_logprobs or [None]
+        self._prompt_logprobs += map(entries_of, logprobs)
 
     def finish(self, summary: Summary) -> None:
         """Take what is measured, once all answers have ended."""

@@ -128,8 +128,8 @@ class Session:
         match message:
             case Step():
                 return self._step(message)
-            case PromptScores():
-                self._handles[message.request].take_prompt_scores(message.logprobs)
+            case PromptScores() if (handle := self._handles.get(message.request)) is not None:
+                handle.take_prompt_scores(message.logprobs)
             case Refused() if (handle := self._handles.pop(message.request, None)) is not None:
                 handle.fail(refusal(message.kind, message.message))
                 return [handle]

@@ -312,10 +312,10 @@ class Driver:
     ) -> None:
         """End requests, which no loop knows yet if it is None."""
         for request in requests:
-            if loop is None:
-                request.finish_reason, request.error = reason, error
-            else:
+            if loop is not None:
                 loop.scheduler.end(request, reason, error)
+            elif not request.done:
+                request.finish_reason, request.error = reason, error
         self._notify(requests)
 
     def _notify(self, changed: Sequence[Request]) -> None:

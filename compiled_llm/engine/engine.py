@@ -23,7 +23,8 @@ from compiled_llm.engine.loop import LoopSettings
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.output import RequestOutput
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.prompts import Prompt, as_list
+from compiled_llm.engine.prompts import Prompt
+from compiled_llm.engine.several_prompts import with_params
 from compiled_llm.engine.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import DeviceModel
@@ -121,12 +122,8 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
             Exception: what ended all requests.
         """
-        listed = as_list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
-        if len(each) != len(listed):
-            raise ValueError(f"params: give one for all prompts, or one for each of {len(listed)}; got {len(each)}")
-        device_model = self._look()
-        handles = [self._handle(device_model, *entry) for entry in zip(listed, each, strict=True)]
+        listed, device_model = with_params(prompts, params), self._look()
+        handles = [self._handle(device_model, *entry) for entry in listed]
         self._add(handles)
         self._driver.answer(handles)
         for handle in handles:

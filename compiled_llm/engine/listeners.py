@@ -49,9 +49,8 @@ class Listeners:
         if not ready():
             self._check()
         with self._changed:
-            with (
-                self._changing()
-            ):  # whoever does not see this has changed everything before, and ``ready`` is asked now
+            # Whoever does not see this has changed everything before, and ``ready`` is asked now.
+            with self._changing():
                 self._threads += 1
             try:
                 return self._changed.wait_for(ready, timeout)

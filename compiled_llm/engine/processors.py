@@ -19,9 +19,9 @@ def edited_logits(request: Request, logits: Tensor) -> Tensor:
         RequestError: one has failed, or returns something else.
     """
     assert request.constraint is not None, "it has processors"
-    answer, prompt = list(request.tokens), request.prompt.tolist()
+    answer = list(request.tokens)
     for processor in request.constraint.processors:
-        tokens = (prompt, answer) if processor.takes_prompt else (answer,)
+        tokens = (request.prompt.tolist(), answer) if processor.takes_prompt else (answer,)
         try:
             with torch.no_grad():
                 found = processor.function(*tokens, logits)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from numbers import Real
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,6 @@ from numpy.typing import NDArray
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | NDArray[np.int64] | torch.Tensor
 """Text, token ids, or the messages of a chat (``{"role": ..., "content": ...}``)."""
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return several prompts, or one, as a list."""
-    return [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
-
-
-def _is_one(prompts: Any) -> bool:
-    if isinstance(prompts, (torch.Tensor, np.ndarray)):
-        return prompts.ndim < 2
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
-        return True  # what is no prompt is refused as one
-    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], (Real, Mapping))
 
 
 def token_ids(prompt: Prompt, tokenizer: Any, vocabulary: int) -> NDArray[np.int64]:

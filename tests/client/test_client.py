@@ -75,6 +75,15 @@ def test_without_a_tokenizer_neither_torch_nor_transformers_is_imported(path: Pa
     assert received[1:] == [Submit(1, [1, 2, 3], {"max_tokens": 4, "stop_token_ids": [7]})]
 
 
+def test_several_prompts_are_told_from_one(path: Path) -> None:
+    given: list[Any] = [[1, 2], np.array([3, 4]), [np.array([5]), torch.tensor([6, 7])], torch.tensor([[8], [9]])]
+    with answering(path, WELCOME, READY) as received, Client(path) as client:
+        for prompts in given:
+            client._submit_all(prompts, None)
+    sent = [[1, 2], [3, 4], [5], [6, 7], [8], [9]]
+    assert [message.prompt for message in received[1 : 1 + len(sent)]] == sent
+
+
 def test_settings_are_sent_as_plain_data() -> None:
     assert plain_params(SamplingParams()) == {}
     given = SamplingParams(

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars import compiling
+from compiled_llm.engine.grammars.constraint import Constraint
 from compiled_llm.engine.grammars.source import GrammarSource
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
@@ -98,6 +99,19 @@ def test_grammars_that_are_kept_are_bounded(
     for regex in ("a", "b", "b", "a"):
         assert engine.generate([5], matching(regex))[0].text == regex
     assert compiler.compiled == ["a", "b", "a"]
+
+
+def test_compilers_are_bounded_and_go_with_their_engine(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    endless = PreTrainedTokenizerFast(tokenizer_object=byte_level().backend_tokenizer)
+    with Engine(model, tokenizer=endless) as engine:
+        for stop in range(200, 206):
+            assert engine.generate([5], matching("a", stop_token_ids=[stop]))[0].token_ids[-1] == stop
+        assert len(engine._grammars._compilers) == compiling._MOST_COMPILERS
+    assert not engine._grammars._compilers
+    assert not engine._grammars._kept
 
 
 def test_a_request_that_waits_for_its_grammar_can_be_cancelled(engine: Engine, compiler: Compiler) -> None:
@@ -236,6 +250,31 @@ def test_what_turns_out_late_ends_its_request_alone(engine: Engine, monkeypatch:
     bad, good = engine.generate([[5], [6]], [matching("a(b"), matching("ab")])
     assert "no grammar could be compiled: Regex parsing error at position 4" in str(bad.error)
     assert good.text == "ab"
+
+
+def test_a_grammar_that_cannot_begin_ends_its_request_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(constraint: Constraint, grammar: Any) -> None:
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(Constraint, "begin", begin)
+        bad, good = engine.generate([[5], [6]], [matching("ab"), PLAIN])
+    assert "no grammar could be compiled: no room" in str(bad.error)
+    assert good.error is None
+    assert engine.generate([5], matching("ab"))[0].text == "ab"
+
+
+def test_a_request_that_has_ended_while_its_engine_sleeps_stays_as_it_is(
+    model: PreTrainedModel, compiler: Compiler
+) -> None:
+    with Engine(model, tokenizer=byte_level(), grammar_timeout=0.3) as engine:
+        handle = engine.submit([5, 6], matching("slow"))
+        assert compiler.begun.wait(PATIENCE)
+        engine.sleep()
+        handle.cancel()
+        engine._driver.cancel(handle.requests, "error", RuntimeError("too late"))
+        assert handle.result(PATIENCE).finish_reason == "cancelled"
+        engine.wake()
 
 
 def test_a_tokenizer_of_another_kind_ends_its_request_alone(model: PreTrainedModel) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _KEPT = 2**28
 """Bytes of compiled grammars that are kept, and of parts that they share with later ones."""
+_MOST_COMPILERS = 4
+"""Of a model there is one, and one for tags; others, if the tokens that end answers are those that users name."""
 _MOST_THREADS = 16
 _LONG = 0.5
 """Seconds after which another thread compiles the next grammar, beside one that takes longer."""
@@ -68,7 +70,7 @@ class Grammars:
         self._timeout = timeout
         self._arrive, self._end = weakref.WeakMethod(arrive), weakref.WeakMethod(end)
         self._kept: OrderedDict[_Key, xgrammar.CompiledGrammar] = OrderedDict()
-        self._compilers: dict[tuple[int, frozenset[int], bool], xgrammar.GrammarCompiler] = {}
+        self._compilers: OrderedDict[tuple[int, frozenset[int], bool], xgrammar.GrammarCompiler] = OrderedDict()
         self._making = threading.Lock()
         self._changed = threading.Condition()
         self._jobs: dict[_Key, _Job] = {}
@@ -81,7 +83,9 @@ class Grammars:
         with self._changed:
             for job in self._jobs.values():
                 job.waiting.clear()
+            self._kept.clear()
             self._changed.notify_all()
+        self._compilers.clear()
 
     # ---- requests
 
@@ -121,10 +125,13 @@ class Grammars:
     # ---- threads
 
     def _start_threads(self) -> None:
-        limit = min(_most_at_once() + self._long, _MOST_THREADS)
-        if self._queue and self._threads < limit:
+        if self._queue and self._threads < self._limit:
             self._threads += 1
             threading.Thread(target=self._work, name="compiled_llm grammars", daemon=True).start()
+
+    @property
+    def _limit(self) -> int:
+        return min(_most_at_once() + self._long, _MOST_THREADS)
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
@@ -135,9 +142,9 @@ class Grammars:
             self._finish(job, grammar, error)
 
     def _next(self) -> _Job | None:
-        """Return the next job that somebody waits for; None if this thread is to end."""
+        """Return the next job that somebody waits for; None if this thread, or one too many, is to end."""
         with self._changed:
-            while self._queue:
+            while self._queue and self._threads <= self._limit:
                 job = self._queue.popleft()
                 if any(not request.done for request in job.waiting):
                     job.started = time.monotonic()
@@ -155,12 +162,10 @@ class Grammars:
             if grammar is not None:
                 self._keep(_key(job.constraint), grammar)
             self._changed.notify_all()
-        if not waiting:
-            return
         if grammar is None:
             why = said(error) if isinstance(error, (RuntimeError, ValueError)) else repr(error)
             self._give_up(waiting, "error", RequestError(f"structured_outputs: no grammar could be compiled: {why}"))
-        elif (arrive := self._arrive()) is not None:
+        elif waiting and (arrive := self._arrive()) is not None:
             _begin(waiting, grammar)
             with contextlib.suppress(RuntimeError):  # the engine is closed
                 arrive(waiting)
@@ -218,7 +223,9 @@ class Grammars:
     def _compiled(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
         assert constraint.source is not None, "there is no grammar"
         tags = constraint.source.kind == "structural_tag"
-        return constraint.source.compiled(self._compiler(constraint.vocabulary, constraint.stops, tags))
+        grammar = constraint.source.compiled(self._compiler(constraint.vocabulary, constraint.stops, tags))
+        constraint.begin(grammar)  # what does not go here would go for none of those that wait
+        return grammar
 
     def _compiler(self, vocabulary: int, stops: frozenset[int], tags: bool = False) -> xgrammar.GrammarCompiler:
         """Return what compiles for a vocabulary, which may have more tokens than the tokenizer."""
@@ -228,6 +235,8 @@ class Grammars:
             if (compiler := self._compilers.get((vocabulary, stops, tags))) is None:
                 tokens = self._tokens(vocabulary, sorted(stops), tags)
                 compiler = GrammarCompiler(tokens, max_threads=_most_at_once(), cache_limit_bytes=_KEPT)
+                while len(self._compilers) >= _MOST_COMPILERS:
+                    self._compilers.popitem(last=False)
                 self._compilers[vocabulary, stops, tags] = compiler
             return compiler
 
