@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 from collections.abc import Callable
@@ -133,3 +134,37 @@ def test_the_demo_model_says_what_it_says_in_process(demo_model_dir: Path) -> No
         streamed = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
         assert whole == streamed == expected
         assert "Paris" in expected
+
+
+def test_two_hundred_streams_at_once_and_those_that_leave(model_folder: Path) -> None:
+    prompts = [[3 + number % 90, 5, 3 + number // 2] for number in range(200)]
+    loaded = AutoModelForCausalLM.from_pretrained(model_folder)
+    model = compiled_llm.wrap(loaded, mode="eager", progress=False, kv_memory="20000 tokens")
+    with Engine(model, tokenizer=AutoTokenizer.from_pretrained(model_folder)) as engine:
+        params = SamplingParams(temperature=0, max_tokens=40)
+        expected = [output.text for output in engine.generate(prompts, params)]
+
+    async def stream(client: openai.AsyncOpenAI, prompt: list[int]) -> str:
+        chunks = await client.completions.create(
+            model="tiny-model", prompt=prompt, max_tokens=40, temperature=0, stream=True
+        )
+        return "".join([choice.text async for chunk in chunks for choice in chunk.choices])
+
+    async def leave(client: openai.AsyncOpenAI, prompt: list[int]) -> None:
+        chunks = await client.completions.create(model="tiny-model", prompt=prompt, max_tokens=900, stream=True)
+        async for _ in chunks:
+            break
+        await chunks.close()
+
+    async def all_of_them(url: str) -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=PATIENCE) as client:
+            leaving = asyncio.gather(*(leave(client, prompt) for prompt in prompts[:40]))
+            answers = await asyncio.gather(*(stream(client, prompt) for prompt in prompts))
+            await leaving
+            return answers
+
+    with serving(model_folder, *OPTIONS) as (_, url):
+        until(lambda: status(url, "/ready") == 200)
+        assert asyncio.run(all_of_them(url)) == expected
+        until(lambda: "compiled_llm_running 0.0" in httpx.get(f"{url}/metrics").text)
+        assert 'compiled_llm_pages{state="used"} 0.0' in httpx.get(f"{url}/metrics").text
