@@ -93,6 +93,12 @@ class _Server(uvicorn.Server):
         self.force_exit = self.should_exit
         super().handle_exit(sig, frame)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let the application end, too, when requests are ended: uvicorn would drop it, with a traceback."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
 
 def _passed_over(sig: int, frame: FrameType | None) -> None:
     pass

@@ -115,6 +115,8 @@ class Generator:
         self._connections.add(connection)
         try:
             await connection.serve()
+        except asyncio.CancelledError:
+            pass  # the process ends; before Python 3.12, asyncio shows a cancelled connection as a fault
         finally:
             self._connections.discard(connection)
 

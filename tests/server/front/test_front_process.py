@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +104,28 @@ def test_a_front_that_is_killed_leaves_no_generator(model_folder: Path, path: Pa
         until(lambda: status(url, "/ready") == 200)
         process.kill()
         until(lambda: not generators(str(path)))
+
+
+def test_the_second_ctrl_c_ends_requests_and_shows_no_traceback(model_folder: Path, tmp_path: Path) -> None:
+    arguments = [COMMAND, "serve", str(model_folder), "--port", "0", *OPTIONS]
+    log = tmp_path / "log"
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(arguments, stderr=stderr, start_new_session=True) as process,
+    ):
+        until(lambda: "compiled_llm: ready" in log.read_text())
+        url = re.findall(r"at (http://\S+)/v1", log.read_text())[0]
+        with httpx.stream("POST", url + TEXT, json=LONG, timeout=PATIENCE) as running:
+            events = (line for line in running.iter_lines() if line)
+            next(events)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the generator has it, too
+            with pytest.raises(httpx.ConnectError):
+                until(lambda: status(url, "/health") == 0)
+            os.killpg(process.pid, signal.SIGINT)
+            with suppress(httpx.HTTPError):
+                list(events)
+        assert process.wait(PATIENCE) == 0
+    assert "Traceback" not in log.read_text()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_command(tmp_path: Path) -> None:
