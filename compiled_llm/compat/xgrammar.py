@@ -37,6 +37,6 @@ def masks_of(processor: Any, ids: torch.Tensor) -> NDArray[np.int32]:
         AssertionError: a token does not follow the grammar.
         RuntimeError: the processor has served a batch of another size.
     """
-    processor(ids, torch.empty(len(ids), 0))
+    processor(ids, torch.empty(len(ids), 0, device="cpu"))
     masks: NDArray[np.int32] = processor.token_bitmask.numpy()
     return masks
