@@ -9,7 +9,6 @@ vocabulary.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -46,7 +45,7 @@ def prefill_step(
         position_ids=inputs.positions,
         use_cache=False,
         logits_to_keep=inputs.keep,
-        **({"inputs_embeds": inputs.ids} if inputs.ids.dim() == 3 else {"input_ids": _known(inputs.ids, tables)}),
+        **{"inputs_embeds" if inputs.ids.dim() == 3 else "input_ids": inputs.ids},
         **{BATCH_ARGUMENT: batch},
     )
     logits: Tensor = out.logits[0]
@@ -85,12 +84,6 @@ def decode_step(
     if inputs.planned is not None:
         inputs.planned.last_page_len.add_(1)
     return logits, choose(logits, inputs.slots, inputs.positions, tables)
-
-
-def _known(ids: Tensor, tables: SamplingTables) -> Tensor:
-    """Return token ids; a negative one is what the slot ``-1 - id`` feeds in next, which the host may not know yet."""
-    slots = (-1 - ids).clamp(min=0)
-    return torch.where(ids < 0, tables.next_token[slots], ids)
 
 
 def _one_token_each(lengths: Tensor, planned: PlannedRows) -> PackedTokens:

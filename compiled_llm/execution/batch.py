@@ -22,7 +22,7 @@ class Extension(NamedTuple):
 
     Attributes:
         row: in a ``Batch``, not yet grown by them; while they are packed, grown.
-        ids: ``[Q]`` int64; a negative one is the next token of the slot ``-1 - id``.
+        ids: ``[Q]`` int64.
         positions: ``[Q]`` int64, rotary positions.
         ends: whether a token is chosen after them; not after a chunk that others follow.
     """
@@ -37,17 +37,9 @@ class Extension(NamedTuple):
         """Return tokens at the positions that follow the row's last."""
         return cls(row, ids, row.position + np.arange(len(ids)), ends)
 
-    @classmethod
-    def of_next(cls, row: Row) -> Extension:
-        """Return what a row with a slot feeds in next, whether the host knows it or not; its slot stands for it."""
-        assert row.slot is not None
-        return cls.of(row, np.array([-1 - row.slot], dtype=np.int64))
-
 
 class Batch(NamedTuple):
-    """The rows of one step, no row twice.
-
-    Either part may be empty; if neither is, ``OnePass`` judges whether the step is one launch or two.
+    """The rows of one step, no row twice. Either part may be empty; if neither is, the step is two launches.
 
     Attributes:
         decode: rows that feed in one token each.

@@ -29,7 +29,6 @@ from compiled_llm.execution.device_state import DeviceState
 from compiled_llm.execution.events import Events
 from compiled_llm.execution.growth import grown
 from compiled_llm.execution.model_watch import ModelWatch
-from compiled_llm.execution.one_pass import OnePass
 from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill import Prefill
@@ -65,7 +64,6 @@ class DeviceModel:
         readiness: what is compiled and recorded.
         prefill: runs new tokens.
         decode: runs decode steps.
-        one_pass: judges whether both run at once.
         readbacks: tokens on their way to the host.
     """
 
@@ -123,8 +121,6 @@ class DeviceModel:
         self.readiness = Readiness(self.state, weights, thread, self.events, programs)
         self.prefill = Prefill(self.state, self.readiness, self._planner, shapes)
         self.decode = Decode(self.state, self.readiness, self._planner)
-        weight_bytes = weights_of_layer * len(facts.layers) * model.dtype.itemsize
-        self.one_pass = OnePass(self.state, self.prefill, weight_bytes)
 
     # ---- run
 
@@ -149,8 +145,8 @@ class DeviceModel:
     def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> Step:
         rows, decode = batch.decode, self.decode
         self.state.slots.ensure(rows)
-        if batch.tokens is None:
-            _check_next(rows)
+        if batch.tokens is None and not all(row.has_next for row in rows):
+            raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
         bucket = persistent.bucket_for(len(rows))
         decode.make_ready(bucket, waiting=len(rows), unchanged=unchanged)
         self._check_positions(rows, [1] * len(rows))
@@ -169,8 +165,6 @@ class DeviceModel:
         return persistent.has_run(rows, bucket, outputs, stayed, changes)
 
     def _extend(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> Step:
-        if batch.decode and self.one_pass.pays_for(batch):
-            batch = self._in_one_pass(batch)
         rows = _rows(batch.extend)
         persistent.leave(rows)
         with self._grown_by(batch.extend, batch.promise):
@@ -180,11 +174,7 @@ class DeviceModel:
             # Recorded graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             chosen = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
-            try:
-                logits, tokens = self.prefill.run(batch.extend)
-            except BaseException:  # it may have chosen tokens
-                persistent.lose(rows)
-                raise
+            logits, tokens = self.prefill.run(batch.extend)
         extended = Step(_rows([extension for extension in batch.extend if extension.ends]), logits, tokens)
         persistent.chose(extended)
         if extended.rows:
@@ -192,12 +182,6 @@ class DeviceModel:
         if decoded is None or chosen is None:
             return extended
         return Step([*decoded.rows, *extended.rows], None, torch.cat([chosen, tokens]))
-
-    def _in_one_pass(self, batch: Batch) -> Batch:
-        """Return a batch whose decoding rows extend by one token, too."""
-        self.state.slots.ensure(batch.decode)
-        _check_next(batch.decode)
-        return batch._replace(decode=(), extend=[*map(Extension.of_next, batch.decode), *batch.extend])
 
     def extend(
         self,
@@ -340,11 +324,6 @@ class DeviceModel:
             "buffers": self.state.buffer_bytes + self.decode.table_bytes,
             "graphs": self.readiness.recordings.nbytes,
         }
-
-
-def _check_next(rows: Sequence[Row]) -> None:
-    if not all(row.has_next for row in rows):
-        raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
 
 
 def _rows(extensions: Sequence[Extension]) -> list[Row]:

@@ -12,6 +12,7 @@ import torch
 
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.prefill_room import PrefillRoom
 from compiled_llm.kvcache.memory import free, mark_static
@@ -103,9 +104,10 @@ class Planner:
             return True
         return shape == self._of_long_rows(shape) and self._needed(shape) <= self.workspace_bytes
 
-    def variant_for(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
-        """Return the variant that is fastest for a prefill of rows with so many new tokens, and so many in all."""
-        return self._best(queries, lengths)
+    def variant_for(self, batch: Sequence[Extension]) -> int:
+        """Return the variant that is fastest for a prefill of these rows."""
+        queries = [len(extension.ids) for extension in batch]
+        return self._best(queries, [extension.row.length for extension in batch])
 
     # ---- what programs read
 

@@ -209,28 +209,12 @@ class Prefill:
             return None
         if self._readiness.programs.full():  # a new recording would have no guards
             return None
-        queries = [len(extension.ids) for extension in chunk]
-        return self._shape_of(queries, [extension.row.length for extension in chunk])
-
-    def _shape_of(self, queries: Sequence[int], lengths: Sequence[int]) -> Shape | None:
-        shape = self._shapes.smallest(sum(queries), len(queries))
+        shape = self._shapes.smallest(token_count(chunk), len(chunk))
         if shape is None:
             return None
-        shape = shape._replace(variant=self._planner.variant_for(queries, lengths))
+        shape = shape._replace(variant=self._planner.variant_for(chunk))
         fits = shape in self._recordings or self._planner.fits(shape)
         return shape if fits else None  # larger ones fit even less
-
-    def is_one_launch(self, queries: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Whether rows are one chunk, and if prefills of as many tokens are recorded, a replay.
-
-        Args:
-            queries: ``[B]``, new tokens of each row.
-            lengths: ``[B]``, all tokens of each row.
-        """
-        if sum(queries) > self._state.config.prefill_tokens:
-            return False
-        recorded = self._recordings.ours and self._shapes.smallest(sum(queries), len(queries)) is not None
-        return not recorded or self._shape_of(queries, lengths) is not None
 
     def _replay(
         self, shape: Shape, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
@@ -240,9 +224,7 @@ class Prefill:
         keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
         slots = np.concatenate([slots, state.slots.of([], missing)])
         packed, table = pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
-        recording = self._recordings.get(shape)
-        # What rows with unknown tokens feed in is replaced by what is chosen: a replay of theirs cannot be repeated.
-        if recording is not None and (packed.ids.min() >= 0 or self._readiness.is_valid(shape)):
+        if (recording := self._recordings.get(shape)) is not None:
             self._upload(packed, table, shape)
             result = recording.replay()
             # Checked while the device computes. All it reads is there, since the weights are; and if it is not what

@@ -16,7 +16,6 @@ from compiled_llm.engine import scheduler
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.execution.one_pass import OnePass
 from support.parity import assert_account_is_empty
 from support.twins import BEYOND_NOISE, DEVICE, OPTIONS, SMALL, in_float32, rms, small_qwen3
 
@@ -104,27 +103,6 @@ def test_two_thousand_steps_of_requests_that_come_and_go(
     stats = model.compiled.stats()
     assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
     check_greedy(seed, answered)
-    assert_account_is_empty(model)
-
-
-def test_running_rows_take_part_in_the_passes_of_prompts(
-    model: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As above; prompts come one after the other, so that a pass has room for the rows that run."""
-    judge, judged = OnePass.pays_for, list[bool]()
-    monkeypatch.setattr(OnePass, "pays_for", lambda self, batch: judged.append(judge(self, batch)) or judged[-1])
-    asked = [(prompt[-30:], params) for prompt, params in some_requests(seed + 3, 80)]
-    model.compiled.device_model().one_pass.most_tokens = 400
-    with Engine(model, max_rows=12) as engine:
-        handles = []
-        for prompt, params in asked:
-            handles.append(engine.submit(prompt, params))
-            next(iter(handles[-1]))  # it has begun
-        answered = [handle.result().token_ids for handle in handles]
-    assert judged.count(True) > 20
-    stats = model.compiled.stats()
-    assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
-    check_greedy(seed, list(zip(asked, answered, strict=True)))
     assert_account_is_empty(model)
 
 

@@ -12,11 +12,9 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import OutOfPagesError
-from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.execution.batch import Batch, Extension, Step
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.persistent_batch import PersistentBatch
-from compiled_llm.execution.prefill import Prefill
 from compiled_llm.kvcache.row import Row
 from support.alone import Alone
 from support.tiny_models import tiny_qwen3
@@ -31,11 +29,9 @@ TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
 class Scheduler:
     """Hands over batches, and compares what comes back with HuggingFace's forward."""
 
-    def __init__(self, one_pass: bool) -> None:
-        self.one_pass = one_pass
+    def __init__(self) -> None:
         self.model: PreTrainedModel = compiled_llm.wrap(tiny_qwen3(**OVERRIDES), **OPTIONS, progress=False)
         self.device_model: DeviceModel = self.model.compiled.device_model()
-        self.device_model.one_pass.most_tokens = 60 if one_pass else -1
         self.persistent = PersistentBatch(self.device_model.state, self.device_model.decode)
         self.twins: dict[Row, Alone] = {}
 
@@ -58,17 +54,16 @@ class Scheduler:
         chosen = [*(decode or []), *(extension.row for extension in extend or [] if extension.ends)]
         assert step.rows == chosen
         assert step.tokens.tolist() == [self.twins[row].next for row in step.rows]
-        apart = bool(decode and extend) and not self.one_pass
-        assert (step.logits is None) == apart, "two launches have logits apart"
+        assert (step.logits is None) == bool(decode and extend), "two launches have logits apart"
         if chosen and step.logits is not None:
             expected = torch.stack([self.twins[row].logits for row in step.rows])
             torch.testing.assert_close(step.logits, expected, **TOLERANCE)
         return step
 
 
-@pytest.fixture(params=[True, False], ids=["one pass", "two launches"])
-def scheduler(request: pytest.FixtureRequest) -> Scheduler:
-    return Scheduler(request.param)
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler()
 
 
 def ids_of(length: int, seed: int) -> NDArray[np.int64]:
@@ -121,39 +116,3 @@ def test_a_step_of_both_parts_that_finds_no_pages_changes_nothing(scheduler, see
     assert (new.length, new.pages, pool.available) == (0, [], left)
     for _ in range(3):
         scheduler.run(decode=rows)
-
-
-def test_tokens_that_the_host_does_not_know_count_and_follow_the_seeds(seed: int) -> None:
-    """Sampled rows with penalties choose the same tokens beside a prompt's pass as in steps of their own."""
-    chosen = []
-    for one_pass in (True, False):
-        scheduler = Scheduler(one_pass)
-        device_model, persistent = scheduler.device_model, scheduler.persistent
-        rows = [scheduler.row() for _ in range(3)]
-        settings = [Sampling(seed=seed + at, presence_penalty=1.5, repetition_penalty=1.2) for at in range(3)]
-
-        def run(batch: Batch, device_model=device_model, persistent=persistent) -> list[int]:
-            tokens: list[int] = device_model.thread.call(device_model.run, batch, persistent).tokens.tolist()
-            return tokens
-
-        device_model.thread.call(device_model.state.slots.admit, rows, settings)
-        tokens = run(Batch(extend=[Extension.of(row, ids_of(4, seed)) for row in rows[:2]]))
-        tokens += run(Batch(rows[:2], [Extension.of(rows[2], ids_of(7, seed)[:3], ends=False)]))
-        tokens += run(Batch(rows[:2], [Extension.of(rows[2], ids_of(7, seed)[3:])]))
-        for _ in range(8):
-            tokens += run(Batch(rows))
-        chosen.append(tokens)
-    assert chosen[0] == chosen[1]
-
-
-def test_a_pass_that_fails_leaves_no_row_a_token_that_may_be_wrong(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(one_pass=True)
-    rows = [scheduler.row(), scheduler.row()]
-    scheduler.run(extend=[Extension.of(rows[0], ids_of(5, seed))])
-    with monkeypatch.context() as broken:
-        broken.setattr(Prefill, "run", lambda self, extensions: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            scheduler.run([rows[0]], [Extension.of(rows[1], ids_of(6, seed))])
-    assert (rows[0].length, rows[0].has_next, rows[1].length) == (5, False, 0)
-    with pytest.raises(RuntimeError, match="the rows have no next tokens"):
-        scheduler.run([rows[0]], [Extension.of(rows[1], ids_of(6, seed))])

@@ -203,7 +203,7 @@ def test_shapes_have_room_for_the_rows_and_no_more_than_there_can_be(rows):
 @pytest.mark.usefixtures("without_inductor")
 def test_a_prefill_whose_keys_are_split_is_recorded_apart(seed, monkeypatch):
     monkeypatch.setattr(Planner, "variants", (0, 1))
-    monkeypatch.setattr(Planner, "variant_for", lambda self, queries, lengths: int(lengths[0] > 30))
+    monkeypatch.setattr(Planner, "variant_for", lambda self, batch: int(batch[0].row.length > 30))
     monkeypatch.setattr(Planner, "fits", lambda self, shape: True)
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
     for length in (20, 40, 31):
