@@ -45,6 +45,7 @@ OPTIONAL = (
     Package("fastapi", "fastapi", "server", "answers HTTP"),
     Package("uvicorn", "uvicorn", "server", "listens for HTTP"),
     Package("prometheus_client", "prometheus-client", "server", "writes /metrics"),
+    Package("xgrammar", "xgrammar", "structured", "compiles the grammars that answers follow"),
     Package("depyf", "depyf", "debug", "shows the code that Dynamo and Inductor wrote"),
     Package("matplotlib", "matplotlib", "bench", "draws what bench has measured"),
 )
