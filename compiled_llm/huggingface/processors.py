@@ -247,6 +247,8 @@ def _growing(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
     tokens = dict.fromkeys(_listed(decay.eos_token_id, prompts))
     if len(tokens) > MOST_GROWING or decay.regulation_factor <= 0:
         return None
+    if any(not 0 <= token < prompts.vocabulary for token in tokens):  # HuggingFace's processor says so
+        return None
     grows_after = decay.regulation_start - prompts.width
     return {"growing": tuple(tokens), "growth": math.log2(decay.regulation_factor), "grows_after": grows_after}
 

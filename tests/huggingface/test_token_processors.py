@@ -134,3 +134,11 @@ def test_a_conversation_counts_from_its_own_columns(pair: Any, seed: int) -> Non
         later = {"input_ids": first.sequences, "attention_mask": mask, "past_key_values": first.past_key_values}
         results.append(greedy(model, later, 9, eos_token_id=ENDS, min_new_tokens=5, begin_suppress_tokens=ENDS[::2]))
     torch.testing.assert_close(*results)
+
+
+def test_a_last_token_that_the_model_does_not_have_fails_as_huggingfaces_processor_does(pair: Any, seed: int) -> None:
+    options: dict[str, Any] = {"exponential_decay_length_penalty": (1, 1.2), "eos_token_id": [5, 151_329]}
+    for model in pair:
+        with pytest.raises(IndexError, match="151329 is out of bounds"):
+            greedy(model, mixed_prompts([4, 9], 128, seed), 6, **options)
+    assert_account_is_empty(pair[1])
