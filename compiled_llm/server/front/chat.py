@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
 
 from compiled_llm.engine.output import Completion
+from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
 from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of
 from compiled_llm.server.front.chat_request import ChatRequest
@@ -22,7 +22,7 @@ from compiled_llm.server.front.chat_response import (
     Delta,
 )
 from compiled_llm.server.front.errors_of_openapi import ERRORS
-from compiled_llm.server.front.events import event, event_stream
+from compiled_llm.server.front.events import event
 from compiled_llm.server.front.front import beside, front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.usage import finish_reason_of
@@ -39,16 +39,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     prompt = await prompt_of(body, model)
     answers = await front.submit(request, [prompt], params, "messages", body.user, body.cache_salt)
     told = _Told(body, model, front.settings.names[0], answers)
-    try:
-        if body.stream:
-            await answers.begun()
-            return event_stream(told.stream(), answers)
-        completions = await answers.ended()
-    except BaseException:
-        answers.close()
-        raise
-    answers.close()
-    return Response(told.whole(completions).model_dump_json(), media_type="application/json")
+    return await answered(told, answers, bool(body.stream))
 
 
 async def prompt_of(body: ChatRequest, model: Model) -> list[int]:

@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
 
 from compiled_llm.engine.output import Completion
+from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
 from compiled_llm.server.front.chat_logprobs import entries_of
 from compiled_llm.server.front.completion_logprobs import CompletionScores
 from compiled_llm.server.front.completion_request import CompletionRequest
 from compiled_llm.server.front.completion_response import CompletionChoice, CompletionLogprobs, TextCompletion
 from compiled_llm.server.front.errors_of_openapi import ERRORS
-from compiled_llm.server.front.events import event, event_stream
+from compiled_llm.server.front.events import event
 from compiled_llm.server.front.front import beside, front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.usage import finish_reason_of
@@ -33,16 +33,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
     prompts = [await _tokens(prompt, model) for prompt in body.prompts()]
     answers = await front.submit(request, prompts, params, "prompt", body.user, body.cache_salt)
     told = _Told(body, model, front.settings.names[0], answers)
-    try:
-        if body.stream:
-            await answers.begun()
-            return event_stream(told.stream(), answers)
-        completions = await answers.ended()
-    except BaseException:
-        answers.close()
-        raise
-    answers.close()
-    return Response(told.whole(completions).model_dump_json(), media_type="application/json")
+    return await answered(told, answers, bool(body.stream))
 
 
 async def _tokens(prompt: str | list[int], model: Model) -> list[int]:

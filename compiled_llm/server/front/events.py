@@ -15,11 +15,11 @@ from compiled_llm.server.front.api_error import of_exception
 
 logger = logging.getLogger("compiled_llm.server")
 
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies are to pass on what has come
 
 
-def event_stream(groups: AsyncIterator[Iterable[bytes]], answers: Answers, end: bytes = _DONE) -> StreamingResponse:
+def event_stream(groups: AsyncIterator[Iterable[bytes]], answers: Answers, end: bytes = DONE) -> StreamingResponse:
     """Return a response that sends events as they come.
 
     Args:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
 
+from compiled_llm.engine.output import Completion
+from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, News
 from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of
 from compiled_llm.server.front.chat_response import TokenLogprob
 from compiled_llm.server.front.errors_of_openapi import ERRORS
-from compiled_llm.server.front.events import event_stream, named_event
+from compiled_llm.server.front.events import named_event
 from compiled_llm.server.front.front import beside, front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.responses_request import ResponsesRequest
@@ -40,18 +41,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
     prompt = await beside(lambda: model.vocabulary.of_chat(messages, add_generation_prompt=True), characters)
     answers = await front.submit(request, [prompt], params, "input", body.user)
     told = _Told(body, model, front.settings.names[0], answers)
-    try:
-        if body.stream:
-            await answers.begun()
-            return event_stream(told.stream(), answers, end=b"")
-        (completion,) = await answers.ended()
-    except BaseException:
-        answers.close()
-        raise
-    answers.close()
-    logprobs = told.logprobs(None if completion.logprobs is None else entries_of(completion.logprobs))
-    whole = told.body(completion.text or "", logprobs, finish_reason_of(completion.finish_reason))
-    return Response(whole.model_dump_json(), media_type="application/json")
+    return await answered(told, answers, bool(body.stream), end=b"")
 
 
 class _Told:
@@ -64,6 +54,11 @@ class _Told:
         self._name = name
         self._id, self._message_id, self._created = new_id("resp"), new_id("msg"), int(time.time())
         self._sent = 0
+
+    def whole(self, completions: Sequence[Completion]) -> ResponseBody:
+        (completion,) = completions
+        logprobs = self.logprobs(None if completion.logprobs is None else entries_of(completion.logprobs))
+        return self.body(completion.text or "", logprobs, finish_reason_of(completion.finish_reason))
 
     def logprobs(self, places: Any) -> list[TokenLogprob]:
         if not self._body.wants_logprobs:

@@ -1,0 +1,49 @@
+"""How a request is answered, whatever was asked: whole, or as events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Protocol
+
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from compiled_llm.engine.output import Completion
+from compiled_llm.server.front.answers import Answers
+from compiled_llm.server.front.events import DONE, event_stream
+
+
+class Told(Protocol):
+    """Writes answers in the form that an endpoint has."""
+
+    def stream(self) -> AsyncIterator[Iterable[bytes]]:
+        """Yield events, those together that came together."""
+        ...
+
+    def whole(self, completions: Sequence[Completion]) -> BaseModel:
+        """Return what answers without events."""
+        ...
+
+
+async def answered(told: Told, answers: Answers, stream: bool, end: bytes = DONE) -> Response:
+    """Wait for answers, and return the response; they end with it.
+
+    Args:
+        told: writes them.
+        answers: what the generator says.
+        stream: whether to send events as they come, once there is a token.
+        end: the last event.
+
+    Raises:
+        Exception: why there is no answer.
+    """
+    try:
+        if stream:
+            await answers.begun()
+            return event_stream(told.stream(), answers, end)
+        completions = await answers.ended()
+    except BaseException:
+        answers.close()
+        raise
+    answers.close()
+    return Response(told.whole(completions).model_dump_json(), media_type="application/json")
