@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from compiled_llm.compilation.compile_error import CompileError
     from compiled_llm.config import WrapConfig
     from compiled_llm.demo_model.demo import demo
-    from compiled_llm.engine.engine import Engine, QueueFullError
+    from compiled_llm.engine.engine import DeviceLostError, Engine, QueueFullError
     from compiled_llm.engine.handle import RequestHandle
     from compiled_llm.engine.metrics import EngineDescription, EngineStats
     from compiled_llm.engine.output import RequestOutput
@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompileError",
+    "DeviceLostError",
     "Engine",
     "EngineDescription",
     "EngineStats",
@@ -50,6 +51,7 @@ __all__ = [
 # Imported at first use: torch and transformers take seconds, for which `compiled-llm --help` should not wait.
 _HOMES = {
     "CompileError": "compiled_llm.compilation.compile_error",
+    "DeviceLostError": "compiled_llm.engine.engine",
     "Engine": "compiled_llm.engine.engine",
     "EngineDescription": "compiled_llm.engine.metrics",
     "EngineStats": "compiled_llm.engine.metrics",

@@ -11,15 +11,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
+from compiled_llm.engine.device_loss import device_lost, restarted
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.handles import Handles
 from compiled_llm.engine.inbox import Inbox
-from compiled_llm.engine.intake import QueueFullError
+from compiled_llm.engine.intake import check_queue
 from compiled_llm.engine.loop import Loop, LoopSettings
 from compiled_llm.engine.metrics import EngineStats, stats_of
 from compiled_llm.engine.model_check import ModelCheck
@@ -32,9 +32,6 @@ from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import PagePool
 
 logger = logging.getLogger("compiled_llm.engine")
-
-_STUCK = 0.005
-"""Seconds between two looks for pages that others have."""
 
 
 class Driver:
@@ -90,8 +87,7 @@ class Driver:
         requests = {request: handle for handle in handles for request in handle.requests}
         with self._changed:
             self.check.check_awake()
-            if most_waiting is not None and (waiting := self.waiting) + len(requests) > most_waiting:
-                raise QueueFullError(f"{waiting} requests wait already, and max_queue={most_waiting}; try again later")
+            check_queue(self.waiting, len(requests), most_waiting)
             self.arrive([request for request in requests if request.ready])
             self.handles.update(requests)
 
@@ -223,7 +219,8 @@ class Driver:
             try:
                 loop = self._current_loop()
             except Exception as error:  # the model is where it cannot run, or there is no memory for its pages
-                self._give_up(error)
+                with self._runtime.loop_lock.taken():
+                    self._give_up(error)
                 continue
             if loop.idle:
                 self._inbox.deliver(loop)
@@ -237,10 +234,10 @@ class Driver:
             if loop.idle:
                 loop.free_leaks()
             self.check.forget()  # whoever waited for what has ended may change it now
-            waits = self._shortage.lasts(loop)
+            pause = self._shortage.pause(loop)
             del loop
-            if waits:
-                time.sleep(_STUCK)
+            if pause:
+                time.sleep(pause)
 
     def _work(self, loop: Loop, done: Callable[[], bool]) -> None:
         """Run steps while there is something to run.
@@ -292,20 +289,24 @@ class Driver:
         If nothing ran, nothing can: then all have failed.
         """
         failed = loop.underway or list(self.handles)
-        loop.restart()
+        lost = restarted(loop, error)
         self.check.forget()
-        if isinstance(error, Exception):
+        if lost is not None:
+            self._give_up(lost)
+        elif isinstance(error, Exception):
             logger.error("compiled_llm: requests that failed: %d, of %s: %s", len(failed), type(error).__name__, error)
             if not self._runtime.is_current(loop.device_model):
                 error.__traceback__ = None  # who keeps the error would keep the old device side
             self._end(loop, failed, "error", error)
 
     def _give_up(self, error: Exception) -> None:
-        """End all requests; there is no loop to run them."""
-        with self._runtime.loop_lock.taken():
-            self._inbox.clear()
-            self._end(self.loop, list(self.handles), "error", error)
-            self._drop_loop()
+        """End all requests; there is no loop to run them, or no device any more, to which nothing is given back."""
+        if (lost := device_lost(error)) is not None:
+            self.check.lose(lost)
+        self._inbox.clear()
+        self._parked.clear()
+        self._end(self.loop if lost is None else None, list(self.handles), "error", lost or error)
+        self._drop_loop(gives_back=lost is None)
 
     def _end(
         self, loop: Loop | None, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None
@@ -336,17 +337,17 @@ class Driver:
                     self.loop.scheduler.add(self._parked.pop(0))
         return self.loop
 
-    def _drop_loop(self) -> None:
+    def _drop_loop(self, gives_back: bool = True) -> None:
         """Give all pages back, and hold the device side no more; what has been counted stays."""
         if self.loop is not None:
-            self._past = replace(stats_of(self.loop, 0, self._past), pages=None)
-            self.loop.close()
+            self._past = stats_of(self.loop, 0, self._past)
+            if gives_back:
+                self.loop.close()
             self.loop = None
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""
-        loop, waiting, past = self.loop, self.waiting, self._past
-        return replace(past, waiting=waiting) if loop is None else stats_of(loop, waiting, past)
+        return stats_of(self.loop, self.waiting, self._past)
 
     # ---- asleep, while the loop is paused
 

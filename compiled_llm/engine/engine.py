@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.answer_text import TextFormat
 from compiled_llm.engine.detokenizer import Decoding
+from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.grammars.compiling import Grammars
 from compiled_llm.engine.handle import RequestHandle
@@ -318,6 +319,11 @@ class Engine:
     def asleep(self) -> bool:
         """Whether device memory was given back by ``sleep``."""
         return self._runtime.asleep
+
+    @property
+    def lost(self) -> DeviceLostError | None:
+        """Why nothing more runs on the device in this process, which has to be started again; None while it does."""
+        return self._driver.check.lost
 
     @property
     def closed(self) -> bool:

@@ -22,6 +22,16 @@ class QueueFullError(RuntimeError):
     """As many requests wait as may; nothing was taken."""
 
 
+def check_queue(waiting: int, more: int, most: int | None) -> None:
+    """Check that more requests may wait.
+
+    Raises:
+        QueueFullError: they may not.
+    """
+    if most is not None and waiting + more > most:
+        raise QueueFullError(f"{waiting} requests wait already, and max_queue={most}; try again later")
+
+
 def requests_for(
     prompt: Prompt,
     params: SamplingParams,

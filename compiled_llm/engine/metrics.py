@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compiled_llm.engine.latencies import Latency
 from compiled_llm.engine.loop import Loop
@@ -50,14 +50,16 @@ class EngineStats:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
 
-def stats_of(loop: Loop, waiting: int, before: EngineStats) -> EngineStats:
+def stats_of(loop: Loop | None, waiting: int, before: EngineStats) -> EngineStats:
     """Return what has happened in a loop, and before it was made.
 
     Args:
-        loop: of the engine.
+        loop: of the engine; None if there is none now.
         waiting: how many requests wait.
         before: what others have counted that ran on device sides of the model which are no more.
     """
+    if loop is None:
+        return replace(before, running=0, waiting=waiting, pages=None)
     scheduler, device_model = loop.scheduler, loop.device_model
     return EngineStats(
         running=len(scheduler.running),

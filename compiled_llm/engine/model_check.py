@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 
 from transformers import PreTrainedModel
 
+from compiled_llm.engine.device_loss import DeviceLostError
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime, runtime_of
+
+logger = logging.getLogger("compiled_llm.engine")
 
 _SECONDS = 0.1
 """How long the model is taken to be what it was while requests run."""
 
 
 class ModelCheck:
-    """Looks at the model, by whoever submits and by the loop; the loop does not look again at once."""
+    """Looks at the model, by whoever submits and by the loop; the loop does not look again at once.
+
+    Attributes:
+        lost: why the device runs nothing more in this process; None while it does.
+    """
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime) -> None:
         """Know nothing yet."""
+        self.lost: DeviceLostError | None = None
         self._model = model
         self._runtime = runtime
         self._looked = 0.0  # when the loop has
@@ -48,14 +57,26 @@ class ModelCheck:
         """Look at the model, and return what runs it now.
 
         Raises:
+            DeviceLostError: the device runs nothing more in this process.
             RuntimeError: it can serve no request.
         """
         self._check_no_obstacle()
         return self._runtime.device_model()
 
     def _check_no_obstacle(self) -> None:
+        self._check_device()
         if (reason := self.obstacle()) is not None:
             raise RuntimeError(reason)
+
+    def lose(self, error: DeviceLostError) -> None:
+        """Refuse all requests from now on."""
+        if self.lost is None:
+            logger.error("compiled_llm: %s", error)
+        self.lost = self.lost or error
+
+    def _check_device(self) -> None:
+        if self.lost is not None:
+            raise DeviceLostError(str(self.lost)) from self.lost
 
     def look_for_request(self) -> DeviceModel:
         """As ``look``, by a caller who is about to submit; a loop that begins at once takes it from there."""
@@ -67,6 +88,7 @@ class ModelCheck:
 
     def begin(self) -> DeviceModel:
         """Return what runs the model now, to begin with."""
+        self._check_device()
         submitted, self._submitted, self._begun = self._submitted, None, None
         if submitted is not None and time.monotonic() - submitted[0] < _SECONDS:
             self._begun = submitted[1]

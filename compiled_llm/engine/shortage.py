@@ -9,6 +9,8 @@ from compiled_llm.engine.loop import Loop
 
 logger = logging.getLogger("compiled_llm.engine")
 
+_STUCK = 0.005
+"""Seconds between two looks for pages that others have."""
 _LONG = 5.0
 """Seconds without a step after which it is said once."""
 _PATIENCE = 0.5
@@ -28,17 +30,20 @@ class Shortage:
         """Whether whoever has the pages seems to keep them."""
         return self._since is not None and time.monotonic() - self._since > _PATIENCE
 
-    def lasts(self, loop: Loop) -> bool:
-        """Whether nothing could run in a loop's last step; said once it has lasted for long."""
+    def pause(self, loop: Loop) -> float:
+        """Return how many seconds to wait, nothing having run in a loop's last step; said once it has lasted for long.
+
+        Something has: 0.
+        """
         if not loop.stuck:
             self._since, self._said = None, False
-            return False
+            return 0.0
         now = time.monotonic()
         self._since = self._since or now
         if not self._said and now - self._since > _LONG and loop.scheduler.short_since is not None:
             self._said = True
             self._say(loop, now - self._since)
-        return True
+        return _STUCK
 
     def _say(self, loop: Loop, seconds: float) -> None:
         pool = loop.device_model.pool

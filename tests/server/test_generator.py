@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import compiled_llm
 from compiled_llm.client import AsyncClient, Client, GeneratorBusyError, GeneratorError, GeneratorLostError
@@ -19,8 +20,10 @@ from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.messages import Cancel, Preparing, Refused, Step, Submit, Welcome
 from compiled_llm.server.generator import stream
 from compiled_llm.server.generator.facts import ready_of
+from support.failing_calls import fail_once
 from support.generators import PATIENCE, Bytes, Loop, generating
 from support.text_tokenizers import byte_level
+from support.tiny_models import tiny_qwen3
 
 PROMPT = list(range(3, 13))
 
@@ -184,7 +187,7 @@ def test_a_fault_in_one_request_ends_that_alone(client: Client, engine: Engine, 
     next(iter(running))
     with monkeypatch.context() as patch:
         patch.setattr(engine, "submit", lambda *_, **__: {}["missing"])
-        with pytest.raises(GeneratorError, match="KeyError: 'missing'"):
+        with pytest.raises(GeneratorError, match="failed of KeyError; the generator's log says more"):
             client.submit(PROMPT, settings()).result(PATIENCE)
     assert running.result(PATIENCE).finish_reason == "length"
 
@@ -455,3 +458,34 @@ def test_a_request_number_can_be_used_again_once_it_has_ended(generator: Loop, p
 def test_the_package_is_named(path: Path, generator: Loop) -> None:
     with Client(path) as client:
         assert client._connection.welcome.package == f"compiled-llm {compiled_llm.__version__}"
+
+
+# ---- faults of the model
+
+
+def test_a_step_that_fails_is_told_without_its_files(client: Client, engine: Engine, monkeypatch: Any) -> None:
+    handle = client.submit(PROMPT, endless())
+    next(iter(handle))
+    with engine.paused():
+        fail_once(monkeypatch, engine._driver.loop, "step", OSError("/home/me/secret"), after=1)
+    with pytest.raises(GeneratorError, match=r"^the request has failed of OSError; the generator's log says more$"):
+        handle.result(PATIENCE)
+    assert_equal(*client.generate([PROMPT], settings()), *engine.generate([PROMPT], settings()))
+
+
+def test_a_device_that_fails_ends_all_requests_and_the_generator_hears_of_it(path: Path, monkeypatch: Any) -> None:
+    model: Any = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode="eager", kv_memory="4000 tokens")
+    lost = threading.Event()
+    with Engine(model, max_rows=1) as engine, generating(engine, path) as loop, Client(path) as client:
+        loop.generator.when_lost = lost.set
+        running, waiting = client.submit(PROMPT, endless()), client.submit(PROMPT, endless())
+        next(iter(running))
+        with engine.paused():
+            error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+            fail_once(monkeypatch, engine._driver.loop, "step", error, after=1)
+        for handle in (running, waiting):
+            with pytest.raises(GeneratorError, match=r"the device has failed \(device-side assert triggered\)"):
+                handle.result(PATIENCE)
+        assert lost.wait(PATIENCE)
+        with pytest.raises(GeneratorError, match="the device has failed"):
+            client.generate([PROMPT], settings())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -63,9 +63,11 @@ def fronting(socket: Path, wait: bool = True, **options: Any) -> Iterator[Runnin
 
 
 @contextmanager
-def serving(folder: Path | str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(
+    folder: Path | str, *options: str, command: Sequence[str] = (COMMAND,)
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """``compiled-llm serve`` over HTTP, and its address; it is killed in the end, and its generator with it."""
-    arguments = [COMMAND, "serve", str(folder), "--port", "0", *options]
+    arguments = [*command, "serve", str(folder), "--port", "0", *options]
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,11 @@ def generating(engine: Engine, path: Path, tokenizer: Path | None = None, **opti
 
 
 @contextmanager
-def generator_process(folder: Path | str, path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+def generator_process(
+    folder: Path | str, path: Path, *options: str, command: Sequence[str] = (COMMAND,)
+) -> Iterator[subprocess.Popen[str]]:
     """``compiled-llm serve``, which is killed in the end."""
-    arguments = [COMMAND, "serve", str(folder), "--uds", str(path), *options]
+    arguments = [*command, "serve", str(folder), "--uds", str(path), *options]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

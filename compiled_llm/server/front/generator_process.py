@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from compiled_llm.server.generator.process import DEVICE_LOST
+
 logger = logging.getLogger("compiled_llm.server")
 
 _HOUR = 3600.0
@@ -53,7 +55,8 @@ class GeneratorProcess:
                 return "the generator has ended before it was ready"
             if not self._may_restart():
                 return f"the generator has ended again, after {self._most_restarts} restarts within an hour"
-            logger.error("compiled_llm: the generator has ended with exit code %s; it is started again", code)
+            why = "its device has failed" if code == DEVICE_LOST else f"exit code {code}"
+            logger.error("compiled_llm: the generator has ended (%s), and is started again", why)
 
     def _may_restart(self) -> bool:
         now = time.monotonic()

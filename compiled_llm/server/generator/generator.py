@@ -26,7 +26,7 @@ logger = logging.getLogger("compiled_llm.server")
 
 _LOOKING = 0.02
 """Seconds between two looks whether requests have ended, when the generator is about to."""
-_LAST_WORDS = 2.0
+LAST_WORDS = 2.0
 """Seconds that clients have to take what is sent at the end."""
 
 
@@ -38,6 +38,7 @@ class Generator:
     Attributes:
         doing: what it does before it takes requests, in words.
         leaving: why it takes no more; None while it does.
+        when_lost: called in the event loop once the engine's device runs nothing more.
     """
 
     def __init__(self, path: Path, most_unsent: int = MOST_UNSENT) -> None:
@@ -53,6 +54,7 @@ class Generator:
         """
         self.doing = "starting"
         self.leaving: str | None = None
+        self.when_lost: Callable[[], None] = lambda: None
         self._path = path
         self._listening = listen(path)
         self._most_unsent = most_unsent
@@ -109,6 +111,8 @@ class Generator:
         for connection in self._connections:
             if connection.streams:
                 connection.wake()
+        if self._engine is not None and self._engine.lost is not None:
+            self.when_lost()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(self, reader, writer, self._most_unsent)
@@ -167,7 +171,7 @@ class Generator:
         if not await self._quiet(seconds):
             for connection in self._connections:
                 connection.end_all(f"{self.leaving}, and the request has not ended {seconds:g} s later")
-            await self._quiet(_LAST_WORDS)
+            await self._quiet(LAST_WORDS)
         for connection in tuple(self._connections):
             connection.close()
 

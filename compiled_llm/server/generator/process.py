@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import threading
@@ -11,10 +12,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from compiled_llm.protocol.messages import Ready
-from compiled_llm.server.generator.generator import Generator
+from compiled_llm.server.generator.generator import LAST_WORDS, Generator
 
 if TYPE_CHECKING:  # imports torch
     from compiled_llm.engine.engine import Engine
+
+logger = logging.getLogger("compiled_llm.server")
+
+DEVICE_LOST = 75
+"""The process's exit code if its device runs nothing more in it: a new one may well run (``EX_TEMPFAIL``)."""
 
 Report = Callable[[str], None]
 """Takes what is being done, in words."""
@@ -24,6 +30,8 @@ Prepare = Callable[[Report], "tuple[Engine, Ready]"]
 
 def run(generator: Generator, prepare: Prepare, drain_seconds: float = 30.0) -> None:
     """Serve until SIGTERM or Ctrl-C; then let requests end, for a while. The second signal ends the process at once.
+
+    If the engine's device is lost, requests end with the reason, and the process with the exit code ``DEVICE_LOST``.
 
     Args:
         generator: listens already.
@@ -50,6 +58,7 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_end, number)
+        self._generator.when_lost = self._ending.set
         await self._generator.start()
         threading.Thread(target=self._prepared, args=(loop,), name="compiled_llm preparation", daemon=True).start()
         await self._ending.wait()
@@ -75,6 +84,8 @@ class _Life:
         self._ending.set()
 
     async def _end(self) -> None:
+        if self._engine is not None and self._engine.lost is not None:
+            await self._end_lost(str(self._engine.lost))
         if self._failure is not None:
             self._generator.leave(f"the generator could not be made ready: {self._failure}")
         else:
@@ -84,3 +95,10 @@ class _Life:
             self._engine.close()
         if self._failure is not None:
             raise self._failure
+
+    async def _end_lost(self, reason: str) -> None:
+        """End the process; what is freed at its usual end would only fail, or wait for the device."""
+        self._generator.leave(reason)
+        await self._generator.drain(LAST_WORDS)
+        logger.error("compiled_llm: the generator ends with exit code %d: %s", DEVICE_LOST, reason)
+        os._exit(DEVICE_LOST)

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from compiled_llm.engine.answer import Answer
+from compiled_llm.engine.device_loss import DeviceLostError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError
@@ -36,7 +37,7 @@ def begun(engine: Engine, submit: Submit) -> Stream | Refused:
         return Refused(submit.request, "unavailable", str(error))
     except Exception as error:  # a fault of ours ends this request alone
         logger.exception("compiled_llm: a request could not begin")
-        return Refused(submit.request, "failed", f"{type(error).__name__}: {error}")
+        return Refused(submit.request, "failed", _fault(error))
 
 
 def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
@@ -143,5 +144,13 @@ def _entries(logprobs: dict[int, Logprob]) -> list[Entry]:
 
 def _ended(answer: Answer) -> Ended:
     error = answer.error
-    sentence = None if error is None else str(error) or type(error).__name__
-    return Ended(answer.finish_reason or "cancelled", answer.stop_reason, sentence)
+    return Ended(answer.finish_reason or "cancelled", answer.stop_reason, None if error is None else _sentence(error))
+
+
+def _sentence(error: BaseException) -> str:
+    """Return what a client is told of an error; others than ours may name files of this machine."""
+    return str(error) if isinstance(error, (RequestError, DeviceLostError)) else _fault(error)
+
+
+def _fault(error: BaseException) -> str:
+    return f"the request has failed of {type(error).__name__}; the generator's log says more"

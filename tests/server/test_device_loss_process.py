@@ -1,0 +1,93 @@
+"""Real processes whose device fails: requests end with the cause, the process with a code, and the front goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from compiled_llm.client import Client, GeneratorError
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.server.generator.process import DEVICE_LOST
+from support.fronts import chat_tokenizer, serving
+from support.generators import PATIENCE, generator_process
+from support.planted_device_loss import SCRIPT
+from support.tiny_models import tiny_qwen3
+
+OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "20000 tokens")
+TEXT = "/v1/completions"
+LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
+SAID = "the device has failed (an illegal memory access was encountered)"
+
+pytestmark = pytest.mark.whole
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "tiny-model"
+    tiny_qwen3(eos_token_id=None, num_hidden_layers=1, vocab_size=380).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+def test_a_generator_ends_with_a_code_of_its_own(model_folder: Path, path: Path, tmp_path: Path) -> None:
+    command = (sys.executable, SCRIPT, str(tmp_path / "now"))
+    with generator_process(model_folder, path, *OPTIONS, command=command) as process, Client(path) as client:
+        handles = [client.submit([3, 4, number], SamplingParams(max_tokens=900)) for number in range(3)]
+        for handle in handles:
+            next(iter(handle))
+        (tmp_path / "now").touch()
+        for handle in handles:
+            with pytest.raises(GeneratorError) as raised:
+                handle.result(PATIENCE)
+            assert str(raised.value).startswith(SAID)
+        assert process.wait(PATIENCE) == DEVICE_LOST
+        assert process.stderr is not None
+        assert f"the generator ends with exit code {DEVICE_LOST}: {SAID}" in process.stderr.read()
+    assert not path.exists()
+
+
+def test_a_front_starts_it_anew_three_times_an_hour(model_folder: Path, tmp_path: Path) -> None:
+    now = tmp_path / "now"
+
+    def fail(url: str) -> None:
+        until(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        with httpx.stream("POST", url + TEXT, json={**LONG, "stream": True}, timeout=PATIENCE) as running:
+            events = (line for line in running.iter_lines() if line)
+            next(events)
+            now.touch()
+            *_, last = events
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["type"], error["message"][: len(SAID)]) == ("server_error", SAID)
+
+    with serving(model_folder, *OPTIONS, command=(sys.executable, SCRIPT, str(now))) as (process, url):
+        for _ in range(3):
+            fail(url)
+            refused = httpx.post(url + TEXT, json={"prompt": "a"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert httpx.get(f"{url}/health").status_code == 200
+        until(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        assert httpx.post(url + TEXT, json={"prompt": "a", "max_tokens": 3}).status_code == 200
+        fail(url)
+        assert process.wait(PATIENCE) == 1
+
+
+def test_an_answer_that_is_not_streamed_has_status_503_and_the_cause(model_folder: Path, tmp_path: Path) -> None:
+    now = tmp_path / "now"
+    with serving(model_folder, *OPTIONS, command=(sys.executable, SCRIPT, str(now))) as (_, url):
+        until(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        now.touch()
+        lost = httpx.post(url + TEXT, json=LONG, timeout=PATIENCE)
+        assert lost.status_code == 503
+        assert lost.json()["error"]["message"].startswith(SAID)

@@ -1,0 +1,59 @@
+"""``python planted_device_loss.py FILE serve ...`` is the command, whose steps fail as on CUDA once the file exists.
+
+A front that is started so starts its generators so.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from compiled_llm.__main__ import main
+
+SCRIPT = str(Path(__file__))
+ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported elsewhere"
+
+
+def plant_in_steps(file: str) -> None:
+    """Let a step fail once the file exists, which is gone then; and all later steps of the process."""
+    import torch
+
+    from compiled_llm.execution.device_model import DeviceModel
+
+    run, failed = DeviceModel.run, []
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if Path(file).exists():
+            os.unlink(file)
+            failed.append(file)
+        if failed:
+            raise torch.AcceleratorError(ILLEGAL)
+        return run(*args, **kwargs)
+
+    DeviceModel.run = fails  # type: ignore[method-assign]
+
+
+def plant_in_generators(file: str) -> None:
+    """Have a front start generators by this script."""
+    from compiled_llm.server.front.generator_process import GeneratorProcess
+
+    begin: Any = GeneratorProcess.__init__
+
+    def begin_planted(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        python, _, _, *arguments = self._arguments
+        self._arguments = (python, SCRIPT, file, *arguments)
+
+    GeneratorProcess.__init__ = begin_planted  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # of the tests
+    _, planted, *sys.argv[1:] = sys.argv
+    if "--leashed" in sys.argv or "--port" not in sys.argv:
+        plant_in_steps(planted)
+    else:
+        plant_in_generators(planted)
+    main()
