@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiled_llm.client.connection import Connection
+from compiled_llm.client.connection import Connection, Line
 from compiled_llm.client.errors import GeneratorLostError
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.plain import Prompt, plain_params, token_ids
@@ -46,9 +46,12 @@ class BaseClient:
             GeneratorLostError: there is no generator.
             GeneratorError: it does not want to talk to this client.
         """
-        self._connection = Connection(self._path)
+        self._connection = self._dial()
         self._connection.start(self._session.take, self._session.lose)
         self._finalizer = weakref.finalize(self, _close, self._session, self._connection)
+
+    def _dial(self) -> Line:
+        return Connection(self._path)
 
     def __repr__(self) -> str:
         """Whom it talks to."""
@@ -166,7 +169,7 @@ class BaseClient:
             self._finalizer()
 
 
-def _close(session: Session, connection: Connection) -> None:
+def _close(session: Session, connection: Line) -> None:
     session.lost = session.lost or GeneratorLostError("the client is closed; make another one")
     connection.close()
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -19,6 +20,24 @@ _AT_ONCE = 2**18
 """Bytes that are read together."""
 _PATIENCE = 30
 """Seconds in which a generator, though it may be busy, answers the first message."""
+
+
+class Line(Protocol):
+    """What carries a client's messages to a generator, and the generator's back."""
+
+    def start(
+        self, handle: Callable[[Iterable[FromGenerator]], None], lost: Callable[[GeneratorLostError], None]
+    ) -> None:
+        """Have what comes handled from now on."""
+        ...
+
+    def send(self, message: Struct) -> None:
+        """Send a message."""
+        ...
+
+    def close(self) -> None:
+        """End it, and with it the requests of the client."""
+        ...
 
 
 class Connection:

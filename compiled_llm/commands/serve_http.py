@@ -41,7 +41,7 @@ class HttpFlags(NamedTuple):
         """Whether it says anything."""
         return self != HttpFlags()
 
-    def settings(self, source: Source, socket: Path, drain_seconds: float) -> FrontSettings:
+    def settings(self, source: Source, drain_seconds: float) -> FrontSettings:
         """Return the settings of the front.
 
         Raises:
@@ -50,7 +50,6 @@ class HttpFlags(NamedTuple):
         from compiled_llm.server.front.settings import FrontSettings, keys_in
 
         return FrontSettings(
-            socket=socket,
             names=tuple(self.served_model_name) or (_public_name(source),),
             host=self.host or "127.0.0.1",
             port=8000 if self.port is None else self.port,
@@ -91,7 +90,7 @@ def run_with_front(
     from compiled_llm.server.front.serving import listen, serve
 
     with _socket_path(uds) as path:
-        settings = flags.settings(source, path, drain_seconds)
+        settings = flags.settings(source, drain_seconds)
         with listen(settings) as listening:
             if say is not None:
                 _show_log()
@@ -99,7 +98,7 @@ def run_with_front(
             generator = GeneratorProcess(
                 [*arguments, "--uds", str(path), "--leashed", "--drain-seconds", _DRAIN_SECONDS]
             )
-            if (why := asyncio.run(serve(settings, listening, generator))) is not None:
+            if (why := asyncio.run(serve(settings, path, listening, generator))) is not None:
                 raise RuntimeError(f"serve: {why}")
 
 

@@ -34,8 +34,8 @@ def chat_tokenizer() -> PreTrainedTokenizerBase:
 class RunningFront:
     """A front in a thread."""
 
-    def __init__(self, settings: FrontSettings) -> None:
-        self.server, self.front = server_of(settings)
+    def __init__(self, settings: FrontSettings, path: Path) -> None:
+        self.server, self.front = server_of(settings, path)
         self._socket = listen(settings)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -53,7 +53,7 @@ class RunningFront:
 @contextmanager
 def fronting(socket: Path, wait: bool = True, **options: Any) -> Iterator[RunningFront]:
     """A front in a thread of this process."""
-    running = RunningFront(FrontSettings(**{"socket": socket, "names": ("tiny", "other"), "port": 0, **options}))
+    running = RunningFront(FrontSettings(**{"names": ("tiny", "other"), "port": 0, **options}), socket)
     try:
         while wait and not running.front.link.is_ready:
             assert running._thread.is_alive()

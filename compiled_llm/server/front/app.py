@@ -16,22 +16,24 @@ from compiled_llm.client import GeneratorError
 from compiled_llm.server.front import chat, completions, metrics, responses, status, tokens
 from compiled_llm.server.front.api_error import ApiError, respond
 from compiled_llm.server.front.front import Front
+from compiled_llm.server.front.generator_link import GeneratorLink
 from compiled_llm.server.front.guard import Guard
 from compiled_llm.server.front.settings import FrontSettings
 
 _ANSWERED = (RequestValidationError, HTTPException, ApiError, GeneratorError, ValueError)
 
 
-def application(settings: FrontSettings) -> FastAPI:
+def application(settings: FrontSettings, link: GeneratorLink) -> FastAPI:
     """Return what serves a generator's model by OpenAI's API.
 
     Args:
         settings: of the front.
+        link: to the generator.
     """
     app = FastAPI(
         title="compiled_llm", version=version("compiled-llm"), lifespan=_lifespan, docs_url=None, redoc_url=None
     )
-    app.state.front = Front(settings)
+    app.state.front = Front(settings, link)
     app.state.metrics = metrics.FrontMetrics()
     for room in (chat, completions, responses, tokens, status, metrics):
         app.include_router(room.router)

@@ -33,10 +33,15 @@ class Front:
         created: when the front has begun, in seconds since 1970.
     """
 
-    def __init__(self, settings: FrontSettings) -> None:
-        """Know of no generator yet."""
+    def __init__(self, settings: FrontSettings, link: GeneratorLink) -> None:
+        """Know of no generator yet.
+
+        Args:
+            settings: of the front.
+            link: to the generator.
+        """
         self.settings = settings
-        self.link = GeneratorLink(settings.socket)
+        self.link = link
         self.created = int(time.time())
 
     def model_for(self, name: str | None) -> Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from compiled_llm.client import AsyncClient, GeneratorError
@@ -35,14 +35,14 @@ class GeneratorLink:
         was_ready: whether it has been, once.
     """
 
-    def __init__(self, socket: Path) -> None:
+    def __init__(self, client: Callable[[Any], AsyncClient]) -> None:
         """Know of no generator yet.
 
         Args:
-            socket: the path of its socket.
+            client: makes one that has not connected, with a tokenizer or None.
         """
         self.was_ready = False
-        self._socket = socket
+        self._new_client = client
         self._client: AsyncClient | None = None
         self._model: Model | None = None
         self._vocabulary: Vocabulary | None = None
@@ -101,7 +101,7 @@ class GeneratorLink:
             self._forget()
 
     async def _connected(self, tokenizer: Any = None) -> AsyncClient:
-        self._client = AsyncClient(self._socket, tokenizer=tokenizer)
+        self._client = self._new_client(tokenizer)
         await self._client.connect(wait=False)
         return self._client
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
+from compiled_llm.client import AsyncClient
 from compiled_llm.server.front.app import application
 from compiled_llm.server.front.front import Front
+from compiled_llm.server.front.generator_link import GeneratorLink
 from compiled_llm.server.front.generator_process import GeneratorProcess
 from compiled_llm.server.front.settings import FrontSettings
 
@@ -38,18 +41,21 @@ def listen(settings: FrontSettings) -> socket.socket:
         ) from error
 
 
-async def serve(settings: FrontSettings, listening: socket.socket, generator: GeneratorProcess | None) -> str | None:
+async def serve(
+    settings: FrontSettings, path: Path, listening: socket.socket, generator: GeneratorProcess | None
+) -> str | None:
     """Serve until SIGTERM or Ctrl-C; requests may end then, the second signal ends them.
 
     Args:
         settings: of the front.
+        path: of the generator's socket.
         listening: where it listens.
         generator: to be run beside it; None for one that somebody else runs.
 
     Returns:
         Why it has ended, if nobody has told it to.
     """
-    server, front = server_of(settings)
+    server, front = server_of(settings, path)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _passed_over)  # uvicorn raises it again at the end, when the generator still runs
     serving = asyncio.create_task(server.serve(sockets=[listening]))
@@ -67,9 +73,9 @@ async def serve(settings: FrontSettings, listening: socket.socket, generator: Ge
         await generator.stop()
 
 
-def server_of(settings: FrontSettings) -> tuple[uvicorn.Server, Front]:
-    """Return a server, and what it answers with."""
-    app = application(settings)
+def server_of(settings: FrontSettings, path: Path) -> tuple[uvicorn.Server, Front]:
+    """Return a server, and what it answers with, at the path of a generator's socket."""
+    app = application(settings, GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer)))
     config = uvicorn.Config(
         app,
         ssl_certfile=settings.ssl_certfile,

@@ -14,7 +14,6 @@ class FrontSettings:
     """Where a front listens, whom it serves, and how much one may ask for.
 
     Attributes:
-        socket: the generator's.
         names: that requests call the model by; the first one is in answers.
         host: name or address to listen at.
         port: to listen at; 0 for one that is free.
@@ -34,7 +33,6 @@ class FrontSettings:
         ValueError: others could reach the front without a key, or a value is impossible.
     """
 
-    socket: Path
     names: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8000

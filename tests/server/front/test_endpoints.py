@@ -75,7 +75,7 @@ def test_before_the_model_is_ready_requests_hear_what_is_done(path: Path) -> Non
 
 def test_small_pieces_do_not_wait_for_others() -> None:
     """Or each token would wait 40 ms for the acknowledgement of the one before."""
-    settings = FrontSettings(socket=Path("x"), names=("tiny",), port=0)
+    settings = FrontSettings(names=("tiny",), port=0)
     with listen(settings) as listening, socket.create_connection(listening.getsockname()):
         accepted, _ = listening.accept()
         with accepted:

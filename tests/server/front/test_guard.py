@@ -115,7 +115,7 @@ def test_an_error_of_ours_shows_no_trace(
 )
 def test_settings_that_are_not_safe_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FrontSettings(socket=Path("x"), names=("tiny",), **options)  # type: ignore[arg-type]
+        FrontSettings(names=("tiny",), **options)  # type: ignore[arg-type]
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""Which replica has a prompt's leading pages, and which one answers it."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+R = TypeVar("R", bound=Hashable)
+"""What a replica is known by."""
+
+
+class Affinity(Generic[R]):
+    """Remembers who has answered prompts, by their leading pages, and chooses who answers the next one.
+
+    Pages that nobody has asked for longest are forgotten first; of a prompt the last ones before those that lead to
+    them, so what is known of a prompt is always a beginning.
+    """
+
+    def __init__(self, most_pages: int, most_longer: int, least_share: float) -> None:
+        """Know nothing yet.
+
+        Args:
+            most_pages: that are remembered.
+            most_longer: by how many requests a replica's queue may be longer than the shortest one.
+            least_share: of a prompt's pages that a replica has to have, to be asked for their sake: what nearly all
+                prompts begin with would bring them all to one replica.
+        """
+        self._most_pages = most_pages
+        self._most_longer = most_longer
+        self._least_share = least_share
+        self._owners: OrderedDict[bytes, set[R]] = OrderedDict()  # those asked for last at the end
+
+    def __len__(self) -> int:
+        """How many pages are known."""
+        return len(self._owners)
+
+    def choose(self, pages: Sequence[bytes], queues: Mapping[R, int]) -> R:
+        """Return who answers a prompt, and remember it.
+
+        Args:
+            pages: keys of the prompt's leading pages.
+            queues: how many requests each replica has; at least one replica.
+        """
+        chosen = self._owner(pages, queues)
+        if chosen is None:
+            chosen = shorter_of_two(queues)
+        self._remember(pages, chosen)
+        return chosen
+
+    def _owner(self, pages: Sequence[bytes], queues: Mapping[R, int]) -> R | None:
+        """Return who has most of the pages, of those that are not much busier than others."""
+        longest = min(queues.values()) + self._most_longer
+        known = {replica: 0 for replica, length in queues.items() if length <= longest}
+        for number, page in enumerate(pages, start=1):
+            owners = self._owners.get(page, set()) & known.keys()
+            if not owners:
+                break
+            known.update(dict.fromkeys(owners, number))
+        best = max(known, key=lambda replica: (known[replica], -queues[replica]))
+        return best if known[best] and known[best] >= self._least_share * len(pages) else None
+
+    def _remember(self, pages: Sequence[bytes], replica: R) -> None:
+        for page in reversed(pages):  # the first page last: it is forgotten after those that it leads to
+            self._owners.setdefault(page, set()).add(replica)
+            self._owners.move_to_end(page)
+        while len(self._owners) > self._most_pages:
+            self._owners.popitem(last=False)
+
+    def keep(self, replicas: set[R]) -> None:
+        """Forget all replicas but these."""
+        for page, owners in tuple(self._owners.items()):
+            owners &= replicas
+            if not owners:
+                del self._owners[page]
+
+
+def shorter_of_two(queues: Mapping[R, int]) -> R:
+    """Return the one with the shorter queue of two that are drawn: the power of two choices.
+
+    What is known of queues is a moment old. Whoever always took the shortest of all would send there what comes in
+    that moment.
+    """
+    drawn = random.sample(list(queues), min(2, len(queues)))
+    return min(drawn, key=lambda replica: queues[replica])

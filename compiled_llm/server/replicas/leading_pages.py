@@ -1,0 +1,31 @@
+"""What prompts share by their beginnings: a key for each of their leading pages."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+_KEY_BYTES = 16
+
+
+def leading_pages(prompt: Sequence[int], salt: str | None, page_size: int, most: int) -> list[bytes]:
+    """Return a key for each full page: two prompts have one in common if they are equal up to there, salts included.
+
+    Args:
+        prompt: token ids.
+        salt: of the prefix cache; only prompts with an equal one share pages.
+        page_size: tokens of a page.
+        most: how many pages are looked at.
+    """
+    tokens, hashed = array("q", prompt), hashlib.blake2b(_salted(salt), digest_size=_KEY_BYTES)
+    keys = []
+    for end in range(page_size, min(len(tokens), most * page_size) + 1, page_size):
+        hashed.update(tokens[end - page_size : end].tobytes())  # on top of all before
+        keys.append(hashed.digest())
+    return keys
+
+
+def _salted(salt: str | None) -> bytes:
+    """Return bytes of a length that does not depend on the salt, so that no salt can look like tokens."""
+    return hashlib.blake2b(b"" if salt is None else b"salt " + salt.encode("utf-8", "surrogatepass")).digest()
