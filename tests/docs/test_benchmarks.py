@@ -17,7 +17,10 @@ from support.pages import CHECKOUT
 
 PAGE = CHECKOUT / "BENCHMARKS.md"
 RESULTS = sorted((CHECKOUT / "results").glob("*.json"))
-ROWS = ("latency", "startup", "roofline", "beams_and_drafts", "offline", "online", "logits", "prefill_attention")
+ROWS = (
+    *("latency", "startup", "roofline", "beams_and_drafts", "offline", "online", "one_stream", "many_streams"),
+    *("logits", "prefill_attention"),
+)
 UNITS = (1.0, 1e2, 1e3, 1e-6)
 """What a table multiplies a figure by: as it is, percent, ms, MB."""
 

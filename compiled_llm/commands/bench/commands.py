@@ -19,11 +19,14 @@ from compiled_llm.commands.bench.options import (
     ModelName,
     Plot,
     Runs,
+    ServerMode,
+    ServerNames,
     SGLang,
     Verbose,
 )
 from compiled_llm.commands.bench.run import bench_run, check_matplotlib, show_report, write_report
 from compiled_llm.commands.choices import Device, integers
+from compiled_llm.commands.early_checks import check_package
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.known_commands import KnownCommands
 
@@ -247,6 +250,71 @@ def online(
         chosen = known.choose(known.online(max_step_ms), contenders, device_type)
         run.begin(model, [workload.bounds for workload in asked], vllm)
         experiment.measure(chosen, run.setup, asked, runs, run.report, run.save)
+
+
+@app.command()
+def serve(
+    model: ModelName = "demo",
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="One stream: lengths of prompts, comma-separated (10,50,100,150 ... 400; 10,100 on a CPU)."),
+    ] = None,
+    new: Annotated[int | None, typer.Option(min=2, help="One stream: tokens of each answer (64; 16 on a CPU).")] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="One stream: requests of each length (30; 5 on a CPU).")
+    ] = None,
+    streams: Annotated[str | None, typer.Option(help="How many at once, comma-separated (64,256; 8 on a CPU).")] = None,
+    stream_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Streams at once: tokens of each answer (256; 32 on a CPU).")
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(help="Requests that arrive in a second, comma-separated (4,16,64; 2 on a CPU).")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long they arrive, at each rate.")] = 8.0,
+    arriving_prompts: Annotated[
+        str, typer.Option(help="Lengths of the prompts that arrive, drawn uniformly, in tokens.")
+    ] = "64-512",
+    arriving_answers: Annotated[str, typer.Option(help="Lengths of their answers, likewise.")] = "32-256",
+    seed: Annotated[int, typer.Option(min=0, help="Decides arrivals, lengths and tokens.")] = 0,
+    mode: Annotated[ServerMode, typer.Option(help="How this package runs the model.")] = ServerMode.cuda_graphs,
+    contenders: ServerNames = "default",
+    peer_url: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=URL",
+            help="A server of OpenAI's API, up to and with /v1, which is asked as ours is. Several times for several.",
+        ),
+    ] = None,
+    runs: Runs = 3,
+    device: DeviceName = Device.auto,
+    vllm: VLLM = None,
+    json: Json = None,
+    markdown: Markdown = None,
+    plot: Plot = None,
+    commit: Commit = None,
+    verbose: Verbose = False,
+) -> None:
+    """Measure what the server's socket and HTTP cost, and how long requests wait that arrive at random.
+
+    The same requests go to the engine in process, to `compiled-llm serve` over its socket and over HTTP, each from a
+    client in a process of its own, and over HTTP to other servers. '' leaves a part out: --rates ''.
+    """
+    with bench_run(json, markdown, plot, commit, verbose) as run:
+        for package in ("msgspec", "fastapi", "prometheus_client", "uvicorn"):
+            check_package(package, "server")
+        from compiled_llm.commands.bench.serving import serve as experiment
+        from compiled_llm.commands.bench.serving.load import LoadOptions
+        from compiled_llm.commands.bench.serving.servers import choose
+
+        device_type = run.use(device)
+        asked = LoadOptions(
+            *(prompts, new, requests, streams, stream_tokens, rates),
+            *(seconds, arriving_prompts, arriving_answers, seed, runs),
+        )
+        load = asked.load(cuda=device_type == "cuda")
+        chosen = choose(contenders, peer_url or [], mode.value, device_type)
+        run.begin(model, load.bounds, vllm)
+        experiment.measure(chosen, run.setup, load, run.report, run.save)
 
 
 @app.command()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compiled_llm.commands.bench.report import Report
-from compiled_llm.commands.bench.tables import Table, footer, header, tables_of
+from compiled_llm.commands.bench.table import Table
+from compiled_llm.commands.bench.tables import footer, header, tables_of
 
 
 def render(report: Report) -> str:

@@ -24,6 +24,15 @@ class Decoding(str, Enum):
         return {"greedy": [False], "sampled": [True], "both": [False, True]}[self.value]
 
 
+class ServerMode(str, Enum):
+    """What `bench serve --mode` takes."""
+
+    eager = "eager"
+    compile = "compile"
+    reduce_overhead = "reduce-overhead"
+    cuda_graphs = "cuda-graphs"
+
+
 ModelName = Annotated[
     str,
     typer.Option(
@@ -49,6 +58,14 @@ EngineNames = Annotated[
         help="Comma-separated: hf-batch (HuggingFace's generate_batch; offline only), compiled-llm:engine (as it is by "
         "default), compiled-llm:engine:eager and so on (modes by name), vllm; `all`; or `default`: on CUDA all but "
         "modes by name, on a CPU the engine.",
+    ),
+]
+ServerNames = Annotated[
+    str,
+    typer.Option(
+        "--contenders",
+        help="Comma-separated: compiled-llm:engine (in process), compiled-llm:socket, compiled-llm:http, vllm (its "
+        "server over HTTP); `all`; or `default`: all, on a CPU without vllm.",
     ),
 ]
 DeviceName = Annotated[Device, typer.Option("--device", help="auto: CUDA if there is a device.")]

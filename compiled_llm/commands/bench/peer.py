@@ -28,6 +28,8 @@ from compiled_llm.commands.bench import models
 from compiled_llm.commands.bench.contender import Setup
 from compiled_llm.commands.bench.timing import Timing
 from compiled_llm.commands.bench.workload import SAMPLING, Workload
+from compiled_llm.commands.loading import fetched
+from compiled_llm.commands.source import locate
 
 WORKERS = Path(__file__).parent / "workers"
 GPU_SHARE = 0.6
@@ -98,10 +100,15 @@ class Peer:
 
     def _ended(self) -> RuntimeError:
         code = self._process.wait()
-        self._log.seek(0)
-        lines = [line.strip() for line in self._log if line.strip()] or ["it said nothing"]
-        errors = [line for line in lines if re.search(r"(Error|Exception)\b", line)]  # more may follow
-        return RuntimeError(f"the worker ended with exit code {code}: {(errors or lines)[-1]}")
+        return RuntimeError(f"the worker ended with exit code {code}: {last_words(self._log)}")
+
+
+def last_words(log: IO[str]) -> str:
+    """Return the line of a log that says best why its process has ended."""
+    log.seek(0)
+    lines = [line.strip() for line in log if line.strip()] or ["it said nothing"]
+    errors = [line for line in lines if re.search(r"(Error|Exception|error:)", line)]  # more may follow
+    return (errors or lines)[-1]
 
 
 @contextmanager
@@ -217,4 +224,7 @@ def vocabulary_of(name: str) -> int:
     """Return how many token ids the model has, without building it."""
     if models.is_random(name):
         return int(models.SHAPES[name]["vocab_size"])
-    return int(AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config(decoder=True).vocab_size)
+    source = fetched(locate(name, progress=False), progress=False)
+    file = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+    config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **file)
+    return int(config.get_text_config(decoder=True).vocab_size)

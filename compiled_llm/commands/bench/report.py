@@ -8,7 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compiled_llm.commands.bench.results import Latency, Offline, Online, Roofline, Startup, Task
+from compiled_llm.commands.bench.results import (
+    Latency,
+    ManyStreams,
+    Offline,
+    OneStream,
+    Online,
+    Roofline,
+    Startup,
+    Task,
+)
 from compiled_llm.commands.bench.timing import Percentiles
 from compiled_llm.explaining.profile.breakdown import Kernel, Kind
 
@@ -29,7 +38,9 @@ class Report:
         roofline: results of ``bench roofline``.
         beams_and_drafts: results of ``bench beams-and-drafts``.
         offline: results of ``bench offline``.
-        online: results of ``bench online``.
+        online: results of ``bench online``, and of ``bench serve``.
+        one_stream: results of ``bench serve``, for requests one after the other.
+        many_streams: and for many at once.
         memory: bytes on the device by contender.
         unavailable: why contenders could not take part.
         failures: what went wrong with those that did.
@@ -45,6 +56,8 @@ class Report:
     beams_and_drafts: list[Task] = field(default_factory=list)
     offline: list[Offline] = field(default_factory=list)
     online: list[Online] = field(default_factory=list)
+    one_stream: list[OneStream] = field(default_factory=list)
+    many_streams: list[ManyStreams] = field(default_factory=list)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -89,6 +102,10 @@ def _online(**fields: Any) -> Online:
     return Online(**{**fields, **times})
 
 
+def _one_stream(**fields: Any) -> OneStream:
+    return OneStream(**{**fields, "between_s": Percentiles(**fields["between_s"])})
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "latency": Latency,
     "startup": Startup,
@@ -96,6 +113,8 @@ KINDS: dict[str, Callable[..., Any]] = {
     "beams_and_drafts": Task,
     "offline": Offline,
     "online": _online,
+    "one_stream": _one_stream,
+    "many_streams": ManyStreams,
 }
 """The lists of results, and what builds a result from its fields."""
 

@@ -243,3 +243,77 @@ class Online:
     def figures(self) -> dict[str, Any]:
         """What is computed from these."""
         return {"tokens_per_s": self.throughput, "hit_rate": self.hit_rate}
+
+
+@dataclass(frozen=True)
+class OneStream:
+    """One contender that got requests one after the other.
+
+    Attributes:
+        contender: its name.
+        prompt: tokens of each prompt.
+        new: tokens of each answer.
+        first_s: from sending each request to its first token, in seconds.
+        between_s: from each piece of an answer to the next.
+        pieces: how many there were; fewer than tokens, if some came together.
+        ready_s: what it took until it could be measured, in seconds.
+    """
+
+    contender: str
+    prompt: int
+    new: int
+    first_s: list[float]
+    between_s: Percentiles
+    pieces: int
+    ready_s: float
+
+    @property
+    def first(self) -> Percentiles:
+        """Time to first token."""
+        return Percentiles.of(self.first_s)
+
+    @property
+    def together(self) -> float:
+        """Tokens a piece."""
+        return len(self.first_s) * self.new / self.pieces
+
+    def figures(self) -> dict[str, Any]:
+        """What is computed from these."""
+        return {"first_s": asdict(self.first), "tokens_a_piece": self.together}
+
+
+@dataclass(frozen=True)
+class ManyStreams:
+    """One contender that got so many requests at once, all of one length.
+
+    Attributes:
+        contender: its name.
+        streams: how many.
+        prompt: tokens of each prompt.
+        new: tokens of each answer.
+        seconds: of each run.
+        pieces: in which the answers came, in all runs.
+        ready_s: what it took until it could be measured, in seconds.
+    """
+
+    contender: str
+    streams: int
+    prompt: int
+    new: int
+    seconds: list[float]
+    pieces: int
+    ready_s: float
+
+    @property
+    def rate(self) -> Spread:
+        """New tokens/s over the whole."""
+        return Spread.of_rates(self.streams * self.new / seconds for seconds in self.seconds)
+
+    @property
+    def together(self) -> float:
+        """Tokens a piece."""
+        return len(self.seconds) * self.streams * self.new / self.pieces
+
+    def figures(self) -> dict[str, Any]:
+        """What is computed from these."""
+        return {"tokens_per_s": asdict(self.rate), "tokens_a_piece": self.together}

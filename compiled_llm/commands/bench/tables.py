@@ -4,31 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from compiled_llm.commands.bench.report import Report
 from compiled_llm.commands.bench.results import Latency, Offline, Online, Roofline, Startup, Task
-from compiled_llm.commands.bench.timing import Percentiles, Spread
+from compiled_llm.commands.bench.stream_tables import many_streams_tables, one_stream_tables
+from compiled_llm.commands.bench.table import Table, number, pair, percentiles, sentence, share
+from compiled_llm.commands.bench.timing import Spread
 from compiled_llm.explaining.profile.breakdown import columns_of, rows_of
-
-
-@dataclass
-class Table:
-    """A table with a title.
-
-    Attributes:
-        title: what it shows.
-        columns: their heads.
-        rows: cells, as many in each row as there are columns.
-        note: a sentence to follow it.
-        leading: how many columns are names rather than figures.
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: list[list[str]] = field(default_factory=list)
-    note: str = ""
-    leading: int = 1
 
 
 def tables_of(report: Report) -> list[Table]:
@@ -42,6 +24,8 @@ def tables_of(report: Report) -> list[Table]:
         *_kernels(report.roofline),
         *_beams_and_drafts(report.beams_and_drafts),
         *_offline(report.offline),
+        *one_stream_tables(report.one_stream),
+        *many_streams_tables(report.many_streams),
         *_online(report.online),
     ]
 
@@ -114,25 +98,12 @@ def _latency_row(result: Latency, base: Latency | None) -> list[str]:
     return [
         result.contender,
         str(result.batch),
-        _pair(result.first, 1e3) + ("" if result.first.p99 is None else f" / {_number(result.first.p99 * 1e3)}"),
-        _pair(result.decode),
+        pair(result.first, 1e3) + ("" if result.first.p99 is None else f" / {number(result.first.p99 * 1e3)}"),
+        pair(result.decode),
         "" if base is None else f"{result.decode.median / base.decode.median:.2f}",
-        "" if result.of_ceiling is None else _share(result.of_ceiling),
-        _pair(result.end_to_end),
+        "" if result.of_ceiling is None else share(result.of_ceiling),
+        pair(result.end_to_end),
     ]
-
-
-def _share(value: float) -> str:
-    """Return a share in percent, with one digit that says something."""
-    return f"{value:.0%}" if value >= 0.01 else f"{100 * value:.1g}%"
-
-
-def _pair(spread: Spread, scale: float = 1.0) -> str:
-    return f"{_number(spread.best * scale)} / {_number(spread.median * scale)}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _note(group: Sequence[Latency]) -> str:
@@ -169,7 +140,7 @@ def _memory(report: Report) -> Iterator[Table]:
     kinds = list(dict.fromkeys(kind for memory in report.memory.values() for kind in memory))
     if kinds:
         rows = [
-            [name, *(_number(memory[kind] / 2**20) if kind in memory else "" for kind in kinds)]
+            [name, *(number(memory[kind] / 2**20) if kind in memory else "" for kind in kinds)]
             for name, memory in report.memory.items()
         ]
         yield Table("Memory, MiB", ["contender", *kinds], rows)
@@ -186,7 +157,7 @@ def _startup(results: Sequence[Startup]) -> Iterator[Table]:
                 result.contender,
                 result.cache,
                 str(result.stage(stages[0]).runs),
-                *(_pair(result.stage(stage)) for stage in stages),
+                *(pair(result.stage(stage)) for stage in stages),
             ]
             for result in results
         ]
@@ -229,7 +200,7 @@ def _beams_and_drafts(results: Sequence[Task]) -> Iterator[Table]:
         rows = []
         for task in dict.fromkeys(result.task for result in results):
             rates = {result.contender: result.rate for result in results if result.task == task}
-            cells = [_pair(rates[name]) if name in rates else "" for name in contenders]
+            cells = [pair(rates[name]) if name in rates else "" for name in contenders]
             first, last = rates.get(contenders[0]), rates.get(contenders[-1])
             ratio = "" if first is None or last is None else f"{last.median / first.median:.2f}"
             rows.append([task, *cells, ratio])
@@ -257,20 +228,20 @@ def _offline(results: Sequence[Offline]) -> Iterator[Table]:
             f"Best / median of {group[0].rate.runs} runs over the whole, prompts included; ratios are of medians. "
             "Device busy: of a stretch in the middle of one more run, under the profiler."
         )
-        yield Table(_sentence(workload), columns, rows, note)
+        yield Table(sentence(workload), columns, rows, note)
 
 
 def _offline_row(result: Offline, base: Offline) -> list[str]:
     part = f" ({result.requests} of {result.of_requests} requests)" if result.requests < result.of_requests else ""
     return [
         result.contender + part,
-        _pair(result.rate),
+        pair(result.rate),
         f"{result.rate.median / base.rate.median:.2f}",
-        _pair(result.prompt_rate),
-        _pair(Spread.of_times(result.seconds)),
+        pair(result.prompt_rate),
+        pair(Spread.of_times(result.seconds)),
         "" if result.busy is None else f"{result.busy:.1%}",
         *(_count(result.counts.get(name)) for name in ("steps", "preemptions", "cached tokens")),
-        _number(result.ready_s),
+        number(result.ready_s),
     ]
 
 
@@ -292,7 +263,7 @@ def _online(results: Sequence[Online]) -> Iterator[Table]:
             *("tokens/s", "prompts cached", "preemptions", "warm-up, s"),
         ]
         note = "Times: half of all / 99 of 100 are at most this long. They begin when a request was to arrive."
-        yield Table(_sentence(workload), columns, [_online_row(result) for result in group], note)
+        yield Table(sentence(workload), columns, [_online_row(result) for result in group], note)
 
 
 def _online_row(result: Online) -> list[str]:
@@ -300,17 +271,9 @@ def _online_row(result: Online) -> list[str]:
     return [
         result.contender,
         f"{result.rate:g}",
-        *map(_percentiles, (result.first_s, result.between_s, result.end_s)),
-        _number(result.throughput),
+        *map(percentiles, (result.first_s, result.between_s, result.end_s)),
+        number(result.throughput),
         "" if result.hit_rate is None else f"{result.hit_rate:.1%}",
         "" if preemptions is None else str(preemptions),
-        _number(result.ready_s),
+        number(result.ready_s),
     ]
-
-
-def _percentiles(times: Percentiles) -> str:
-    return f"{_number(times.p50 * 1e3)} / {_number(times.p99 * 1e3)}"
-
-
-def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:]

@@ -12,7 +12,8 @@ from rich.table import Table as RichTable
 from compiled_llm.commands.bench import markdown
 from compiled_llm.commands.bench.contender import Log
 from compiled_llm.commands.bench.report import Report
-from compiled_llm.commands.bench.tables import Table, footer, header, tables_of
+from compiled_llm.commands.bench.table import Table
+from compiled_llm.commands.bench.tables import footer, header, tables_of
 from compiled_llm.execution.progress import ProgressDisplay
 
 

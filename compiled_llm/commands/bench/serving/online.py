@@ -42,12 +42,12 @@ def measure(
     numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
     def measure_one(name: str, session: ServingSession, workload: OnlineWorkload, prepared: float) -> None:
-        report.online.append(_result(name, session, workload, numbers[name], runs, setup, prepared))
+        report.online.append(result(name, session, workload, numbers[name], runs, setup, prepared))
 
     measure_each(contenders, setup, workloads, report, save, measure_one)
 
 
-def _result(
+def result(
     name: str,
     session: ServingSession,
     workload: OnlineWorkload,
@@ -55,9 +55,22 @@ def _result(
     runs: int,
     setup: Setup,
     prepared: float,
+    most_untimed: float = _UNTIMED,
 ) -> Online:
+    """Return what came of a workload.
+
+    Args:
+        name: of who answers.
+        session: answers.
+        workload: what is asked.
+        numbers: of passes that it has not had.
+        runs: passes, whose times are put together.
+        setup: of the run.
+        prepared: seconds that it took to be ready.
+        most_untimed: seconds of arrivals that come first and are not timed, at most.
+    """
     passes = [workload.drawn(session.vocabulary, next(numbers)) for _ in range(runs)]
-    untimed = replace(workload, seconds=min(_UNTIMED, workload.seconds)).drawn(session.vocabulary, next(numbers))
+    untimed = replace(workload, seconds=min(most_untimed, workload.seconds)).drawn(session.vocabulary, next(numbers))
     setup.log(f"{name}, {workload}: a pass that is not timed")
     start = time.perf_counter()
     session.run(untimed, workload.temperature)
