@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling import NOT_A_TOKEN
-from compiled_llm.engine.grammars.constraint import Constraint, MaskWriter
+from compiled_llm.engine.grammars.constraint import Constraint, MaskWriter, accept
 from compiled_llm.engine.logprobs import Arriving, ArrivingPrompt, Watch
 from compiled_llm.engine.processors import edited_logits
 from compiled_llm.engine.request import Request, RequestError
 from compiled_llm.execution.deferred_choice import Masks
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.persistent_batch import PersistentBatch
-from compiled_llm.execution.staging import Readback
+from compiled_llm.execution.staging import Readback, Staging
 from compiled_llm.kvcache.row import Row
+
+if TYPE_CHECKING:
+    import xgrammar
 
 
 class Constrained(NamedTuple):
@@ -64,7 +65,7 @@ class LateChoice:
         self._requests = requests
         self._watch = watch
         self._readback: Readback | None = None
-        self._bits: dict[Request, NDArray[np.int32]] = {}
+        self._masks: Masks | None = None
         self._edited: list[Request] = []
         self._nan: Readback | None = None  # of each edited request, whether there is NaN in its logits
         self._logprobs: list[Arriving | ArrivingPrompt] = []
@@ -75,7 +76,8 @@ class LateChoice:
         if self._readback is not None:
             return
         present = [each for each in self._requests if not each.request.done]
-        masks = self._masks([each for each in present if each.constraint.matcher is not None], writer)
+        formed = [each for each in present if each.constraint.matcher is not None]
+        masks = self._masks = _masks(formed, device_model.state.staging, writer) if formed else None
         edited = self._edit(device_model, persistent, [each for each in present if each.constraint.processors])
         device_model.thread.call(self._choose, device_model, persistent, masks, edited)
 
@@ -123,32 +125,37 @@ class LateChoice:
         nan = [] if self._nan is None else self._nan.result()
         for request in (request for request, flag in zip(self._edited, nan, strict=True) if flag):
             self.failed.setdefault(request, _unusable(request))
-        for place, request, _, constraint in self._requests:
+        usual: list[tuple[Request, xgrammar.GrammarMatcher, int]] = []
+        for place, request, row, constraint in self._requests:
             token = tokens[place]
             if request.done or token in request.ends or (self.failed and request in self.failed):
                 continue
-            if token != NOT_A_TOKEN and constraint.mask is None:  # the usual: what was chosen may stand there
-                if constraint.matcher is None or constraint.matcher.accept_token(token):
-                    continue
-                self.failed[request] = _lost(request)
+            if token != NOT_A_TOKEN and constraint.mask is None:  # what was chosen may stand there
+                if constraint.matcher is not None:
+                    usual.append((request, constraint.matcher, token))
             elif token == NOT_A_TOKEN and request in self._edited:
                 self.failed[request] = _unusable(request)
-            elif self._is_lost(request, constraint, token):
+            elif self._is_lost(row, constraint, token):
+                self.failed[request] = _lost(request)
+        accepted = accept([matcher for _, matcher, _ in usual], [token for _, _, token in usual]) if usual else []
+        for (request, *_), fits in zip(usual, accepted, strict=True):
+            if not fits:
                 self.failed[request] = _lost(request)
 
-    def _masks(self, formed: Sequence[Constrained], writer: MaskWriter) -> Masks | None:
-        if not formed:
-            return None
-        bits = writer.masks([(each.constraint, len(each.request.tokens)) for each in formed])
-        self._bits = {each.request: own for each, own in zip(formed, bits, strict=True)}
-        return Masks([each.row for each in formed], bits)
-
-    def _is_lost(self, request: Request, constraint: Constraint, token: int) -> bool:
+    def _is_lost(self, row: Row, constraint: Constraint, token: int) -> bool:
         """Go on by a token, if there is one; whether the grammar, with what the request bars, has left none."""
-        unsure = constraint.matcher is not None and (token == NOT_A_TOKEN or constraint.mask is not None)
-        if unsure and not self._bits[request].any():
+        masks = self._masks if constraint.matcher is not None else None
+        if masks is not None and not masks.bits[masks.rows.index(row)].any():
             return True
         return token != NOT_A_TOKEN and not constraint.accepts(token)
+
+
+def _masks(formed: Sequence[Constrained], staging: Staging, writer: MaskWriter) -> Masks:
+    """Return what grammars allow next."""
+    words = -(-formed[0].constraint.vocabulary // 32)
+    masks = Masks([each.row for each in formed], staging.lend(len(formed), words))
+    writer.write([(each.constraint, len(each.request.tokens)) for each in formed], masks.bits)
+    return masks
 
 
 def _lost(request: Request) -> RequestError:

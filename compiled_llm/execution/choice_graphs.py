@@ -75,7 +75,7 @@ class ChoiceGraphs:
             self._logits = torch.zeros(most, tables.counts.shape[1], dtype=dtype, device=self._device)
             self._columns = torch.zeros(2 * most, dtype=torch.int64, device=self._device)
         for bucket in buckets:
-            self._columns[:bucket] = padding
+            self.columns(bucket)[:bucket] = padding
             self._launch(bucket)
             self._buckets[bucket] = self._recorder.capture(lambda rows=bucket: self._launch(rows))  # type: ignore[misc]
 
@@ -85,12 +85,12 @@ class ChoiceGraphs:
 
     def _launch(self, bucket: int) -> Tensor:
         assert self._tables is not None
-        slots, positions = self.columns(bucket)
+        slots, positions = self.columns(bucket).split(bucket)
         return choose(self._logits[:bucket], slots, positions, self._tables, deferred=True)
 
-    def columns(self, bucket: int) -> tuple[Tensor, Tensor]:
-        """Return where slots and positions ``[B]`` of a bucket go before it is replayed."""
-        return self._columns[:bucket], self._columns[bucket : 2 * bucket]
+    def columns(self, bucket: int) -> Tensor:
+        """Return where slots and, behind them, positions of a bucket ``[2 * B]`` go before it is replayed."""
+        return self._columns[: 2 * bucket]
 
     # ---- keep logits, and choose from them
 

@@ -9,7 +9,7 @@ Shapes: D rows, V vocabulary, n rows that get a mask.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -167,7 +167,7 @@ class DeferredChoice:
         rows, graphs = self.rows, self._state.choice_graphs
         whole = not edited and self._kept == len(rows)
         bucket = graphs.bucket_of(self, len(rows), self._state.slots.tables) if whole else None
-        slots, positions = self._uploaded(rows, masks, () if bucket is None else graphs.columns(bucket))
+        slots, positions = self._uploaded(rows, masks, None if bucket is None else graphs.columns(bucket))
         parts, chosen_from = self._unchosen, None
         if bucket is not None:
             logits, tokens = graphs.logits(len(rows)), graphs.choose(bucket)[: len(rows)]
@@ -182,27 +182,29 @@ class DeferredChoice:
         self._leave_graphs()
         return Step(rows, logits, tokens)
 
-    def _uploaded(self, rows: Sequence[Row], masks: Masks | None, columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Write what has to be written, all in one upload, and return the rows' slots and positions on the device.
+    def _uploaded(self, rows: Sequence[Row], masks: Masks | None, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Write what has to be written, in as few copies as can be, and return the rows' slots and positions there.
 
         Args:
             rows: they choose.
             masks: new ones.
-            columns: where slots and positions go, padded; empty for new tensors.
+            columns: where slots and positions go, padded; None for a new tensor.
         """
         state = self._state
         new = None if masks is None else state.slots.masks_of(*masks)
-        size = len(columns[0]) if columns else len(rows)
-        positions = np.zeros(size, dtype=np.int64)
-        positions[: len(rows)] = [row.position for row in rows]
-        arrays: list[NDArray[Any]] = [state.slots.of(rows, size), positions]
-        if new is not None:
-            arrays += [new[0], new[1].reshape(-1)]
+        size = len(rows) if columns is None else len(columns) // 2
+        numbers = np.zeros(2 * size, dtype=np.int64)
+        numbers[:size] = state.slots.of(rows, size)
+        numbers[size : size + len(rows)] = [row.position for row in rows]
+        of_all = masks is not None and masks.rows == rows
+        arrays = [numbers] if new is None or (of_all and len(new[0]) == len(rows)) else [numbers, new[0]]
         state.arena.flush()
-        there = state.staging.to_device(arrays, columns)
+        there = state.staging.to_device(arrays, () if columns is None else (columns,))
+        slots, positions = there[0][:size], there[0][size:]
         if new is not None:
-            state.slots.tables.allowed.index_copy_(0, there[2], there[3].view(new[1].shape))
-        return there[0], there[1]
+            masked = slots[: len(rows)] if len(there) == 1 else there[1]
+            state.slots.tables.allowed.index_copy_(0, masked, state.staging.masks_to_device(new[1]))
+        return slots, positions
 
     @staticmethod
     def _observe(parts: Sequence[_Unchosen], tokens: Tensor, edited: Tensor | None) -> None:
@@ -236,6 +238,6 @@ def prepare_deferred(state: DeviceState, buckets: Sequence[int] = ()) -> None:
     logits = torch.zeros((2, tables.counts.shape[1]), dtype=dtype, device=state.device)
     choose(logits.clone().index_select(0, torch.zeros_like(slots)), slots, positions, tables, deferred=True)
     if buckets:
-        each = tables.allowed[0].nbytes + 4 * padding.itemsize
-        state.staging.make_room(max(buckets) * each)
+        state.staging.lend(max(buckets), tables.allowed.shape[1])
+        state.staging.make_room(max(buckets) * 4 * padding.itemsize)
         state.choice_graphs.prepare(buckets, tables, state.slots.padding, dtype)

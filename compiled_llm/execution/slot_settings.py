@@ -55,6 +55,7 @@ class SlotSettings:
         self.tables = SamplingTables(**columns, **_static(wide_tables(entries, vocabulary, device)))
         self._settings = [GREEDY] * entries
         self.deferring: set[int] = set()
+        self._masked: set[int] = set()
         self._write_numbers(list(range(entries)), self._settings)
 
     @property
@@ -106,14 +107,15 @@ class SlotSettings:
         for slot, sampling in changed.items():
             self._settings[slot] = sampling
             (self.deferring.add if sampling.deferred else self.deferring.discard)(slot)
+            (self._masked.discard if sampling.mask is None else self._masked.add)(slot)
 
-    def laid_out(self, slots: NDArray[np.int64], masks: NDArray[np.int32]) -> NDArray[np.int32]:
+    def laid_out(self, slots: Sequence[int], masks: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return masks ``[n, words]`` as the table has them; tokens that they do not know are barred.
 
         Raises:
             ValueError: a row in ``slots`` ``[n]`` has come in without a mask.
         """
-        if any(self._settings[slot].mask is None for slot in slots.tolist()):
+        if not self._masked.issuperset(slots):
             raise ValueError("masks: a row that is to get masks comes in with one; give its Sampling the first")
         return _as_wide(masks, self.tables.allowed.shape[1])
 

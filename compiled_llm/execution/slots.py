@@ -182,11 +182,13 @@ class Slots:
         Raises:
             ValueError: a row has come in without one.
         """
-        here = [at for at, row in enumerate(rows) if row.slot is not None]
-        if not here:
-            return None
-        slots = self.of([rows[at] for at in here], len(here))
-        return slots, self._settings.laid_out(slots, masks if len(here) == len(rows) else masks[here])
+        slots = [row.slot for row in rows]
+        if None in slots:
+            here = [at for at, slot in enumerate(slots) if slot is not None]
+            if not here:
+                return None
+            slots, masks = [slots[at] for at in here], masks[here]
+        return np.array(slots, dtype=np.int64), self._settings.laid_out(cast(list[int], slots), masks)
 
     def restore(self, slots: Iterable[int]) -> None:
         """Forget which tokens have been chosen in these slots since rows took them."""

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,7 +21,7 @@ _ALIGNMENT = 8
 
 
 class Staging:
-    """Pinned areas used one after the other; on a CPU the copies are plain ones."""
+    """Pinned areas used one after the other, and one that is lent; on a CPU the copies are plain ones."""
 
     def __init__(self, device: torch.device) -> None:
         """Allocate nothing yet: areas grow to the largest upload."""
@@ -28,6 +29,22 @@ class Staging:
         self._areas: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device="cpu")] * _AREAS
         self._events = [torch.cuda.Event() for _ in range(_AREAS)] if device.type == "cuda" else []
         self._current = 0
+        self._lent = torch.empty(0, 0, dtype=torch.int32, device="cpu")
+        self._lent_event = torch.cuda.Event() if self._events else None
+
+    def lend(self, rows: int, columns: int) -> NDArray[np.int32]:
+        """Return an array ``[rows, columns]`` that ``masks_to_device`` copies from where it lies.
+
+        What the caller does not write is what was last written there, or zeros. It is the caller's until somebody calls
+        this again, which waits for its copy to be done.
+        """
+        if self._lent_event is not None:
+            self._lent_event.synchronize()
+        if self._lent.shape[0] < rows or self._lent.shape[1] != columns:
+            pinned = self._lent_event is not None
+            self._lent = torch.zeros(rows, columns, dtype=torch.int32, pin_memory=pinned, device="cpu")
+        lent: NDArray[np.int32] = self._lent[:rows].numpy()
+        return lent
 
     def upload(self, pairs: Sequence[tuple[NDArray[Any], Tensor]]) -> None:
         """Copy each array into the beginning of its device tensor (1-D, same dtype), in stream order."""
@@ -57,6 +74,15 @@ class Staging:
         ]
         self.upload(list(zip(arrays, tensors, strict=True)))
         return tensors
+
+    def masks_to_device(self, masks: NDArray[np.int32]) -> Tensor:
+        """Return a new device tensor with the content of an array ``[n, words]``, which may be the one that is lent."""
+        lent = self._lent[: len(masks)]
+        if self._lent_event is None or masks.ctypes.data != lent.data_ptr() or masks.shape != lent.shape:
+            return self.to_device([masks.reshape(-1)])[0].view(masks.shape)
+        there = lent.to(self._device, non_blocking=True)
+        self._lent_event.record()
+        return there
 
     def make_room(self, nbytes: int) -> None:
         """Let each area hold so much: to pin memory takes a millisecond, and may wait for the device."""

@@ -118,35 +118,32 @@ class Constraint:
                 allowed[:] = without
 
 
+def accept(matchers: Sequence[xgrammar.GrammarMatcher], tokens: Sequence[int]) -> Sequence[bool]:
+    """Let grammars go on by a token each, in one call; return which may."""
+    from xgrammar import BatchGrammarMatcher
+
+    accepted: list[bool] = BatchGrammarMatcher.batch_accept_token(list(matchers), list(tokens))
+    return accepted
+
+
 class MaskWriter:
     """Fills the masks of many answers at once."""
 
     def __init__(self) -> None:
         """Start no thread yet."""
-        self._masks = np.zeros((0, 0), dtype=np.int32)
         self._matchers: dict[int, xgrammar.BatchGrammarMatcher] = {}  # by how many threads they have
 
-    def masks(self, answers: Sequence[tuple[Constraint, int]]) -> NDArray[np.int32]:
-        """Return which tokens answers may have next.
+    def write(self, answers: Sequence[tuple[Constraint, int]], masks: NDArray[np.int32]) -> None:
+        """Write which tokens answers may have next.
 
         Args:
             answers: that have grammars and have not ended, with how many tokens they have.
-
-        Returns:
-            ``[n, ceil(V / 32)]``, until the next call.
+            masks: ``[n, ceil(V / 32)]``, whose bits of no token are zero already.
         """
-        matchers = [answer.matcher for answer, _ in answers if answer.matcher is not None]
-        masks = self._room(len(matchers), -(-answers[0][0].vocabulary // 32))
-        self._fill(matchers, masks)
+        self._fill([answer.matcher for answer, _ in answers if answer.matcher is not None], masks)
         for place, (constraint, tokens) in enumerate(answers):
             if constraint.mask is not None or tokens < constraint.least:
                 constraint.narrow(masks[place], tokens)
-        return masks
-
-    def _room(self, answers: int, words: int) -> NDArray[np.int32]:
-        if self._masks.shape[0] < answers or self._masks.shape[1] != words:
-            self._masks = np.zeros((answers, words), dtype=np.int32)
-        return self._masks[:answers]
 
     def _fill(self, matchers: list[xgrammar.GrammarMatcher], masks: NDArray[np.int32]) -> None:
         """Fill masks; by the time that the first few take, the rest are for one thread or for several."""
