@@ -27,13 +27,14 @@ from transformers import (
     MixtralConfig,
 )
 from transformers import LlamaForCausalLM as Llama
+from transformers.core_model_loading import revert_weight_conversion
 
 import compiled_llm
 from compiled_llm.compat import huggingface as compat
 from compiled_llm.compat import tokenizers as tokenizer_parts
 from compiled_llm.huggingface.wrapped_model import WrappedModel
 from support import vision
-from support.families import CLASSES, FAMILIES
+from support.families import CLASSES, FAMILIES, make
 from support.in_threads import in_thread
 from support.text_tokenizers import byte_fallback, byte_level, word_pieces
 from support.tiny_models import tiny_llama
@@ -305,7 +306,7 @@ def test_private_attributes_of_transformers_are_used_in_one_module_only():
     """`test_compat.py` finds those that are not in the table."""
     assert compat.__doc__ is not None
     attributes = set(re.findall(r"[`.](_\w+)", compat.__doc__.partition("Attributes")[2]))
-    assert len(attributes) == 8
+    assert len(attributes) == 9
     for file in Path(str(compiled_llm.__file__)).parent.rglob("*.py"):
         if file.name != "huggingface.py":
             assert not attributes.intersection(re.findall(r"\b_\w+", file.read_text())), file
@@ -344,3 +345,30 @@ def test_fast_tokenizers_decode_as_their_backend_and_clean_up_unless_it_is_bpe(k
             patch.setattr(tokenizer, "clean_up_tokenization", lambda text: "cleaned up")
             assert tokenizer_parts.cleans_up(tokenizer) == (spaces and (forced or not bpe))
             assert (tokenizer.decode(tokens) == "cleaned up") == tokenizer_parts.cleans_up(tokenizer)
+
+
+@pytest.mark.parametrize("misfit", ["none", "missing", "unexpected", "mismatched"])
+def test_a_checkpoint_becomes_the_tensors_of_a_model(misfit: str) -> None:
+    """Mixtral's files have each expert by itself, and its model has all of them in one tensor."""
+    model = make("Mixtral", FAMILIES["Mixtral"], 0)
+    into = copy.deepcopy(model).to("meta")
+    stored = {name: tensor.double() for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
+    assert any(".experts.1." in name for name in stored)
+    if misfit == "missing":
+        del stored["model.norm.weight"]
+    if misfit == "unexpected":
+        stored["other"] = torch.ones(1)
+    if misfit == "mismatched":
+        stored["model.norm.weight"] = torch.ones(1)
+    misfits = compat.load_checkpoint(model, into, stored)
+    norm = "model.norm.weight"
+    assert misfits.missing == ({norm} if misfit == "missing" else set())
+    assert misfits.unexpected == ({"other"} if misfit == "unexpected" else set())
+    size = len(model.model.norm.weight)
+    assert misfits.mismatched == ([(norm, [1], [size])] if misfit == "mismatched" else [])
+    assert misfits.failed == {}
+    expected = model.state_dict()
+    for name, tensor in into.state_dict().items():
+        if name != norm:
+            assert torch.equal(tensor, expected[name])
+            assert tensor.dtype == expected[name].dtype

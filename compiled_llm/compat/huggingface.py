@@ -30,6 +30,11 @@ Attributes, a function or two each:
 ``output_hidden_states`` | they are removed |
 | ``Cache._is_user_defined`` | whether it goes back to the user | we would close it | generate says so |
 
+Loading: ``convert_and_load_state_dict_in_model``, ``get_model_conversion_mapping``, ``LoadStateDictConfig`` and
+``_adjust_missing_and_unexpected_keys``, by which ``from_pretrained`` finds the tensors of a checkpoint that a model's
+are made of (experts are stacked, names of old are renamed). Without them weights cannot be updated from a folder; ends
+when a model that exists can be given a checkpoint: ``from_pretrained`` changes settings of the whole process meanwhile.
+
 ``STOOD_IN_FOR`` names what HuggingFace's own loop calls of a model, and ours do not. If nobody compared, what a class
 or an object overrides there would be skipped. It ends when ``generate`` takes a decoding method of the model's own.
 A tensor that ``generate`` keeps in a vision-language model, new in each call, and that no forward with positions reads:
@@ -44,12 +49,15 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import FunctionType
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import output_capturing
 
 from compiled_llm.compat.forks import in_forked_processes
@@ -265,3 +273,39 @@ def prefill(
 def is_users_own(cache: Cache) -> bool:
     """Return whether the user gave the cache to ``generate``, which did not make it."""
     return getattr(cache, "_is_user_defined", False)
+
+
+class Misfits(NamedTuple):
+    """What of a checkpoint does not fit a model.
+
+    Attributes:
+        missing: names of the model's tensors that it lacks; of tied ones all but one may be.
+        unexpected: names of its tensors that the model does not have.
+        mismatched: names of tensors with other shapes, and these: the checkpoint's, then the model's.
+        failed: names of tensors that could not be made of the checkpoint's, and why.
+    """
+
+    missing: set[str]
+    unexpected: set[str]
+    mismatched: list[tuple[str, list[int], list[int]]]
+    failed: dict[str, str]
+
+
+def load_checkpoint(model: PreTrainedModel, into: nn.Module, tensors: Mapping[str, Any]) -> Misfits:
+    """Give a stand-in of a model, whose tensors have no memory, those of a checkpoint, as ``from_pretrained`` would.
+
+    Args:
+        model: whose class and config say how tensors are named and stacked in files; it is not changed.
+        into: has parameters and buffers of the same names, shapes and dtypes; they are replaced.
+        tensors: of the checkpoint, by their names; each is read by ``tensor[...]``.
+    """
+    mapping: Any = get_model_conversion_mapping(model)
+    config = LoadStateDictConfig(weight_mapping=mapping)
+    shown: Any = into
+    shown.base_model_prefix, shown.config = model.base_model_prefix, model.config
+    info, _ = convert_and_load_state_dict_in_model(shown, dict(tensors), config)
+    adjusting: Any = model
+    adjusting._adjust_missing_and_unexpected_keys(info)
+    mismatched = [(name, list(theirs), list(ours)) for name, theirs, ours in info.mismatched_keys]
+    failed = {name: str(text).strip().splitlines()[-1] for name, text in info.conversion_errors.items()}
+    return Misfits(info.missing_keys, info.unexpected_keys, mismatched, failed)

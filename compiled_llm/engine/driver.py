@@ -93,7 +93,7 @@ class Driver:
 
     def arrive(self, requests: Sequence[Request]) -> None:
         """Let requests wait for their turn whose handles were added."""
-        self._inbox.send(lambda loop: loop.scheduler.add_all(requests))
+        self.handles.held.arrive(requests)
 
     def cancel(
         self, requests: Sequence[Request], reason: FinishReason = "cancelled", error: BaseException | None = None

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -27,6 +28,7 @@ from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.prompts import Prompt
 from compiled_llm.engine.several_prompts import with_params
 from compiled_llm.engine.sleep import let_rise, put_to_sleep, wake_up
+from compiled_llm.engine.update import update_weights
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime, runtime_of
@@ -272,6 +274,31 @@ class Engine:
                 yield
             finally:
                 self._driver.model_may_have_changed(weights_stay)
+
+    def update_weights(self, folder: str | Path, *, requests: Literal["wait", "keep", "end"] = "wait") -> None:
+        """Have the weights in a folder from now on, as ``save_pretrained`` writes them.
+
+        They are read into host memory and checked while requests run; then they are copied in the place of the old
+        ones, while nothing runs, and the prefix cache is emptied. Nothing is compiled or recorded again. Calls of
+        ``generate`` in progress end first.
+
+        Args:
+            folder: with ``model.safetensors``, or an index and its files: tensors of the same names and shapes.
+            requests: what becomes of those that have not ended. ``"wait"`` lets them end with the old weights, and
+                those that come meanwhile begin with the new ones; ``"end"`` ends them with the finish reason
+                ``"cancelled"`` and what they have; ``"keep"`` lets them go on with the new weights, over what they
+                have computed with the old ones.
+
+        Raises:
+            ValueError: ``requests`` is something else; the model is quantised; or the folder is damaged or another
+                model's. Nothing has changed.
+            RuntimeError: another update is in progress; the model is or falls asleep, and requests would have to end
+                first; or the engine is closed, or paused or running in this thread. Nothing has changed.
+        """
+        if requests not in ("wait", "keep", "end"):
+            raise ValueError(f"requests={requests!r}: give 'wait', 'keep' or 'end'")
+        self._check_usable()
+        update_weights(self._runtime, Path(folder), requests)
 
     # ---- asleep
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from compiled_llm.engine.handle import RequestHandle
+from compiled_llm.engine.held import Held
 from compiled_llm.engine.inbox import Inbox
 from compiled_llm.engine.output_thread import OutputThread
 from compiled_llm.engine.request import Request
@@ -16,6 +17,7 @@ class Handles(dict[Request, RequestHandle]):
 
     Attributes:
         output: tells of those that are read as text.
+        held: lets requests come to the scheduler, unless weights are about to change.
     """
 
     def __init__(self, inbox: Inbox) -> None:
@@ -26,6 +28,7 @@ class Handles(dict[Request, RequestHandle]):
         """
         super().__init__()
         self.output = OutputThread(inbox)
+        self.held = Held(inbox, self)
 
     def notify(self, changed: Sequence[Request]) -> bool:
         """Tell whoever waits for these requests, and forget those that have ended; whether there are such."""
@@ -41,6 +44,7 @@ class Handles(dict[Request, RequestHandle]):
     def forget_other_threads(self) -> None:
         """End all requests in a forked process."""
         self.output.forget_other_threads()
+        self.held.forget_other_threads()
         for handle in set(self.values()):
             handle.forget_other_threads()
         self.clear()

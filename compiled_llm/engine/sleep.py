@@ -26,7 +26,7 @@ def put_to_sleep(runtime: Runtime, ends: bool, weights: bool) -> int:
     """
     if runtime.loop_lock.here:
         raise RuntimeError("sleep: a call of generate is in progress in this thread; call it from outside of that")
-    with _paused(runtime) as drivers:
+    with all_paused(runtime) as drivers:
         with runtime.loop_lock.taken():
             for driver in drivers:
                 driver.park()
@@ -40,7 +40,7 @@ def put_to_sleep(runtime: Runtime, ends: bool, weights: bool) -> int:
 
 def wake_up(runtime: Runtime) -> None:
     """Take device memory again, and let requests go on."""
-    with _paused(runtime) as drivers:
+    with all_paused(runtime) as drivers:
         runtime.device_side.wake()
         for driver in drivers:
             driver.go_on()
@@ -48,19 +48,20 @@ def wake_up(runtime: Runtime) -> None:
 
 def let_rise(runtime: Runtime) -> None:
     """Let a model that has no engine any more serve other calls: nobody could wake it."""
-    if runtime.asleep and not _open(runtime):
+    if runtime.asleep and not drivers_of(runtime):
         runtime.device_side.rise()
 
 
 @contextmanager
-def _paused(runtime: Runtime) -> Iterator[list[Driver]]:
-    """Let no engine run; always in the same order, so that two threads do not wait for each other."""
+def all_paused(runtime: Runtime) -> Iterator[list[Driver]]:
+    """Let no engine run."""
     with ExitStack() as stack:
-        drivers = sorted(_open(runtime), key=id)
+        drivers = drivers_of(runtime)
         for driver in drivers:
             stack.enter_context(driver.paused())
         yield drivers
 
 
-def _open(runtime: Runtime) -> list[Driver]:
-    return [driver for driver in list(runtime.engines) if isinstance(driver, Driver) and driver.open]
+def drivers_of(runtime: Runtime) -> list[Driver]:
+    """Return all engines of a model; always in the same order, so that two threads do not wait for each other."""
+    return sorted((found for found in list(runtime.engines) if isinstance(found, Driver) and found.open), key=id)

@@ -1,0 +1,93 @@
+"""New weights for a model that serves: no request is answered with some of the old and some of the new, unless asked.
+
+All engines of a model get them together, since they share it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal
+
+from compiled_llm.engine.driver import Driver
+from compiled_llm.engine.request import Request
+from compiled_llm.engine.sleep import all_paused, drivers_of
+from compiled_llm.execution.runtime import Runtime
+from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.model.new_weights import NewWeights
+
+logger = logging.getLogger("compiled_llm.engine")
+
+_LOOKING = 0.005
+"""Seconds between two looks whether requests have ended."""
+
+
+def update_weights(runtime: Runtime, folder: Path, requests: Literal["wait", "keep", "end"]) -> None:
+    """Have the weights in a folder from now on.
+
+    Args:
+        runtime: of the model.
+        folder: with weights.
+        requests: what becomes of those that have not ended.
+
+    Raises:
+        ValueError: the model or the folder does not allow it; nothing has changed.
+        RuntimeError: requests cannot end; or a loop of this thread's has called this. Nothing has changed.
+    """
+    if runtime.loop_lock.here:
+        raise RuntimeError("update_weights: a call of generate is in progress in this thread; call it from outside")
+    for driver in drivers_of(runtime):
+        driver.turns.check_elsewhere()
+    new = NewWeights(runtime.facts.model, folder)  # while requests run
+    with ExitStack() as holding:
+        if requests != "keep":
+            holding.enter_context(_ended(runtime, requests == "end"))
+        _write(runtime, new)
+    logger.info("compiled_llm: the weights are those of %s", folder)
+
+
+@deferred()
+def _write(runtime: Runtime, new: NewWeights) -> None:
+    """Change the weights while nothing runs."""
+    attention = runtime.facts.attention
+    with all_paused(runtime) as drivers:
+        # Once no loop is in progress, and nobody runs the model's own forward.
+        with runtime.loop_lock.taken(fits=lambda: False), attention.moving_weights(threading.get_ident()):
+            new.write()
+        for driver in drivers:
+            driver.model_may_have_changed(weights_stay=False)
+
+
+@contextmanager
+def _ended(runtime: Runtime, cancels: bool) -> Iterator[None]:
+    """Run the block once all requests have ended that have come before; those that come later begin after it."""
+    with ExitStack() as stack:
+        before = [request for driver in drivers_of(runtime) for request in _came_before(driver, stack)]
+        for driver in drivers_of(runtime) if cancels else ():
+            driver.cancel([request for request in before if request in driver.handles])
+        _wait_for(before, runtime)
+        yield
+
+
+@deferred()
+def _came_before(driver: Driver, stack: ExitStack) -> Sequence[Request]:
+    """Return an engine's requests that have not ended; until the end of the stack nobody else begins."""
+    before = driver.handles.held.begin()
+    stack.callback(driver.handles.held.end)
+    return before
+
+
+def _wait_for(requests: Sequence[Request], runtime: Runtime) -> None:
+    while left := sum(not request.done for request in requests):
+        if runtime.asleep:
+            raise RuntimeError(
+                f"update_weights: the model is asleep, and {left} requests have not ended; wake() it first, or give "
+                "requests='end', or requests='keep' to let them go on with the new weights"
+            )
+        for driver in drivers_of(runtime):
+            driver.cancel(driver.handles.held.pop_overdue(time.monotonic()), "timeout")
+        time.sleep(_LOOKING)
