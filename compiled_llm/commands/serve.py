@@ -146,6 +146,12 @@ def serve(
             rich_help_panel=_HTTP,
         ),
     ] = False,
+    page: Annotated[
+        bool,
+        typer.Option(
+            "--page/--no-page", help="Have a page at / to chat on, with the server's figures.", rich_help_panel=_HTTP
+        ),
+    ] = True,
     max_rows: Annotated[int, typer.Option(help="Run so many requests at once.", rich_help_panel=_SERVING)] = 256,
     max_queue: Annotated[
         int | None, typer.Option(help="Refuse requests while so many wait.", rich_help_panel=_SERVING)
@@ -199,7 +205,7 @@ def serve(
     with readable_errors():
         http = HttpFlags(
             *(host, port, served_model_name or (), api_key_file, allowed_host or (), cors_origin or ()),
-            *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches),
+            *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches, page),
         )
         with_front = uds is None or http.given
         check_package("msgspec", "server")

@@ -35,6 +35,7 @@ class HttpFlags(NamedTuple):
     ssl_keyfile: Path | None = None
     request_seconds: float | None = None
     salt_caches: bool = False
+    page: bool = True
 
     @property
     def given(self) -> bool:
@@ -61,6 +62,7 @@ class HttpFlags(NamedTuple):
             request_seconds=self.request_seconds,
             drain_seconds=drain_seconds,
             salts_caches=self.salt_caches,
+            page=self.page,
         )
 
 
@@ -105,6 +107,8 @@ def run_with_front(
 def _introduce(settings: FrontSettings, port: int, say: Callable[[str], None]) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     say(f"serving {settings.names[0]} at {settings.scheme}://{host}:{port}/v1")
+    if settings.page:
+        say(f"to chat, open {settings.scheme}://{host if settings.has_name else 'localhost'}:{port}/ in a browser")
     if not settings.is_local and settings.ssl_certfile is None:
         say("anybody on the way can read the API key and the requests: give --ssl-certfile and --ssl-keyfile")
 

@@ -24,6 +24,7 @@ class EngineStats:
         cached_tokens: how many of those came from the prefix cache.
         new_tokens: tokens generated.
         cold_starts: how often a step, or a call of ``generate``, waited for something to be compiled or recorded.
+        recordings: CUDA graphs that steps are replayed from, those of prefills among them; 0 on a CPU.
         queue_seconds: how long requests waited until they first ran; of the latest 1,000, or None if there were none.
         first_token_seconds: how long they waited for their first token (time to first token); likewise.
         inter_token_seconds: from one token of a request to its next (inter-token latency); of the latest 1,000 steps.
@@ -39,6 +40,7 @@ class EngineStats:
     cached_tokens: int = 0
     new_tokens: int = 0
     cold_starts: int = 0
+    recordings: int = 0
     queue_seconds: Latency | None = None
     first_token_seconds: Latency | None = None
     inter_token_seconds: Latency | None = None
@@ -71,6 +73,7 @@ def stats_of(loop: Loop | None, waiting: int, before: EngineStats) -> EngineStat
         cached_tokens=before.cached_tokens + scheduler.cached_tokens,
         new_tokens=before.new_tokens + scheduler.new_tokens,
         cold_starts=len(device_model.events.cold_starts),
+        recordings=device_model.readiness.recorded,
         queue_seconds=scheduler.latencies.queue.latency() or before.queue_seconds,
         first_token_seconds=scheduler.latencies.first_token.latency() or before.first_token_seconds,
         inter_token_seconds=scheduler.latencies.inter_token.latency() or before.inter_token_seconds,

@@ -73,6 +73,13 @@ class Readiness:
         """The decode buckets that are compiled, and on CUDA recorded."""
         return sorted(bucket for bucket in tuple(self.ready) if isinstance(bucket, int))  # another thread may add one
 
+    @property
+    def recorded(self) -> int:
+        """How many CUDA graphs steps are replayed from; cudagraph trees have one a bucket."""
+        if self.recordings.ours:
+            return len(self.recordings)
+        return len(self.ready_buckets) if self.recordings.replay else 0
+
     def paged(self) -> AbstractContextManager[None]:
         """Let this thread use paged attention for the duration."""
         return self._state.facts.attention.paged()

@@ -207,6 +207,7 @@ def test_what_was_recorded_is_recorded_again(monkeypatch, one_thread):
         awake = model.compiled.stats()
         assert (awake.recordings, awake.prefill_recordings) == (before.recordings, before.prefill_recordings)
         assert before.recordings > 1 < before.prefill_recordings
+        assert engine.stats().recordings == awake.recordings + awake.prefill_recordings
         assert awake.buckets == before.buckets
         assert answers(engine) == expected
         assert model.compiled.stats().recordings == before.recordings

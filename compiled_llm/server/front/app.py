@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from compiled_llm.client import GeneratorError
-from compiled_llm.server.front import chat, completions, metrics, responses, status, tokens
+from compiled_llm.server.front import chat, completions, metrics, page, responses, status, tokens
 from compiled_llm.server.front.api_error import ApiError, respond
 from compiled_llm.server.front.front import Front
 from compiled_llm.server.front.generator_link import GeneratorLink
@@ -37,6 +37,8 @@ def application(settings: FrontSettings, link: GeneratorLink) -> FastAPI:
     app.state.metrics = metrics.FrontMetrics()
     for room in (chat, completions, responses, tokens, status, metrics):
         app.include_router(room.router)
+    if settings.page:
+        app.include_router(page.router)
     for kind in _ANSWERED:
         app.add_exception_handler(kind, respond)
     app.add_middleware(Guard, settings=settings, metrics=app.state.metrics)

@@ -19,7 +19,9 @@ from compiled_llm.server.front.settings import FrontSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
-_FOR_EVERYBODY = ("/health", "/ready")
+_FOR_EVERYBODY = ("/", "/health", "/ready")
+_POLLED = ("/health", "/ready", "/metrics")
+"""Asked again and again, by programs and pages that watch the server."""
 _BODY_SECONDS = 30.0
 """In which a body has to come."""
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
@@ -157,7 +159,9 @@ class _Entry:
         path = getattr(route, "path", "other")  # as it was declared: what a client makes up is not counted apart
         self._metrics.open.dec()
         self._metrics.count(path, self._status, seconds)
-        logger.info("compiled_llm: %s %s %s %s %.3f s", self.id, self._scope["method"], path, self._status, seconds)
+        level = logging.DEBUG if path in _POLLED and self._status == 200 else logging.INFO
+        what = self.id, self._scope["method"], path, self._status
+        logger.log(level, "compiled_llm: %s %s %s %s %.3f s", *what, seconds)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

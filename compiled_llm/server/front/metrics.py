@@ -18,7 +18,12 @@ from compiled_llm.server.front.front import front_of
 router = APIRouter()
 
 _PATIENCE = 5.0
-_GAUGES = {"running": "Requests that run", "waiting": "Requests that wait", "connections": "Clients of the generator"}
+_GAUGES = {
+    "running": "Requests that run",
+    "waiting": "Requests that wait",
+    "connections": "Clients of the generator",
+    "recordings": "CUDA graphs that steps are replayed from",
+}
 _COUNTERS = {
     "finished": "Requests that have ended",
     "steps": "Steps of the engine",

@@ -28,6 +28,7 @@ class FrontSettings:
         drain_seconds: how long requests may go on after the first signal.
         salts_caches: whether requests read only what those with their own key, or ``user``, have left in the prefix
             cache.
+        page: whether there is a page to chat on.
 
     Raises:
         ValueError: others could reach the front without a key, or a value is impossible.
@@ -46,6 +47,7 @@ class FrontSettings:
     request_seconds: float | None = None
     drain_seconds: float = 30.0
     salts_caches: bool = False
+    page: bool = True
 
     def __post_init__(self) -> None:
         """Check what contradicts itself."""
@@ -64,9 +66,14 @@ class FrontSettings:
         return self.host in LOOPBACK
 
     @property
+    def has_name(self) -> bool:
+        """Whether ``host`` is one that clients can use, and not all addresses of the machine."""
+        return self.host not in _ALL_ADDRESSES
+
+    @property
     def hosts(self) -> frozenset[str]:
         """Names that the ``Host`` header may have."""
-        own = () if self.host in _ALL_ADDRESSES else (self.host.lower(),)
+        own = (self.host.lower(),) if self.has_name else ()
         return frozenset((*LOOPBACK, *own, *(name.lower() for name in self.allowed_hosts)))
 
     @property

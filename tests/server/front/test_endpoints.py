@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from compiled_llm.server.front.serving import listen
 from compiled_llm.server.front.settings import FrontSettings
 from support.fronts import RunningFront, chat_tokenizer, fronting
 from support.generators import Loop
+from support.pages import DOCS
 
 
 def post(front: RunningFront, path: str, body: object) -> httpx.Response:
@@ -55,6 +57,14 @@ def test_states_and_figures(front: RunningFront) -> None:
     for figure in ("compiled_llm_running 0.0", "compiled_llm_steps_total", 'compiled_llm_pages{state="free"}'):
         assert figure in text
     assert 'compiled_llm_http_requests_total{path="/ready",status="200"}' in text
+
+
+def test_every_figure_is_explained(front: RunningFront) -> None:
+    page = (DOCS / "how-to" / "http.md").read_text()
+    text = front.http.get("/metrics").text
+    names = {name for name in re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE) if not name.endswith("_created")}
+    assert len(names) > 10
+    assert not [name for name in names if f"`{name}`" not in page]
 
 
 def test_before_the_model_is_ready_requests_hear_what_is_done(path: Path) -> None:

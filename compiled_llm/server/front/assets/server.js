@@ -1,0 +1,52 @@
+// How the page asks the server: with the key that the user has given, if there is one.
+
+const byId = (id) => document.getElementById(id);
+const KEY = "compiled_llm.key";
+
+class Refused extends Error {} // what the server has said in place of an answer
+
+function ask(path, options = {}) {
+  const headers = { ...options.headers };
+  const key = sessionStorage.getItem(KEY);
+  if (key) headers.Authorization = `Bearer ${key}`;
+  return fetch(path, { ...options, headers, cache: "no-store", credentials: "omit", referrerPolicy: "no-referrer" });
+}
+
+async function checked(response) {
+  if (response.ok) return response;
+  if (response.status === 401) askForKey();
+  const body = await response.json().catch(() => null);
+  throw new Refused(body?.error?.message ?? `the server has answered with status ${response.status}`);
+}
+
+function askForKey() {
+  if (!byId("key-form").hidden) return;
+  if (sessionStorage.getItem(KEY)) byId("key-help").textContent = "The server does not know this key.";
+  byId("key-form").hidden = false;
+  byId("key").focus();
+}
+
+byId("key-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, byId("key").value.trim());
+  byId("key").value = "";
+  byId("key-form").hidden = true;
+  await look();
+  if (byId("key-form").hidden) byId("question").focus();
+});
+
+// Server-sent events of a response, as they come.
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (let part; !(part = await reader.read()).done; ) {
+    const parts = (text + part.value).split("\n\n");
+    text = parts.pop();
+    for (const event of parts) {
+      const data = event.split("\n").find((line) => line.startsWith("data: "))?.slice(6);
+      if (data === "[DONE]") return;
+      if (data) yield JSON.parse(data);
+    }
+  }
+  throw new Refused("the connection has ended in the midst of the answer");
+}
