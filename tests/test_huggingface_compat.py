@@ -31,8 +31,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import compiled_llm
 from compiled_llm.compat import huggingface as compat
+from compiled_llm.compat import response_templates
 from compiled_llm.compat import tokenizers as tokenizer_parts
 from compiled_llm.huggingface.wrapped_model import WrappedModel
+from compiled_llm.server.front.answer_parts import REASONING
 from support import vision
 from support.families import CLASSES, FAMILIES, make
 from support.in_threads import in_thread
@@ -345,6 +347,41 @@ def test_fast_tokenizers_decode_as_their_backend_and_clean_up_unless_it_is_bpe(k
             patch.setattr(tokenizer, "clean_up_tokenization", lambda text: "cleaned up")
             assert tokenizer_parts.cleans_up(tokenizer) == (spaces and (forced or not bpe))
             assert (tokenizer.decode(tokens) == "cleaned up") == tokenizer_parts.cleans_up(tokenizer)
+
+
+# ---- response templates
+
+
+def test_huggingface_knows_templates_of_models_whose_tokenizers_have_none() -> None:
+    assert response_templates.known_response_template("no such model") is None
+    for model_type in ("qwen2", "qwen3", "qwen3_moe", "qwen3_5", "gemma4"):
+        spec = response_templates.known_response_template(model_type)
+        assert spec is not None
+        assert {"content", "tool_calls"} < set(spec["fields"])
+        assert set(spec["fields"]) & set(REASONING)
+        assert byte_level().get_response_parser(spec, prefix="").initial_events == []
+
+
+def test_answers_are_read_as_events() -> None:
+    """What ``server/front/answer_parts.py`` reads of them is public, and documented by examples alone."""
+    spec = response_templates.known_response_template("qwen3")
+    parser = byte_level().get_response_parser(spec, prefix="<|im_start|>assistant\n<think>a", tools=[])
+    (thinking,) = set(spec["fields"]) & set(REASONING)
+    begun = [{"type": "region_open", "field": thinking}]
+    chunk = {"type": "region_chunk", "field": thinking, "text": "a", "dirty": False}
+    assert parser.initial_events == [*begun, chunk]
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    close, _, raw, called = [*parser.feed(f"</think>{call}")]
+    assert close == {"type": "region_close", "field": thinking, "value": "a"}
+    assert raw["dirty"]
+    function = {"name": "f", "arguments": {}}
+    assert called["field"] == "tool_calls"
+    assert called["value"] == {"type": "function", "function": function}
+    parser.feed("b")
+    _, (end,) = parser.finalize()
+    assert end == {"type": "region_close", "field": "content", "value": "b"}
+    with pytest.raises(ValueError, match="JSON"):
+        byte_level().get_response_parser(spec, prefix="").feed("<tool_call>{</tool_call>")
 
 
 @pytest.mark.parametrize("misfit", ["none", "missing", "unexpected", "mismatched"])

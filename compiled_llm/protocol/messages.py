@@ -98,6 +98,7 @@ class Ready(Struct, tag="ready", frozen=True):
         max_tokens: how many tokens a request may have, prompt and answer together.
         max_rows: how many requests run at once.
         form_ends: tokens that end an answer with ``structured_outputs``; none if there is nothing to compile them.
+        model_type: of the model's configuration.
     """
 
     model: str
@@ -108,6 +109,7 @@ class Ready(Struct, tag="ready", frozen=True):
     tokenizer: str | None = None
     gguf_file: str | None = None
     form_ends: list[int] = []
+    model_type: str = ""
 
 
 class Ended(Struct, array_like=True, frozen=True):

@@ -33,6 +33,7 @@ from support.tiny_models import tiny_llama, tiny_qwen3
 ALLOWED_SKIPS = 1
 GGUF = Path("models") / "SmolLM2-135M-Instruct.Q4_1.gguf"
 CHAT = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
@@ -78,7 +79,7 @@ def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     model, tokenizer = loaded(folder)
     engine = compiled_llm.Engine(compiled_llm.wrap(model, kv_memory="2000 tokens"), tokenizer=tokenizer)
     path = Path("llm.sock")
-    with engine, generating(engine, path, tokenizer=folder), fronting(path, names=("demo",)) as front:
+    with engine, generating(engine, path, tokenizer=folder), fronting(path, names=("demo", "Qwen/Qwen3-0.6B")) as front:
         there, client = {"http://localhost:8000/v1": f"{front.url}/v1"}, openai.OpenAI
         monkeypatch.setattr(openai, "OpenAI", lambda base_url, **options: client(base_url=there[base_url], **options))
         yield

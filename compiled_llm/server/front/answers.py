@@ -107,9 +107,9 @@ class Answers:
                 if answer.done and answer.error is not None:
                     raise answer.error
 
-    def usage(self) -> Usage:
-        """Return how many tokens they have taken, once they have ended."""
-        return usage_of(self.handles)
+    def usage(self, reasoning: int = 0) -> Usage:
+        """Return how many tokens they have taken, once they have ended; ``reasoning`` of them to think."""
+        return usage_of(self.handles, reasoning)
 
     def choices(self) -> list[Choice]:
         """Return all answers, to be read as they come."""

@@ -9,12 +9,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from compiled_llm.engine.output import Completion
+from compiled_llm.server.front.answer_form import with_form
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
 from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of
+from compiled_llm.server.front.chat_message import plain_messages
+from compiled_llm.server.front.chat_prompt import ChatPrompt, chat_prompt
 from compiled_llm.server.front.chat_request import ChatRequest
 from compiled_llm.server.front.chat_response import (
     AssistantMessage,
+    CalledTool,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
@@ -23,9 +27,10 @@ from compiled_llm.server.front.chat_response import (
 )
 from compiled_llm.server.front.errors_of_openapi import ERRORS
 from compiled_llm.server.front.events import event
-from compiled_llm.server.front.front import beside, front_of, new_id
+from compiled_llm.server.front.front import front_of, new_id
 from compiled_llm.server.front.generator_link import Model
-from compiled_llm.server.front.usage import finish_reason_of
+from compiled_llm.server.front.reading import Reading
+from compiled_llm.server.front.usage import Usage, finish_reason_of
 
 router = APIRouter()
 
@@ -37,74 +42,92 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     model = front.model_for(body.model)
     params = body.sampling()
     prompt = await prompt_of(body, model)
-    answers = await front.submit(request, [prompt], params, "messages", body.user, body.cache_salt)
-    told = _Told(body, model, front.settings.names[0], answers)
+    params = with_form(params, body.response_format, prompt)
+    answers = await front.submit(request, [prompt.tokens], params, "messages", body.user, body.cache_salt)
+    told = _Told(body, model, front.settings.names[0], answers, prompt)
     return await answered(told, answers, bool(body.stream))
 
 
-async def prompt_of(body: ChatRequest, model: Model) -> list[int]:
-    """Return the tokens of a chat.
+async def prompt_of(body: ChatRequest, model: Model) -> ChatPrompt:
+    """Return a chat as the model sees it.
 
     Raises:
         ApiError: the chat template does not take it.
     """
-    messages = [message.plain() for message in body.messages]
     goes_on = bool(body.continue_final_message)
     options = {
         "add_generation_prompt": not goes_on if body.add_generation_prompt is None else body.add_generation_prompt,
         "continue_final_message": goes_on,
     }
-    characters = sum(len(message["content"]) for message in messages)
-    return await beside(lambda: model.vocabulary.of_chat(messages, body.chat_template_kwargs, **options), characters)
+    messages = plain_messages(body.messages)
+    return await chat_prompt(model.vocabulary, messages, body.offer, body.chat_template_kwargs, **options)
 
 
 class _Told:
     """Writes answers, whole or as they come."""
 
-    def __init__(self, body: ChatRequest, model: Model, name: str, answers: Answers) -> None:
+    def __init__(self, body: ChatRequest, model: Model, name: str, answers: Answers, prompt: ChatPrompt) -> None:
         self._body = body
-        self._token_bytes = model.token_bytes
+        self._model = model
         self._answers = answers
+        self._readings = [Reading(prompt.reader()) for _ in range(body.answers)]
         self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": name}
 
     def whole(self, completions: Iterable[Completion]) -> ChatCompletion:
-        choices = [
-            ChatChoice(
-                index=index,
-                message=AssistantMessage(content=completion.text),
-                logprobs=self._logprobs(None if completion.logprobs is None else entries_of(completion.logprobs)),
-                finish_reason=finish_reason_of(completion.finish_reason),
-            )
-            for index, completion in enumerate(completions)
-        ]
-        return ChatCompletion(choices=choices, usage=self._answers.usage(), **self._head)
+        choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
+        return ChatCompletion(choices=choices, usage=self._usage(), **self._head)
+
+    def _choice(self, index: int, completion: Completion) -> ChatChoice:
+        reading = self._readings[index]
+        parts = reading.read(completion.text or "", over=True)
+        calls = [CalledTool.of(call) for call in parts.calls]
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(
+                content=None if calls and not parts.content else parts.content,
+                reasoning_content=parts.reasoning or None,
+                tool_calls=calls or None,
+            ),
+            logprobs=self._logprobs(None if completion.logprobs is None else entries_of(completion.logprobs)),
+            finish_reason=reading.reason(finish_reason_of(completion.finish_reason)),
+        )
+
+    def _usage(self) -> Usage:
+        counted = (reading.reasoning_tokens(self._model.vocabulary) for reading in self._readings)
+        return self._answers.usage(sum(counted))
 
     async def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
         yield [self._chunk([_begins(choice)]) for choice in choices]
         async for _ in self._answers.changes():
-            yield [self._chunk([self._news(choice, news)]) for choice in choices if (news := choice.news()) is not None]
+            yield [
+                self._chunk([new])
+                for choice in choices
+                if (news := choice.news()) is not None
+                for new in self._news(choice.index, news)
+            ]
         if self._body.wants_usage:
-            yield [self._chunk([], usage=self._answers.usage())]
+            yield [self._chunk([], usage=self._usage())]
 
     def _chunk(self, choices: list[ChunkChoice], **usage: Any) -> bytes:
         if self._body.wants_usage:
             usage = usage or {"usage": None}
         return event(ChatChunk(object="chat.completion.chunk", choices=choices, **usage, **self._head))
 
-    def _news(self, choice: Choice, news: News) -> ChunkChoice:
-        delta = Delta(content=news.text) if news.text or news.finish_reason is None else Delta()
-        return ChunkChoice(
-            index=choice.index,
-            delta=delta,
-            logprobs=self._logprobs(news.logprobs),
-            finish_reason=news.finish_reason,
-        )
+    def _news(self, index: int, news: News) -> list[ChunkChoice]:
+        """Return a chunk for each part of which there is something new; the last one says why the answer has ended."""
+        reading = self._readings[index]
+        deltas = reading.deltas(news.text, over=news.finish_reason is not None)
+        new = [ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None) for delta in deltas]
+        new[0].logprobs = self._logprobs(news.logprobs)
+        if news.finish_reason is not None:
+            new[-1].finish_reason = reading.reason(news.finish_reason)
+        return new
 
     def _logprobs(self, places: Any) -> Any:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(places or [], self._body.top_logprobs or 0, self._token_bytes)
+        return chat_logprobs(places or [], self._body.top_logprobs or 0, self._model.token_bytes)
 
 
 def _begins(choice: Choice) -> ChunkChoice:

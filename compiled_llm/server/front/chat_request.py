@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
-from compiled_llm.server.front.fields import Body, NoEffect, Refused
-from compiled_llm.server.front.response_format import ResponseFormat, form_of
+from compiled_llm.server.front.chat_message import Message
+from compiled_llm.server.front.fields import NoEffect, Refused
+from compiled_llm.server.front.response_format import ResponseFormat
 from compiled_llm.server.front.sampling_fields import SamplingFields
-
-_TOOLS = "tools are not called"
-
-
-class TextPart(Body):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """A message of a chat; ``developer`` is what ``system`` was."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: Annotated[str | None, NoEffect("chat templates do not write names")] = None
-    refusal: Annotated[None, Refused("an assistant's refusal is its content")] = None
-    audio: Annotated[None, Refused("messages are text")] = None
-    tool_calls: Annotated[Any, Refused(_TOOLS, ([],))] = None
-    function_call: Annotated[Any, Refused(_TOOLS)] = None
-
-    def plain(self) -> dict[str, str]:
-        """Return it as chat templates read it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+from compiled_llm.server.front.tool_fields import Offer, ToolChoice, Tools, choice_of
 
 
 class ChatRequest(SamplingFields):
@@ -48,6 +24,9 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     response_format: ResponseFormat | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     metadata: Annotated[dict[str, str] | None, NoEffect("nothing is stored")] = None
     safety_identifier: Annotated[str | None, NoEffect("nothing is kept of users")] = None
@@ -55,7 +34,6 @@ class ChatRequest(SamplingFields):
     prompt_cache_key: Annotated[str | None, NoEffect("prompts are found by their tokens")] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, NoEffect("prompts are kept while there is room")] = None
     prompt_cache_retention: Annotated[str | None, NoEffect("prompts are kept while there is room")] = None
-    parallel_tool_calls: Annotated[bool | None, NoEffect(_TOOLS)] = None
 
     audio: Annotated[Any, Refused("answers are text")] = None
     modalities: Annotated[Any, Refused("answers are text", (["text"],))] = None
@@ -65,17 +43,24 @@ class ChatRequest(SamplingFields):
     store: Annotated[Any, Refused("nothing is stored", (False,))] = None
     verbosity: Annotated[Any, Refused("say it in a message", ("medium",))] = None
     web_search_options: Annotated[Any, Refused("nothing is searched")] = None
-    tools: Annotated[Any, Refused(_TOOLS, ([],))] = None
-    tool_choice: Annotated[Any, Refused(_TOOLS, ("none", "auto"))] = None
-    functions: Annotated[Any, Refused(_TOOLS, ([],))] = None
-    function_call: Annotated[Any, Refused(_TOOLS, ("none", "auto"))] = None
+    functions: Annotated[Any, Refused("give tools", ([],))] = None
+    function_call: Annotated[Any, Refused("give tool_choice", ("none", "auto"))] = None
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @property
+    def offer(self) -> Offer:
+        """The tools that answers may call.
+
+        Raises:
+            ApiError: they are at odds.
+        """
+        return Offer(self.tools or (), choice_of(self.tool_choice), self.parallel_tool_calls is not False)
+
     def sampling(self) -> SamplingParams:
-        """Return what the engine is asked for.
+        """Return what the engine is asked for, but for the form.
 
         Raises:
             ApiError: something contradicts itself.
@@ -86,5 +71,4 @@ class ChatRequest(SamplingFields):
         return self.params(
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            **form_of(self.response_format),
         )

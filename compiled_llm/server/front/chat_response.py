@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import BaseModel
+from typing_extensions import Self
 
+from compiled_llm.server.front.answer_parts import Call
 from compiled_llm.server.front.usage import FinishReason, Usage
 
 
@@ -30,11 +32,35 @@ class Logprobs(BaseModel):
     refusal: None = None
 
 
+class CalledFunction(BaseModel):
+    """What is called, and the arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @classmethod
+    def of(cls, call: Call, **others: int) -> Self:
+        """Return it by these names."""
+        return cls(
+            id=call.id, type="function", function=CalledFunction(name=call.name, arguments=call.arguments), **others
+        )
+
+
 class AssistantMessage(BaseModel):
     """The answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[CalledTool] | None = None
     refusal: None = None
 
 
@@ -58,11 +84,19 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
+class NewCall(CalledTool):
+    """A call of a tool, whole, and its number in the answer."""
+
+    index: int
+
+
 class Delta(BaseModel):
     """What is new of an answer."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[NewCall] | None = None
 
 
 class ChunkChoice(BaseModel):

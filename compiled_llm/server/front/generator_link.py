@@ -11,7 +11,7 @@ from compiled_llm.client import AsyncClient, GeneratorError
 from compiled_llm.protocol.messages import Ready
 from compiled_llm.server.front.api_error import unavailable
 from compiled_llm.server.front.token_bytes import TokenBytes
-from compiled_llm.server.front.vocabulary import Vocabulary, load_tokenizer
+from compiled_llm.server.front.vocabulary import Vocabulary, load_vocabulary
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -96,7 +96,7 @@ class GeneratorLink:
         """Load the tokenizer that the generator names, which it does once it is ready."""
         ready = await (await self._connected()).wait_until_ready()
         try:
-            return Vocabulary(await asyncio.to_thread(load_tokenizer, ready))
+            return await asyncio.to_thread(load_vocabulary, ready)
         finally:
             self._forget()
 

@@ -44,10 +44,18 @@ class JsonSchemaFormat(Body):
     json_schema: NamedSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+AnyFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+ResponseFormat = Annotated[AnyFormat, Field(discriminator="type")]
 
 
-def form_of(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> dict[str, Any]:
+def schema_of(wanted: AnyFormat | None) -> dict[str, Any] | None:
+    """Return the JSON schema that a form comes to; None for any text."""
+    if isinstance(wanted, JsonSchemaFormat):
+        return wanted.json_schema.schema_
+    return {"type": "object"} if isinstance(wanted, JsonObjectFormat) else None
+
+
+def form_of(wanted: AnyFormat | None) -> dict[str, Any]:
     """Return the settings of ``SamplingParams`` for a form.
 
     Raises:

@@ -8,10 +8,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from compiled_llm.server.front.api_error import invalid
-from compiled_llm.server.front.chat_request import Message
+from compiled_llm.server.front.chat_message import Message, plain_messages
+from compiled_llm.server.front.chat_prompt import chat_prompt
 from compiled_llm.server.front.errors_of_openapi import ERRORS
 from compiled_llm.server.front.fields import Body
 from compiled_llm.server.front.front import beside, front_of
+from compiled_llm.server.front.tool_fields import Offer, Tools
 
 router = APIRouter()
 
@@ -22,6 +24,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -58,12 +61,12 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
         text, special = body.prompt, body.add_special_tokens
         tokens = await beside(lambda: model.vocabulary.of_text(text, special), len(text))
     else:
-        messages = [message.plain() for message in body.messages or ()]
-        template, goes_on = body.chat_template_kwargs, body.add_generation_prompt
-        characters = sum(len(message["content"]) for message in messages)
-        tokens = await beside(
-            lambda: model.vocabulary.of_chat(messages, template, add_generation_prompt=goes_on), characters
+        offer = Offer(body.tools or (), None)
+        messages, goes_on = plain_messages(body.messages or ()), body.add_generation_prompt
+        chat = await chat_prompt(
+            model.vocabulary, messages, offer, body.chat_template_kwargs, add_generation_prompt=goes_on
         )
+        tokens = chat.tokens
     return TokenizeResponse(count=len(tokens), max_model_len=model.ready.max_tokens, tokens=tokens)
 
 

@@ -9,13 +9,19 @@ from pydantic import BaseModel
 
 from compiled_llm.client.handle import RemoteHandle
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(BaseModel):
     """What the prefix cache had of the prompts."""
 
     cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    """Of the answers' tokens."""
+
+    reasoning_tokens: int = 0
 
 
 class Usage(BaseModel):
@@ -25,10 +31,16 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
-def usage_of(handles: Sequence[RemoteHandle]) -> Usage:
-    """Return what requests have taken that have ended; a prompt counts once, however many answers it has."""
+def usage_of(handles: Sequence[RemoteHandle], reasoning: int = 0) -> Usage:
+    """Return what requests have taken that have ended; a prompt counts once, however many answers it has.
+
+    Args:
+        handles: one for each prompt.
+        reasoning: how many tokens the thinking of all answers has.
+    """
     prompt = sum(len(handle.prompt) for handle in handles)
     answers = sum(answer.tokens for handle in handles for answer in handle.answers)
     cached = sum(handle.output().cached_tokens for handle in handles)
@@ -37,6 +49,7 @@ def usage_of(handles: Sequence[RemoteHandle]) -> Usage:
         completion_tokens=answers,
         total_tokens=prompt + answers,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=min(reasoning, answers)),
     )
 
 

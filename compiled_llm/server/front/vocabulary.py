@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
 
 from compiled_llm.client.tokenizer import tokenizer_of
 from compiled_llm.protocol.messages import Ready
+from compiled_llm.server.front.answer_parts import Parts
 from compiled_llm.server.front.api_error import invalid
+from compiled_llm.server.front.call_form import SAMPLE_TOOL, CallForm, call_form, sample_chat
+from compiled_llm.server.front.response_template import response_template_of
+
+logger = logging.getLogger("compiled_llm.server")
+
+_NOT_SERVED = "unsupported_value"
 
 
-def load_tokenizer(ready: Ready) -> Any:
-    """Return the tokenizer that a generator names.
+def load_vocabulary(ready: Ready) -> Vocabulary:
+    """Return a vocabulary of the tokenizer that a generator names.
 
     Raises:
         ValueError: it names none.
     """
     if ready.gguf_file is None:  # one of a GGUF file is read by HuggingFace's code for weights
         go_without_torch()
-    return tokenizer_of(True, ready)
+    return Vocabulary(tokenizer_of(True, ready), ready.model_type, ready.ends)
 
 
 def go_without_torch() -> None:
@@ -42,11 +52,21 @@ class Vocabulary:
 
     Attributes:
         tokenizer: HuggingFace's.
+        response_template: how the model writes its answers; None if all of them is content.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Use a tokenizer."""
+    def __init__(self, tokenizer: Any, model_type: str = "", ends: Sequence[int] = ()) -> None:
+        """Use a tokenizer.
+
+        Args:
+            tokenizer: HuggingFace's.
+            model_type: of the model's configuration.
+            ends: tokens that end an answer.
+        """
         self.tokenizer = tokenizer
+        self.response_template = response_template_of(tokenizer, model_type)
+        self._ends = ends
+        self._has_told = False
 
     def of_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text.
@@ -58,13 +78,18 @@ class Vocabulary:
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def of_chat(
-        self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None = None, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
     ) -> list[int]:
         """Return the tokens of a chat, written by the model's template.
 
         Args:
             messages: as templates read them.
             template: what the template reads besides.
+            tools: that the model may call, as templates read them.
             **options: of ``apply_chat_template``.
 
         Raises:
@@ -72,10 +97,10 @@ class Vocabulary:
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise invalid("messages: the model has no chat template; use /v1/completions", "messages")
-        for message in messages:
-            _check(message["content"], "messages")
+        _check_all(messages, "messages")
         self._check_template(template or {})
-        options |= template or {}
+        self._check_tools(tools)
+        options |= {**(template or {}), **({"tools": tools} if tools else {})}
         try:
             return list(self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"])
         except (TemplateError, ValueError, TypeError) as error:
@@ -87,9 +112,64 @@ class Vocabulary:
         if taken := [name for name in given if name in own]:
             raise invalid(f"chat_template_kwargs: {taken[0]} is not for the template to read", "chat_template_kwargs")
 
+    def _check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Check that the model sees tools; say once that nothing finds calls in its answers, if so."""
+        if not tools:
+            return
+        _check_all(tools, "tools")
+        if not re.search(r"\btools\b", str(self.tokenizer.chat_template)):
+            raise invalid("tools: is not served: the model's chat template does not write them", "tools", _NOT_SERVED)
+        if not (self._has_told or (self.response_template is not None and self.response_template.has_calls)):
+            self._has_told = True
+            logger.warning(
+                "compiled_llm: calls of tools come as plain text: the tokenizer has no response_template for them"
+            )
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """How the model writes calls of tools; None if that cannot be told."""
+        template = self.response_template
+        if template is None or not template.has_calls:
+            return None
+        prompt, one, two = map(self._sample, range(3))
+        if prompt is None or one is None:
+            return None
+        ends = [text for text in (*map(self.text, ([end] for end in self._ends)), self.tokenizer.eos_token) if text]
+
+        def read(text: str) -> Parts:
+            return template.reader(prompt, [SAMPLE_TOOL]).read(text, over=True)
+
+        return call_form(prompt, one, two, ends, read)
+
+    def _sample(self, calls: int) -> str | None:
+        """Return a chat that ends with so many calls, or before the answer; None if the chat template takes no such."""
+        options = {"tools": [SAMPLE_TOOL], "add_generation_prompt": not calls}
+        try:
+            return str(self.tokenizer.apply_chat_template(sample_chat(calls), tokenize=False, **options))
+        except Exception:  # of code that came with the model
+            return None
+
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def _check_all(value: Any, param: str) -> None:
+    for text in texts_of(value):
+        _check(text, param)
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Yield all texts in what JSON can write."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield name
+            yield from texts_of(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from texts_of(entry)
 
 
 def _check(text: str, param: str) -> None:

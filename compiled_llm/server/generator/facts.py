@@ -42,6 +42,7 @@ def ready_of(
         max_rows=described.max_rows,
         tokenizer=location,
         gguf_file=gguf_file,
+        model_type=str(model.config.model_type),
     )
 
 

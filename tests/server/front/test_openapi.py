@@ -24,7 +24,7 @@ def test_the_document_names_what_is_served(front: RunningFront) -> None:
     document = front.http.get("/openapi.json").json()
     assert set(document["paths"]) >= PATHS
     chat = document["components"]["schemas"]["ChatRequest"]["properties"]
-    assert chat["tools"]["description"] == "Not served: tools are not called."
+    assert chat["functions"]["description"] == "Not served: give tools."
     answers = document["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert {"200", "400", "401", "429", "503"} <= set(answers)
 

@@ -1,0 +1,86 @@
+"""The form that an answer has by what a request asks for: JSON, calls of tools, and thinking before either."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.server.front.api_error import ApiError, invalid
+from compiled_llm.server.front.call_form import CallForm
+from compiled_llm.server.front.chat_prompt import ChatPrompt
+from compiled_llm.server.front.response_format import MOST_SCHEMA, AnyFormat, form_of, schema_of
+
+Format = dict[str, Any]
+"""A part of a structural tag of xgrammar's."""
+
+
+def with_form(params: SamplingParams, wanted: AnyFormat | None, prompt: ChatPrompt) -> SamplingParams:
+    """Return settings by which answers have their form.
+
+    Args:
+        params: settings.
+        wanted: the form of what is no call.
+        prompt: with the tools that may be, or have to be, called.
+
+    Raises:
+        ApiError: this model's answers cannot be held to the form.
+        ValueError: there is no such form.
+    """
+    changed = _form(wanted, prompt)
+    if prompt.template is not None and prompt.template.needs_special_tokens:
+        changed["skip_special_tokens"] = False
+    return replace(params, **changed) if changed else params
+
+
+def _form(wanted: AnyFormat | None, prompt: ChatPrompt) -> dict[str, Any]:
+    plain, calls = form_of(wanted), _calls(wanted, prompt)
+    thinking = None if prompt.template is None else prompt.template.begun(prompt.text)
+    if calls is None and (not plain or thinking is None):
+        return plain
+    found = _json(wanted) if calls is None else calls
+    if thinking is not None and found["type"] != "triggered_tags":  # among other text, thinking is free anyway
+        found = _after(thinking, found)
+    return {"structured_outputs": StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": found})}
+
+
+def _calls(wanted: AnyFormat | None, prompt: ChatPrompt) -> Format | None:
+    """Return the form of an answer as far as it calls tools; None if that is free."""
+    offer = prompt.offer
+    if offer.called is not None:
+        form = _call_form(prompt, "tool_choice", "give 'auto'")
+        return form.several(offer.called, offer.several)
+    if offer.functions and schema_of(wanted) is not None:
+        form = _call_form(prompt, "response_format", "give it without tools")
+        return {"type": "or", "elements": [form.several(offer.functions, offer.several), _json(wanted)]}
+    if offer.strict:
+        form = _call_form(prompt, "tools", "give functions without strict")
+        return form.beside_text(offer.functions, offer.several)
+    return None
+
+
+def _call_form(prompt: ChatPrompt, param: str, instead: str) -> CallForm:
+    if len(json.dumps(prompt.offer.plain())) > MOST_SCHEMA:
+        raise invalid(f"tools: the schemas have more than {MOST_SCHEMA:,} characters; {instead}", "tools")
+    form = prompt.vocabulary.call_form
+    if form is None:
+        raise _not_held(f"{param}: is not served: calls of this model cannot be held to a form; {instead}", param)
+    return form
+
+
+def _after(thinking: str, form: Format) -> Format:
+    """Return a form that begins once the thinking that the prompt has begun is over."""
+    if not thinking:
+        raise _not_held("response_format: is not served: where this model's thinking ends is not known", None)
+    thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": thinking}
+    return {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": r"\s{0,2}"}, form]}
+
+
+def _json(wanted: AnyFormat | None) -> Format:
+    return {"type": "json_schema", "json_schema": schema_of(wanted)}
+
+
+def _not_held(message: str, param: str | None) -> ApiError:
+    return invalid(message, param, "unsupported_value")

@@ -1,0 +1,109 @@
+"""Messages of a chat, as OpenAI writes them and as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from compiled_llm.server.front.fields import Body, NoEffect, Refused
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    """What was called, and the arguments as JSON."""
+
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, arguments: str) -> str:
+        try:
+            found = json.loads(arguments or "{}")
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise PydanticCustomError("value_error", "is no JSON object")
+        return arguments
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as chat templates read it."""
+        return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
+
+
+class ToolCall(Body):
+    """A call of a tool in an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+    index: Annotated[int | None, NoEffect("calls stand in their order")] = None
+
+
+class Message(Body):
+    """A message of a chat; ``developer`` is what ``system`` was, ``tool`` is what a tool has returned."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | list[TextPart] | None, Field(validate_default=True)] = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=128)] = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: Annotated[None, Refused("an assistant's refusal is its content")] = None
+    audio: Annotated[None, Refused("messages are text")] = None
+    function_call: Annotated[Any, Refused("give tool_calls")] = None
+
+    @field_validator("content")
+    @classmethod
+    def _is_there(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") != "assistant":
+            raise PydanticCustomError("missing", "is missing")
+        return content
+
+    @field_validator("tool_calls", "reasoning_content", "reasoning")
+    @classmethod
+    def _is_the_assistants(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("role") != "assistant":
+            raise PydanticCustomError("value_error", "only messages of the assistant have it")
+        return value
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates read them."""
+    names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+    return [_plain(message, names) for message in messages]
+
+
+def _plain(message: Message, names: dict[str, str]) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.text,
+    }
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": call.function.plain()} for call in message.tool_calls
+        ]
+    if reasoning := message.reasoning_content or message.reasoning:
+        plain |= {"reasoning_content": reasoning, "thinking": reasoning}  # by the names that templates have for it
+    if message.role == "tool":
+        name = message.name or names.get(message.tool_call_id or "")
+        plain |= {"tool_call_id": message.tool_call_id, **({} if name is None else {"name": name})}
+    return plain

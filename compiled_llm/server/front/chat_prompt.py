@@ -1,0 +1,70 @@
+"""A chat as the model sees it, and how answers to it are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compiled_llm.server.front.answer_parts import PartsReader, PlainReader
+from compiled_llm.server.front.front import beside
+from compiled_llm.server.front.response_template import ResponseTemplate
+from compiled_llm.server.front.tool_fields import Offer
+from compiled_llm.server.front.vocabulary import Vocabulary, texts_of
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A chat as the model sees it.
+
+    Attributes:
+        tokens: of the prompt.
+        text: of them; empty without a response template.
+        offer: tools that answers may call.
+        vocabulary: that has made it.
+    """
+
+    tokens: list[int]
+    text: str
+    offer: Offer
+    vocabulary: Vocabulary
+
+    @property
+    def template(self) -> ResponseTemplate | None:
+        """How answers are written; None if all of them is content."""
+        return self.vocabulary.response_template
+
+    def reader(self) -> PartsReader:
+        """Return what reads an answer; one for each."""
+        if self.template is None:
+            return PlainReader()
+        return self.template.reader(self.text, self.offer.plain(), self.offer.several)
+
+
+async def chat_prompt(
+    vocabulary: Vocabulary,
+    messages: Sequence[Mapping[str, Any]],
+    offer: Offer,
+    template: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> ChatPrompt:
+    """Return a chat as the model sees it.
+
+    Args:
+        vocabulary: makes it.
+        messages: as templates read them.
+        offer: tools that answers may call.
+        template: what the template reads besides.
+        **options: of ``apply_chat_template``.
+
+    Raises:
+        ApiError: the chat template does not take it.
+    """
+    tools = offer.plain()
+
+    def made() -> ChatPrompt:
+        tokens = vocabulary.of_chat(messages, template, tools, **options)
+        text = "" if vocabulary.response_template is None else vocabulary.text(tokens)
+        return ChatPrompt(tokens, text, offer, vocabulary)
+
+    return await beside(made, sum(map(len, texts_of([messages, tools]))))

@@ -1,0 +1,51 @@
+"""One answer of a chat as it is told: its parts as they come, and what they come to."""
+
+from __future__ import annotations
+
+from compiled_llm.server.front.answer_parts import Parts, PartsReader
+from compiled_llm.server.front.chat_response import Delta, NewCall
+from compiled_llm.server.front.usage import FinishReason
+from compiled_llm.server.front.vocabulary import Vocabulary
+
+
+class Reading:
+    """Reads an answer, and keeps what its end depends on."""
+
+    def __init__(self, reader: PartsReader) -> None:
+        """Begin before the first token.
+
+        Args:
+            reader: of the answer.
+        """
+        self._reader = reader
+        self._thoughts: list[str] = []
+        self._calls = 0
+
+    def read(self, text: str, over: bool) -> Parts:
+        """Return what is new, by the next piece of text; nothing comes after one that is ``over``."""
+        parts = self._reader.read(text, over)
+        if parts.reasoning:
+            self._thoughts.append(parts.reasoning)
+        self._calls += len(parts.calls)
+        return parts
+
+    def deltas(self, text: str, over: bool) -> list[Delta]:
+        """Return what is new, one of each kind and one at least."""
+        parts, first = self.read(text, over), self._calls
+        deltas = [Delta(reasoning_content=parts.reasoning)] if parts.reasoning else []
+        if parts.content:
+            deltas.append(Delta(content=parts.content))
+        first -= len(parts.calls)
+        if parts.calls:
+            calls = [NewCall.of(call, index=first + number) for number, call in enumerate(parts.calls)]
+            deltas.append(Delta(tool_calls=calls))
+        return deltas or [Delta() if over else Delta(content="")]
+
+    def reason(self, reason: FinishReason) -> FinishReason:
+        """Return why the answer has ended, once it has been read."""
+        return "tool_calls" if self._calls and reason == "stop" else reason
+
+    def reasoning_tokens(self, vocabulary: Vocabulary) -> int:
+        """Return how many tokens its thinking has, as it would be tokenized."""
+        text = "".join(self._thoughts)
+        return len(vocabulary.of_text(text, add_special_tokens=False)) if text else 0

@@ -1,0 +1,167 @@
+"""Answers are held to the calls that a request requires, and to its JSON behind the thinking that a prompt begins."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xgrammar
+from transformers import PreTrainedModel
+
+from compiled_llm.engine.engine import Engine
+from compiled_llm.server.generator.facts import ready_of
+from support.fronts import RunningFront, chat_tokenizer, fronting
+from support.generators import Loop
+from support.scripted import Script, scripted, tool_tokenizer
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+TIME = {"type": "function", "function": {"name": "time"}}
+STRICT = {"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}}
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, TIME]}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+JSON = {"type": "json_schema", "json_schema": {"schema": {"enum": ["one", "two"]}}}
+THINKS = {"chat_template_kwargs": {"think": True}}
+
+ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+BERN = ROME.replace("Rome", "Bern")
+NOW = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def speaking() -> Iterator[tuple[Script, RunningFront]]:
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        path = Path(folder) / "socket"
+        with scripted(path, tool_tokenizer()) as script, fronting(path) as front:
+            yield script, front
+
+
+CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"tool_choice": "required"}, [ROME, NOW, f"{NOW}\n{ROME}"], ["hi", "", BERN, f"{ROME}{NOW}", f"hi {ROME}"]),
+    ({"tool_choice": "required", "parallel_tool_calls": False}, [ROME, NOW], [f"{NOW}\n{ROME}"]),
+    ({"tool_choice": NAMED}, [ROME], [NOW, "hi"]),
+    ({"tool_choice": "required", **THINKS}, [f"Hm, {BERN}</think>\n\n{ROME}"], [ROME, "</think>hi"]),
+    ({"response_format": JSON}, ['"one"', ROME, f"{NOW}\n{ROME}"], ["one", BERN, '"three"']),
+    ({"response_format": JSON, "tools": None, **THINKS}, ['Hm.</think>"one"'], ['"one"']),
+    ({"tools": [STRICT]}, ["hi", ROME, f"Well:\n{ROME}", f"{ROME}\n{ROME}"], [f"hi {BERN}", "<tool_call>"]),
+]
+
+
+@pytest.mark.parametrize(("given", "right", "wrong"), CASES)
+def test_what_is_required_is_a_grammar(
+    speaking: tuple[Script, RunningFront], given: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    script, front = speaking
+    assert front.http.post("/v1/chat/completions", json={**BODY, **given}).status_code == 200
+    tag = script.asked[-1].params["structured_outputs"]["structural_tag"]
+    grammar = xgrammar.Grammar.from_structural_tag(tag)
+    compiled = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([], xgrammar.VocabType.RAW)).compile_grammar(grammar)
+
+    def takes(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+        return matcher.accept_string(text) and matcher.is_completed()
+
+    assert [text for text in right if not takes(text)] == []
+    assert [text for text in wrong if takes(text)] == []
+
+
+def test_what_is_free_has_no_grammar(speaking: tuple[Script, RunningFront]) -> None:
+    script, front = speaking
+    for given in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}, THINKS):
+        assert front.http.post("/v1/chat/completions", json={**BODY, **given}).status_code == 200
+        assert "structured_outputs" not in script.asked[-1].params
+
+
+@pytest.fixture(scope="module")
+def calling(model: PreTrainedModel) -> Iterator[RunningFront]:
+    """A front of a model that writes whatever it may."""
+    tokenizer = tool_tokenizer()
+    with Engine(model, tokenizer=tokenizer) as engine, tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        tokenizer.save_pretrained(Path(folder) / "tokenizer")
+        loop = Loop(Path(folder) / "socket")
+        loop.generator.open(engine, ready_of(model, engine, "tiny", tokenizer, str(Path(folder) / "tokenizer")))
+        with fronting(loop.generator._path) as front:
+            yield front
+        loop.close()
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_model_calls_what_it_has_to(calling: RunningFront, choice: Any) -> None:
+    body = {**BODY, "tool_choice": choice, "max_tokens": 300, "seed": 3, "parallel_tool_calls": False}
+    choice = calling.http.post("/v1/chat/completions", json=body).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    arguments = json.loads(call["function"]["arguments"])
+    if call["function"]["name"] == "weather":
+        assert arguments["city"] in ("Rome", "Paris")
+
+
+# ---- bad requests
+
+
+def test_tools_that_are_at_odds_are_refused_by_name(speaking: tuple[Script, RunningFront]) -> None:
+    _, front = speaking
+    call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": "now"}}
+    for given, param, said in [
+        ({"tools": [TIME, TIME]}, "tools", "two have the name 'time'"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "there is no such tool"),
+        ({"tool_choice": {"type": "function", "function": {"name": "place"}}}, "tool_choice", "no such tool"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", ""),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0]", ""),
+        ({"tools": [TIME] * 129}, "tools", "128"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "description": "\ud800"}}]}, "tools", "UTF-16"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [call]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "is no JSON object",
+        ),
+        ({"messages": [{"role": "user", "content": "hi", "tool_calls": [call]}]}, "messages[0].tool_calls", ""),
+        ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content", "is missing"),
+        ({"tool_choice": "required", "tools": [big("weather")]}, "tools", "more than 65,536 characters"),
+    ]:
+        response = front.http.post(
+            "/v1/chat/completions",
+            content=json.dumps({**BODY, **given}),
+            headers={"Content-Type": "application/json"},
+        )
+        error = response.json()["error"]
+        assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+        assert (error["param"] or "").startswith(param), error
+        assert said in error["message"]
+
+
+def big(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "x" * 2**16}}
+
+
+def test_a_model_without_templates_for_tools(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tool_tokenizer()
+    tokenizer.response_template = None
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        path = Path(folder) / "socket"
+        with scripted(path, tokenizer) as script, fronting(path) as front:
+            script.text = f"<think>Hm.</think>\n{ROME}\n"
+            for _ in range(2):
+                choice = front.http.post("/v1/chat/completions", json=BODY).json()["choices"][0]
+                assert (choice["message"]["content"], choice["finish_reason"]) == (script.text, "stop")
+            assert caplog.text.count("calls of tools come as plain text") == 1
+            for given, param in (
+                ({"tool_choice": "required"}, "tool_choice"),
+                ({"response_format": JSON}, "response_format"),
+                ({"tools": [STRICT]}, "tools"),
+            ):
+                error = front.http.post("/v1/chat/completions", json={**BODY, **given}).json()["error"]
+                assert (error["param"], error["code"]) == (param, "unsupported_value")
+                assert "calls of this model cannot be held to a form" in error["message"]
+    tokenizer.chat_template = chat_tokenizer().chat_template
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        path = Path(folder) / "socket"
+        with scripted(path, tokenizer), fronting(path) as front:
+            error = front.http.post("/v1/chat/completions", json=BODY).json()["error"]
+            assert error["message"] == "tools: is not served: the model's chat template does not write them"

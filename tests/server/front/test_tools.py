@@ -1,0 +1,167 @@
+"""Thinking and calls of tools are split from an answer, whole and as it comes, for the openai package's client."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from support.fronts import RunningFront, fronting
+from support.scripted import Script, scripted, tool_tokenizer
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}}
+TIME = {"type": "function", "function": {"name": "time"}}
+MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def speaking() -> Iterator[tuple[Script, RunningFront]]:
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        path = Path(folder) / "socket"
+        with scripted(path, tool_tokenizer()) as script, fronting(path) as front:
+            yield script, front
+
+
+@pytest.fixture
+def script(speaking: tuple[Script, RunningFront]) -> Script:
+    script = speaking[0]
+    script.text, script.at_once, script.reason = "", 3, "stop"
+    return script
+
+
+@pytest.fixture(scope="module")
+def client(speaking: tuple[Script, RunningFront]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{speaking[1].url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def front(speaking: tuple[Script, RunningFront]) -> RunningFront:
+    return speaking[1]
+
+
+def whole(client: openai.OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(model="tiny", **{"messages": MESSAGES, **options})
+
+
+def streamed(client: openai.OpenAI, **options: Any) -> Any:
+    """What the client's own accumulator makes of a stream."""
+    with client.chat.completions.stream(model="tiny", **{"messages": MESSAGES, **options}) as stream:
+        thoughts = ""
+        for event in stream:
+            if event.type == "chunk" and event.chunk.choices:
+                thoughts += getattr(event.chunk.choices[0].delta, "reasoning_content", None) or ""
+        completion = stream.get_final_completion()
+        completion.choices[0].message.reasoning_content = thoughts or None  # type: ignore[attr-defined]
+        return completion
+
+
+ANSWERS = [
+    ("Hello.\n", "Hello.", None, []),
+    ("<think>\nHm, hm.\n</think>\n\nHello. <3", "Hello. <3", "Hm, hm.", []),
+    ("Well:\n" + CALL, "Well:", None, [("weather", {"city": "Rome"})]),
+    (f"<think>Hm.</think>{CALL}\n{OTHER}\n", None, "Hm.", [("weather", {"city": "Rome"}), ("time", {})]),
+    ("Well: <tool_call>{Rome}</tool_call> there.", "Well: <tool_call>{Rome}</tool_call> there.", None, []),
+    (f"{CALL}\nThen <tool_call>\n" + '{"name": "we', 'Then <tool_call>\n{"name": "we', None, [("weather", None)]),
+    ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', None, []),
+    ("<think>never", "", "never", []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "thoughts", "calls"), ANSWERS)
+@pytest.mark.parametrize("at_once", [1, 7, 1000])
+@pytest.mark.parametrize("ask", [whole, streamed])
+def test_parts_are_told_by_their_names(
+    client: openai.OpenAI, script: Script, ask: Any, at_once: int, text: str, content: str, thoughts: Any, calls: Any
+) -> None:
+    script.text, script.at_once = text, at_once
+    choice = ask(client, tools=[WEATHER, TIME]).choices[0]
+    assert (choice.message.content or "") == (content or "")
+    assert choice.message.reasoning_content == thoughts
+    found = choice.message.tool_calls or []
+    assert [call.function.name for call in found] == [name for name, _ in calls]
+    for call, (_, arguments) in zip(found, calls, strict=True):
+        assert call.type == "function"
+        assert arguments is None or json.loads(call.function.arguments) == arguments
+    assert len({call.id for call in found}) == len(found)
+    assert choice.finish_reason == ("tool_calls" if calls else "stop")
+
+
+def test_a_cut_answer_says_so(client: openai.OpenAI, script: Script) -> None:
+    script.text, script.reason = CALL, "length"
+    choice = whole(client, tools=[WEATHER]).choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls
+
+
+def test_without_tools_nothing_is_a_call(client: openai.OpenAI, script: Script) -> None:
+    script.text = f"<think>Hm.</think>{CALL}"
+    for options in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        choice = whole(client, **options).choices[0]
+        assert choice.message.content == CALL
+        assert choice.message.tool_calls is None
+        assert choice.finish_reason == "stop"
+        assert "<tool_call>" not in script.prompt
+        assert "of a city" not in script.prompt
+
+
+def test_one_call_alone_if_that_is_asked_for(client: openai.OpenAI, script: Script) -> None:
+    script.text = f"{CALL}\n{OTHER}\n{OTHER}"
+    for ask in (whole, streamed):
+        message = ask(client, tools=[WEATHER, TIME], parallel_tool_calls=False).choices[0].message
+        assert [call.function.name for call in message.tool_calls] == ["weather"]
+
+
+def test_thinking_is_counted(client: openai.OpenAI, script: Script) -> None:
+    script.text = "<think>one two three</think>four"
+    counted = len(tool_tokenizer()("one two three")["input_ids"])
+    usage = whole(client).usage
+    assert usage.completion_tokens_details.reasoning_tokens == counted
+    assert usage.completion_tokens > counted
+    chunks = list(whole(client, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == counted
+    script.text = "four"
+    assert whole(client).usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_thinking_that_the_prompt_has_begun(client: openai.OpenAI, script: Script) -> None:
+    script.text = "Hm.\n</think>\n\nHello."
+    for ask in (whole, streamed):
+        message = ask(client, extra_body={"chat_template_kwargs": {"think": True}}).choices[0].message
+        assert (message.reasoning_content, message.content) == ("Hm.", "Hello.")
+
+
+def test_every_answer_has_its_parts(client: openai.OpenAI, script: Script) -> None:
+    script.text = f"<think>Hm.</think>Well:\n{CALL}"
+    for choice in whole(client, n=3, tools=[WEATHER]).choices:
+        assert (choice.message.content, choice.message.reasoning_content) == ("Well:", "Hm.")
+    calls = [0] * 3
+    for chunk in whole(client, n=3, tools=[WEATHER], stream=True):
+        for choice in chunk.choices:
+            calls[choice.index] += len(choice.delta.tool_calls or ())
+    assert calls == [1] * 3
+
+
+def test_a_chat_goes_on_after_a_call(client: openai.OpenAI, script: Script, front: RunningFront) -> None:
+    script.text = f"<think>Hm.</think>{CALL}"
+    message = whole(client, tools=[WEATHER]).choices[0].message
+    script.text = "Fine."
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": [{"type": "text", "text": "sun"}]}
+    given = [*MESSAGES, message.model_dump(exclude_none=True), result]
+    assert whole(client, messages=given, tools=[WEATHER]).choices[0].message.content == "Fine."
+    assert f"<think>Hm.</think>\n\n{CALL}</s>" in script.prompt
+    assert f"sun of weather by {message.tool_calls[0].id}" in script.prompt
+    assert '"name": "weather", "description": "of a city"' in script.prompt
+    given[1]["reasoning"] = given[1].pop("reasoning_content")
+    whole(client, messages=given, tools=[WEATHER])
+    assert "<think>Hm.</think>" in script.prompt
+    tokens = front.http.post("/tokenize", json={"messages": given, "tools": [WEATHER]}).json()["tokens"]
+    assert tokens == script.asked[-1].prompt
