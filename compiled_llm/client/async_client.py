@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from compiled_llm.client.base import BaseClient
+from compiled_llm.client.base import RETURNS_WITHIN, BaseClient
 from compiled_llm.client.errors import GeneratorLostError
 from compiled_llm.client.gathering import Gathering
 from compiled_llm.client.plain import Prompt
@@ -20,6 +20,9 @@ from compiled_llm.protocol.messages import Ready, Stats
 
 class AsyncClient(BaseClient):
     """Talks to a generator as ``Client`` does; whatever waits is awaited. ``submit`` and ``stream`` are the same.
+
+    They do not wait to connect again if the generator was lost: ``await client.wait_until_ready()`` does, and so do
+    ``generate`` and ``stats``.
 
     Examples:
         >>> async with AsyncClient("/run/llm.sock", tokenizer=True) as client:  # doctest: +SKIP
@@ -52,6 +55,9 @@ class AsyncClient(BaseClient):
 
     async def wait_until_ready(self, timeout: float | None = None) -> Ready:
         """As of ``Client``; then the tokenizer is loaded, too."""
+        if self._link.broken:
+            seconds = RETURNS_WITHIN if timeout is None else min(timeout, RETURNS_WITHIN)
+            await asyncio.to_thread(self._reconnect, seconds)
         session = self._session
         if not await _until(session.listeners, session.is_decided, timeout):
             raise session.not_ready_after(timeout)
@@ -68,7 +74,8 @@ class AsyncClient(BaseClient):
 
     async def stats(self, timeout: float | None = 60) -> Stats:
         """As of ``Client``."""
-        session, number = self._session, self._ask_stats()
+        await self._rejoin()
+        session, number = self._ask_stats()
         if not await _until(session.listeners, lambda: session.has_answered(number), timeout):
             raise session.no_answer_after(timeout)
         return session.take_stats(number)
@@ -77,9 +84,15 @@ class AsyncClient(BaseClient):
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """As of ``Client``; if it is cancelled, its requests end."""
+        await self._rejoin()
         with Gathering(self._submit_all(prompts, params)) as gathering:
             await _until(gathering.listeners, gathering.is_over)
             return gathering.outputs()
+
+    async def _rejoin(self) -> None:
+        """Wait for the next generator, if the last one was lost."""
+        if self._link.broken:
+            await self.wait_until_ready()
 
     async def __aenter__(self) -> AsyncClient:
         """Connect, and wait until the generator is ready; the client is closed at the end of the block."""

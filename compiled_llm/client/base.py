@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from functools import cached_property, partial
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.client.connection import Connection, Line
-from compiled_llm.client.errors import GeneratorLostError
 from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.client.link import Link
 from compiled_llm.client.plain import Prompt, plain_params, token_ids
 from compiled_llm.client.session import Session
 from compiled_llm.client.text_of_prompt import TextOfPrompt
@@ -22,6 +23,10 @@ from compiled_llm.protocol.messages import AskStats, Cancel, Ready, Submit
 if TYPE_CHECKING:  # what makes text imports torch
     from compiled_llm.engine.answer_text import TextFormat
     from compiled_llm.engine.detokenizer import Decoding
+
+
+RETURNS_WITHIN = 5.0
+"""Seconds in which a generator that was lost may begin to listen again, for who waits for it."""
 
 
 class BaseClient:
@@ -36,19 +41,51 @@ class BaseClient:
         """
         self._path = Path(path).expanduser()
         self._tokenizer_given = tokenizer
-        self._session = Session()
+        self._link = Link()
+        self._linking = threading.Lock()
         self._finalizer: weakref.finalize[..., BaseClient] | None = None
 
     def _connect(self) -> None:
-        """Connect, say hello, and have what comes read from now on.
+        """Connect.
 
         Raises:
             GeneratorLostError: there is no generator.
             GeneratorError: it does not want to talk to this client.
         """
-        self._connection = self._dial()
-        self._connection.start(self._session.take, self._session.lose)
-        self._finalizer = weakref.finalize(self, _close, self._session, self._connection)
+        self._link.connect(self._dial)
+        self._finalizer = weakref.finalize(self, self._link.close)
+
+    def _reconnect(self, seconds: float = 0.0) -> None:
+        """Connect again if the generator was lost.
+
+        Args:
+            seconds: in which the next one may begin to listen.
+
+        Raises:
+            GeneratorLostError: there is none.
+            GeneratorError: it does not want to talk to this client.
+        """
+        with self._linking:
+            if (lost := self._link).broken:
+                link = Link()
+                link.connect(self._dial, seconds)
+                if lost.closed:  # meanwhile, by another thread
+                    link.close()
+                self._replace(link)
+
+    def _replace(self, link: Link) -> None:
+        self.close()
+        self._link, self._finalizer = link, weakref.finalize(self, link.close)
+        if self._tokenizer_given is True:  # the next generator may have another model
+            for name in ("_tokenizer", "_decoding"):
+                self.__dict__.pop(name, None)
+
+    def _link_to_use(self) -> Link:
+        return self._link
+
+    @property
+    def _session(self) -> Session:
+        return self._link.session
 
     def _dial(self) -> Line:
         return Connection(self._path)
@@ -84,14 +121,16 @@ class BaseClient:
             ValueError: the prompt or its settings cannot be sent.
             GeneratorError: the generator is not ready, or is gone.
         """
-        params, session = params or SamplingParams(), self._session
+        params, link = params or SamplingParams(), self._link_to_use()
+        session = link.session
         ready, number = session.check_ready(), session.number()
         ids = token_ids(prompt, self._tokenizer)
         submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt)
-        handle = RemoteHandle(ids, params.n, _ends(params, ready), self._form(params), partial(self._cancel, number))
+        cancel = partial(self._cancel, link, number)
+        handle = RemoteHandle(ids, params.n, _ends(params, ready), self._form(params), cancel)
         session.expect(number, handle)
         try:
-            self._connection.send(submit)
+            link.send(submit)
         except BaseException:
             session.forget(number)
             raise
@@ -113,8 +152,8 @@ class BaseClient:
         """
         return TextOfPrompt(self.submit(prompt, params, **options))
 
-    def _cancel(self, number: int, index: int | None) -> None:
-        self._connection.send(Cancel(number, index))
+    def _cancel(self, link: Link, number: int, index: int | None) -> None:
+        link.send(Cancel(number, index))
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -139,16 +178,17 @@ class BaseClient:
 
         return TextFormat.of(params, self._decoding)
 
-    def _ask_stats(self) -> int:
-        """Ask how the generator is doing, and return the number of the question.
+    def _ask_stats(self) -> tuple[Session, int]:
+        """Ask how the generator is doing, and return whom, and the number of the question.
 
         Raises:
             GeneratorError: it is not ready, or is gone.
         """
-        self._session.check_ready()
-        number = self._session.number()
-        self._connection.send(AskStats(number))
-        return number
+        link = self._link
+        link.session.check_ready()
+        number = link.session.number()
+        link.send(AskStats(number))
+        return link.session, number
 
     def _submit_all(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -167,11 +207,6 @@ class BaseClient:
         """End the connection, and with it the client's requests. Closing it again does nothing."""
         if self._finalizer is not None:
             self._finalizer()
-
-
-def _close(session: Session, connection: Line) -> None:
-    session.lost = session.lost or GeneratorLostError("the client is closed; make another one")
-    connection.close()
 
 
 def _ends(params: SamplingParams, ready: Ready) -> frozenset[int]:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from compiled_llm.client.base import BaseClient
+from compiled_llm.client.base import RETURNS_WITHIN, BaseClient
 from compiled_llm.client.gathering import Gathering
+from compiled_llm.client.link import Link
 from compiled_llm.client.plain import Prompt
 from compiled_llm.client.tokenizer import Given
 from compiled_llm.engine.output import RequestOutput
@@ -18,7 +19,8 @@ from compiled_llm.protocol.messages import Ready, Stats
 class Client(BaseClient):
     """Talks to a generator (``compiled-llm serve``) over its Unix socket, as one talks to an ``Engine``.
 
-    Any thread may use it, and what ``submit`` returns works in any event loop. Closing it ends its requests.
+    Any thread may use it, and what ``submit`` returns works in any event loop. Closing it ends its requests. If the
+    generator is lost, requests under way raise ``GeneratorLostError``, and the next one connects again.
 
     Examples:
         >>> client = Client("/run/llm.sock", tokenizer=True)  # doctest: +SKIP
@@ -52,8 +54,9 @@ class Client(BaseClient):
 
         Raises:
             TimeoutError: it is not ready by then.
-            GeneratorLostError: it has ended.
+            GeneratorLostError: it has ended, or nobody has taken its place within 5 seconds.
         """
+        self._reconnect(RETURNS_WITHIN if timeout is None else min(timeout, RETURNS_WITHIN))
         session = self._session
         if not session.listeners.wait_until(session.is_decided, timeout):
             raise session.not_ready_after(timeout)
@@ -69,7 +72,8 @@ class Client(BaseClient):
             GeneratorError: it is not ready, or is gone.
             TimeoutError: it has not answered by then.
         """
-        session, number = self._session, self._ask_stats()
+        self._rejoin()
+        session, number = self._ask_stats()
         if not session.listeners.wait_until(lambda: session.has_answered(number), timeout):
             raise session.no_answer_after(timeout)
         return session.take_stats(number)
@@ -93,9 +97,19 @@ class Client(BaseClient):
             GeneratorBusyError: there are more than may wait; those that were taken are ended.
             GeneratorError: the generator takes no requests, or is gone.
         """
+        self._rejoin()
         with Gathering(self._submit_all(prompts, params)) as gathering:
             gathering.listeners.wait_until(gathering.is_over)
             return gathering.outputs()
+
+    def _link_to_use(self) -> Link:
+        self._reconnect()
+        return self._link
+
+    def _rejoin(self) -> None:
+        """Wait for the next generator, if the last one was lost."""
+        if self._link.broken:
+            self.wait_until_ready()
 
     def __enter__(self) -> Client:
         """Return the client; it is closed at the end of the block."""

@@ -30,6 +30,7 @@ class Session:
         doing: what the generator does before it is ready, in words.
         ready: what it has said when it was.
         lost: why nothing more comes; None while something may.
+        told: whether somebody has heard of that.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class Session:
         self.doing = "starting"
         self.ready: Ready | None = None
         self.lost: GeneratorLostError | None = None
+        self.told = False
         self._said: str | None = None  # why the generator ends
         self._numbers = itertools.count(1)
         self._changing = threading.Lock()
@@ -55,6 +57,7 @@ class Session:
             GeneratorLostError: it is not.
         """
         if self.lost is not None:
+            self.told = True
             raise self.lost
 
     def check_ready(self) -> Ready:

@@ -44,6 +44,8 @@ class Loop:
         return self.run(calling())
 
     def close(self, drain_seconds: float = 0.0) -> None:
+        if self._loop.is_closed():
+            return
         if self.generator.leaving is None:
             self.call(self.generator.leave, "the test is over")
         self.run(self.generator.drain(drain_seconds))
