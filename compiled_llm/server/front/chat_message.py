@@ -60,6 +60,8 @@ class Message(Body):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    annotations: Annotated[list[Any] | None, NoEffect("the model sees the text")] = None
+    provider_specific_fields: Annotated[dict[str, Any] | None, NoEffect("LiteLLM's notes of an answer")] = None
     refusal: Annotated[None, Refused("an assistant's refusal is its content")] = None
     audio: Annotated[None, Refused("messages are text")] = None
     function_call: Annotated[Any, Refused("give tool_calls")] = None

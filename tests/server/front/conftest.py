@@ -13,6 +13,7 @@ from compiled_llm.server.generator.facts import ready_of
 from support.fronts import RunningFront, chat_tokenizer, fronting
 from support.generators import Loop
 from support.parity import assert_account_is_empty
+from support.scripted import Script, scripted, tool_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +44,12 @@ def front(generator: Loop) -> Iterator[RunningFront]:
 def client(front: RunningFront) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def speaking() -> Iterator[tuple[Script, RunningFront]]:
+    """A front of a generator that says what a test has written."""
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        path = Path(folder) / "socket"
+        with scripted(path, tool_tokenizer()) as script, fronting(path) as front:
+            yield script, front

@@ -173,45 +173,6 @@ def test_the_model_has_its_names(client: openai.OpenAI) -> None:
         client.models.retrieve("gpt-9")
 
 
-BODIES: dict[str, dict[str, Any]] = {
-    "langchain": {
-        "messages": [{"content": "hi", "role": "user"}],
-        "model": "tiny",
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "max_completion_tokens": 5,
-    },
-    "litellm": {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "hi"}],
-        "temperature": 0.2,
-        "max_tokens": 5,
-        "user": "me",
-        "stream": False,
-    },
-    "llama-index": {
-        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
-        "model": "tiny",
-        "stream": False,
-        "temperature": 0.1,
-        "max_tokens": 5,
-    },
-    "open-webui": {
-        "stream": True,
-        "model": "tiny",
-        "max_tokens": 5,
-        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
-    },
-}
-"""As these clients send them."""
-
-
-@pytest.mark.parametrize("name", BODIES)
-def test_what_other_clients_send_is_taken(front: RunningFront, name: str) -> None:
-    response = front.http.post("/v1/chat/completions", json=BODIES[name])
-    assert response.status_code == 200, response.text
-
-
 def test_lm_eval_scores_a_text(front: RunningFront) -> None:
     body = {"model": "tiny", "prompt": [[5, 6, 7, 8]], "max_tokens": 1, "temperature": 0, "logprobs": 1, "seed": 1234}
     found = front.http.post("/v1/completions", json={**body, "echo": True}).json()["choices"][0]["logprobs"]

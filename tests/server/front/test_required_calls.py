@@ -32,14 +32,6 @@ BERN = ROME.replace("Rome", "Bern")
 NOW = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def speaking() -> Iterator[tuple[Script, RunningFront]]:
-    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
-        path = Path(folder) / "socket"
-        with scripted(path, tool_tokenizer()) as script, fronting(path) as front:
-            yield script, front
-
-
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"tool_choice": "required"}, [ROME, NOW, f"{NOW}\n{ROME}"], ["hi", "", BERN, f"{ROME}{NOW}", f"hi {ROME}"]),
     ({"tool_choice": "required", "parallel_tool_calls": False}, [ROME, NOW], [f"{NOW}\n{ROME}"]),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from support.fronts import RunningFront, fronting
-from support.scripted import Script, scripted, tool_tokenizer
+from support.fronts import RunningFront
+from support.scripted import Script, tool_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}}
@@ -20,14 +18,6 @@ TIME = {"type": "function", "function": {"name": "time"}}
 MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def speaking() -> Iterator[tuple[Script, RunningFront]]:
-    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
-        path = Path(folder) / "socket"
-        with scripted(path, tool_tokenizer()) as script, fronting(path) as front:
-            yield script, front
 
 
 @pytest.fixture
