@@ -28,7 +28,7 @@ class Session:
     Attributes:
         listeners: told when the generator is ready, has answered a question, or is gone.
         doing: what the generator does before it is ready, in words.
-        ready: what it has said when it was.
+        ready: what it has said when it was; None while it is not.
         lost: why nothing more comes; None while something may.
         told: whether somebody has heard of that.
     """
@@ -139,7 +139,7 @@ class Session:
             case Stats():
                 self._stats[message.number] = message
             case Preparing():
-                self.doing = message.doing
+                self.doing, self.ready = message.doing, None  # it was, and sleeps now
             case Ready():
                 self.doing, self.ready = "ready", message
             case Leaving() | Problem():

@@ -19,6 +19,8 @@ from compiled_llm.config import WrapConfig
 if TYPE_CHECKING:
     from compiled_llm.engine.engine import Engine
     from compiled_llm.protocol.messages import Ready
+    from compiled_llm.server.generator.generator import Generator
+    from compiled_llm.server.generator.operations import Operations
 
 _SERVING, _HTTP, _RUNNING = "Serving", "HTTP", "Running the model"
 _MOST_WAITING = 2048
@@ -38,6 +40,7 @@ class Served(NamedTuple):
     max_queue: int | None
     max_step_ms: float | None
     warmup: list[int]
+    operations_uds: Path | None
     quiet: bool
 
     def wrap_options(self) -> dict[str, Any]:
@@ -194,6 +197,14 @@ def serve(
     device: Annotated[
         Device, typer.Option(help="auto: CUDA if there is a device.", rich_help_panel=_RUNNING)
     ] = Device.auto,
+    operations_uds: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Take /sleep, /wake and new weights by HTTP over this Unix socket, which only your user may open.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=_SERVING)] = False,
     leashed: Annotated[bool, typer.Option(hidden=True, help="End with whoever holds stdin open.")] = False,
 ) -> None:
@@ -209,18 +220,18 @@ def serve(
         )
         with_front = uds is None or http.given
         check_package("msgspec", "server")
-        if with_front:
+        if with_front or operations_uds is not None:
             for package in ("fastapi", "prometheus_client", "uvicorn"):
                 check_package(package, "server")
         check_driver(device.value)
         sizes = integers("--warmup", warmup)
         served = Served(
             *(model, mode, backend, dtype.value, device.value, kv_memory),
-            *(max_rows, max_queue, max_step_ms, sizes, quiet),
+            *(max_rows, max_queue, max_step_ms, sizes, _absolute(operations_uds), quiet),
         )
         _check(served, drain_seconds)
         source = locate(model, progress=not quiet)
-        path = None if uds is None else uds.expanduser().absolute()
+        path = _absolute(uds)
         if with_front:
             _run_front(http, served, source, path, drain_seconds)
         elif path is not None:
@@ -248,6 +259,7 @@ def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashe
     from compiled_llm.server.generator.process import run
 
     generator = Generator(uds)
+    operations = _operations(generator, served.operations_uds)
     say = _silent if served.quiet else _say
     say(f"listening at {uds}")
 
@@ -256,7 +268,16 @@ def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashe
         say("ready")
         return engine, ready
 
-    run(generator, prepare, drain_seconds)
+    run(generator, prepare, drain_seconds, operations)
+
+
+def _operations(generator: Generator, uds: Path | None) -> Operations | None:
+    """Listen for operations, if that is asked for."""
+    if uds is None:
+        return None
+    from compiled_llm.server.generator.operations import Operations  # imports what serves HTTP
+
+    return Operations(generator, uds)
 
 
 def _prepared(served: Served, source: Source, report: Callable[[str], None]) -> tuple[Engine, Ready]:
@@ -277,6 +298,10 @@ def _prepared(served: Served, source: Source, report: Callable[[str], None]) -> 
         report(f"preparing steps of {size} requests ({number} of {len(sizes)})")
         engine.warmup(size, structured=number == 1 and bool(ready.form_ends))
     return engine, ready
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.expanduser().absolute()
 
 
 def _number_or_text(value: str) -> float | str:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compiled_llm
 from support.characters import character_tokenizer
 from support.fronts import fronting
-from support.generators import generating
+from support.generators import generating, operating
 from support.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
 from support.tiny_gguf import write_gguf
 from support.tiny_models import tiny_llama, tiny_qwen3
@@ -75,11 +75,16 @@ def namespace(
 
 @contextmanager
 def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What `compiled-llm serve demo` serves in another terminal, with `--uds llm.sock` and over HTTP."""
+    """What `compiled-llm serve demo` serves in another terminal, with `--uds llm.sock`, over HTTP, and operations."""
     model, tokenizer = loaded(folder)
     engine = compiled_llm.Engine(compiled_llm.wrap(model, kv_memory="2000 tokens"), tokenizer=tokenizer)
     path = Path("llm.sock")
-    with engine, generating(engine, path, tokenizer=folder), fronting(path, names=("demo", "Qwen/Qwen3-0.6B")) as front:
+    with (
+        engine,
+        generating(engine, path, tokenizer=folder) as loop,
+        operating(engine, loop, Path("operations.sock"), folder),
+        fronting(path, names=("demo", "Qwen/Qwen3-0.6B")) as front,
+    ):
         there, client = {"http://localhost:8000/v1": f"{front.url}/v1"}, openai.OpenAI
         monkeypatch.setattr(openai, "OpenAI", lambda base_url, **options: client(base_url=there[base_url], **options))
         yield

@@ -17,6 +17,7 @@ from compiled_llm.protocol.frames import Frames, frame_of
 from compiled_llm.protocol.messages import FromGenerator, Hello, Problem, Ready, Welcome
 from compiled_llm.server.generator.facts import ready_of
 from compiled_llm.server.generator.generator import Generator
+from compiled_llm.server.generator.operations import Operations
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
 PATIENCE = 60.0
@@ -64,6 +65,18 @@ def generating(engine: Engine, path: Path, tokenizer: Path | None = None, **opti
         yield loop
     finally:
         loop.close()
+
+
+@contextmanager
+def operating(engine: Engine, loop: Loop, path: Path, tokenizer: Path) -> Iterator[Operations]:
+    """The operations on a generator that is ready; it has named the folder of a tokenizer."""
+    operations = Operations(loop.generator, path)
+    operations.start()
+    operations.open(engine, ready_of(engine._model, engine, "tiny", engine._tokenizer, str(tokenizer)))
+    try:
+        yield operations
+    finally:
+        operations.close()
 
 
 @contextmanager

@@ -19,6 +19,10 @@ _PLACE = re.compile(r"^(\[[\d:]+\] )?(\S+\.(cc|h):\d+: )?(Check failed: .* is fa
 """What xgrammar's messages begin with: the time, and where in its own code they come from."""
 
 
+class GrammarsMissingError(RuntimeError):
+    """There is nothing to compile grammars with."""
+
+
 class GrammarSource(NamedTuple):
     """What a grammar is compiled from; equal ones have one grammar.
 
@@ -81,10 +85,10 @@ def check_installed() -> None:
     """Check that there is something to compile grammars with.
 
     Raises:
-        RuntimeError: there is not.
+        GrammarsMissingError: there is not.
     """
     if importlib.util.find_spec("xgrammar") is None:
-        raise RuntimeError(
+        raise GrammarsMissingError(
             "structured_outputs: a grammar needs xgrammar to be compiled: pip install '.[structured]' in the checkout"
         )
 

@@ -57,7 +57,7 @@ class GeneratorLink:
     @property
     def is_ready(self) -> bool:
         """Whether requests can be answered."""
-        return self._model is not None
+        return self._model is not None and self._model.client.doing == "ready"
 
     @property
     def model(self) -> Model:
@@ -66,7 +66,7 @@ class GeneratorLink:
         Raises:
             ApiError: nothing does now.
         """
-        if self._model is None:
+        if self._model is None or not self.is_ready:
             raise unavailable(f"the model is not ready: {self.doing}", "not_ready")
         return self._model
 

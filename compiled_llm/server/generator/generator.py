@@ -73,7 +73,7 @@ class Generator:
     # ---- from any thread
 
     def report(self, doing: str) -> None:
-        """Tell clients what is done before the generator is ready."""
+        """Tell clients what is done before the generator is ready, or ready again."""
         self._call(self._tell_preparing, doing)
 
     def open(self, engine: Engine, ready: Ready) -> None:
@@ -94,7 +94,7 @@ class Generator:
     # ---- in the event loop
 
     def _tell_preparing(self, doing: str) -> None:
-        self.doing = doing
+        self.doing, self._ready = doing, None
         self._tell_all(Preparing(doing))
 
     def _begin_taking(self, engine: Engine, ready: Ready) -> None:
@@ -134,7 +134,7 @@ class Generator:
 
     def begin(self, submit: Submit) -> Stream | Refused:
         """Begin a request."""
-        if self._engine is None or self.leaving is not None:
+        if self._engine is None or self._ready is None or self.leaving is not None:
             return Refused(submit.request, "unavailable", self.leaving or f"the generator is not ready ({self.doing})")
         from compiled_llm.server.generator.stream import Stream, begun  # with torch, which is there by now
 

@@ -16,6 +16,7 @@ from compiled_llm.server.generator.generator import LAST_WORDS, Generator
 
 if TYPE_CHECKING:  # imports torch
     from compiled_llm.engine.engine import Engine
+    from compiled_llm.server.generator.operations import Operations
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -28,7 +29,9 @@ Prepare = Callable[[Report], "tuple[Engine, Ready]"]
 """Loads a model and warms an engine up; takes some time, in a thread of its own."""
 
 
-def run(generator: Generator, prepare: Prepare, drain_seconds: float = 30.0) -> None:
+def run(
+    generator: Generator, prepare: Prepare, drain_seconds: float = 30.0, operations: Operations | None = None
+) -> None:
     """Serve until SIGTERM or Ctrl-C; then let requests end, for a while. The second signal ends the process at once.
 
     If the engine's device is lost, requests end with the reason, and the process with the exit code ``DEVICE_LOST``.
@@ -37,16 +40,20 @@ def run(generator: Generator, prepare: Prepare, drain_seconds: float = 30.0) -> 
         generator: listens already.
         prepare: returns the engine, and what clients are told of it.
         drain_seconds: how long requests may go on after the first signal.
+        operations: what else is asked of it, at a socket of their own.
 
     Raises:
         Exception: what kept the engine from being ready.
     """
-    asyncio.run(_Life(generator, prepare, drain_seconds).run())
+    asyncio.run(_Life(generator, prepare, drain_seconds, operations).run())
 
 
 class _Life:
-    def __init__(self, generator: Generator, prepare: Prepare, drain_seconds: float) -> None:
+    def __init__(
+        self, generator: Generator, prepare: Prepare, drain_seconds: float, operations: Operations | None
+    ) -> None:
         self._generator = generator
+        self._operations = operations
         self._prepare = prepare
         self._drain_seconds = drain_seconds
         self._engine: Engine | None = None
@@ -60,6 +67,8 @@ class _Life:
             loop.add_signal_handler(number, self._told_to_end, number)
         self._generator.when_lost = self._ending.set
         await self._generator.start()
+        if self._operations is not None:
+            self._operations.start()
         threading.Thread(target=self._prepared, args=(loop,), name="compiled_llm preparation", daemon=True).start()
         await self._ending.wait()
         await self._end()
@@ -74,6 +83,8 @@ class _Life:
         else:
             gc.collect()
             gc.freeze()  # what was imported and compiled stays; to look through it would stop everybody for a while
+            if self._operations is not None:
+                self._operations.open(self._engine, ready)
             self._generator.open(self._engine, ready)
 
     def _told_to_end(self, number: int) -> None:
@@ -91,6 +102,8 @@ class _Life:
         else:
             self._generator.leave("the generator was told to end")
         await self._generator.drain(self._drain_seconds)
+        if self._operations is not None:
+            await asyncio.to_thread(self._operations.close)
         if self._engine is not None:
             self._engine.close()
         if self._failure is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.device_loss import DeviceLostError
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.grammars.source import GrammarsMissingError
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError
 from compiled_llm.engine.logprobs import Logprobs, logprobs_of
@@ -31,7 +32,7 @@ def begun(engine: Engine, submit: Submit) -> Stream | Refused:
         return Stream(submit.request, _submitted(engine, submit))
     except QueueFullError as error:
         return Refused(submit.request, "full", str(error))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, GrammarsMissingError) as error:
         return Refused(submit.request, "invalid", str(error))
     except RuntimeError as error:  # the engine is asleep, or the model cannot be run now
         return Refused(submit.request, "unavailable", str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
 from typing import Any
@@ -132,3 +133,14 @@ def test_half_requests(front: RunningFront, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", front.port)) as peer:
         peer.sendall(sent)
     assert_answers(front)
+
+
+def test_a_form_without_xgrammar_is_refused_with_the_command(
+    front: RunningFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xgrammar" else find(name))
+    response = front.http.post(CHAT, json={"messages": HI, "response_format": {"type": "json_object"}})
+    assert response.status_code == 400
+    assert "pip install '.[structured]'" in response.json()["error"]["message"]
+    assert front.http.post(CHAT, json={"messages": HI, "max_tokens": 2}).status_code == 200

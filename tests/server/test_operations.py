@@ -1,0 +1,336 @@
+"""Sleep, wake and new weights, by HTTP over a socket of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+import compiled_llm
+from compiled_llm.client import Client, GeneratorError
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.server.generator.operations import Operations
+from support.characters import character_tokenizer
+from support.fronts import fronting, serving
+from support.generators import PATIENCE, Loop, generating, generator_process, operating
+from support.text_tokenizers import byte_level
+from support.tiny_models import tiny_qwen3
+
+PROMPT = list(range(3, 13))
+SHORT, LONG = (SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (8, 200))
+OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "4000 tokens")
+
+
+def plain(seed: int) -> PreTrainedModel:
+    return tiny_qwen3(seed, eos_token_id=None, num_hidden_layers=1, vocab_size=380)
+
+
+def huggingfaces(model: Any, tokens: int, prompt: list[int] = PROMPT) -> list[int]:
+    ids = torch.tensor([prompt])
+    whole = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens)
+    return whole[0, len(prompt) :].tolist()
+
+
+@contextmanager
+def asking(path: Path) -> Iterator[httpx.Client]:
+    """Who asks at the socket of operations."""
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(path)), base_url="http://operations", timeout=PATIENCE
+    ) as http:
+        yield http
+
+
+class Served(NamedTuple):
+    """A generator with operations, in this process."""
+
+    engine: Engine
+    loop: Loop
+    path: Path
+    operations_path: Path
+
+
+@pytest.fixture
+def engine(one_thread: None) -> Iterator[Engine]:
+    options: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 4, "progress": False}
+    model = compiled_llm.wrap(plain(0), mode="eager", **options)
+    with Engine(model, tokenizer=byte_level()) as engine:
+        yield engine
+
+
+@pytest.fixture
+def served(engine: Engine, folder: Path) -> Iterator[Served]:
+    path, operations, tokenizer = folder / "socket", folder / "operations", folder / "tokenizer"
+    engine._tokenizer.save_pretrained(tokenizer)
+    with generating(engine, path, tokenizer=tokenizer) as loop:
+        with operating(engine, loop, operations, tokenizer):
+            yield Served(engine, loop, path, operations)
+        assert not operations.exists()
+
+
+@pytest.fixture
+def http(served: Served) -> Iterator[httpx.Client]:
+    with asking(served.operations_path) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("weights")
+    plain(1).save_pretrained(folder)
+    return folder
+
+
+def post(http: httpx.Client, path: str, body: Any = None) -> dict[str, Any]:
+    response = http.post(path, content=b"" if body is None else json.dumps(body).encode())
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def tokens(client: Client, params: SamplingParams = SHORT) -> list[int]:
+    (output,) = client.generate([PROMPT], params)
+    return output.outputs[0].token_ids
+
+
+def test_only_its_user_may_open_the_socket(served: Served) -> None:
+    assert stat.S_IMODE(served.operations_path.stat().st_mode) == 0o600
+    with pytest.raises(RuntimeError, match="listens there already"):
+        Operations(served.loop.generator, served.operations_path)
+
+
+def test_new_weights_are_those_of_huggingface(served: Served, http: httpx.Client, weights: Path) -> None:
+    with Client(served.path) as client:
+        assert tokens(client) == huggingfaces(plain(0), 8)
+        done = post(http, "/update_weights", {"folder": str(weights)})
+        assert done["weights"] == str(weights)
+        assert tokens(client) == huggingfaces(plain(1), 8)
+        assert http.get("/status").json() == {"doing": "ready", "asleep": False, "weights": str(weights)}
+
+
+def test_who_runs_ends_with_the_old_weights_first(served: Served, http: httpx.Client, weights: Path) -> None:
+    with Client(served.path) as client:
+        running = client.submit(PROMPT, LONG)
+        next(iter(running))
+        updating = threading.Thread(target=post, args=(http, "/update_weights", {"folder": str(weights)}))
+        updating.start()
+        while not running.done and served.engine._driver.handles.held._early is None:
+            pass
+        late = client.submit(PROMPT, SHORT)
+        assert running.result(PATIENCE).outputs[0].token_ids == huggingfaces(plain(0), 200)
+        assert late.result(PATIENCE).outputs[0].token_ids in (huggingfaces(seed, 8) for seed in map(plain, (0, 1)))
+        updating.join(PATIENCE)
+        assert tokens(client) == huggingfaces(plain(1), 8)
+
+
+def test_asleep_clients_hear_it_and_awake_requests_go_on(served: Served, http: httpx.Client) -> None:
+    with Client(served.path) as client:
+        running = client.submit(PROMPT, LONG)
+        next(iter(running))
+        slept = post(http, "/sleep")
+        assert slept["asleep"] is True
+        assert slept["bytes"] > 0
+        assert http.get("/status").json()["asleep"] is True
+        while client.doing != "asleep":
+            pass
+        with pytest.raises(GeneratorError, match=r"the generator is not ready \(asleep\)"):
+            client.submit(PROMPT, SHORT)
+        with Client(served.path, wait=False) as other, pytest.raises(TimeoutError, match="asleep"):
+            other.wait_until_ready(0.05)
+        assert not running.done
+        assert post(http, "/wake")["asleep"] is False
+        client.wait_until_ready(PATIENCE)
+        assert running.result(PATIENCE).outputs[0].token_ids == huggingfaces(plain(0), 200)
+        assert tokens(client) == huggingfaces(plain(0), 8)
+        post(http, "/sleep", {"requests": "end", "weights": True})
+        post(http, "/sleep")  # it does
+        post(http, "/wake")
+        post(http, "/wake")  # it is
+
+
+def test_the_prefix_cache_is_emptied(served: Served, http: httpx.Client) -> None:
+    with Client(served.path) as client:
+        tokens(client)
+        assert client.stats().pages.cached > 0  # type: ignore[union-attr]
+        post(http, "/reset_prefix_cache")
+        assert client.stats().pages.cached == 0  # type: ignore[union-attr]
+
+
+WRONG: list[tuple[str, bytes, int, str]] = [
+    ("/update_weights", b"", 400, "missing required field `folder`"),
+    ("/update_weights", b'{"folder": "weights"}', 400, "folder='weights': give an absolute path"),
+    ("/update_weights", b'{"folder": "/nowhere"}', 400, "there is no folder '/nowhere'"),
+    ("/update_weights", b'{"folder": "/", "requests": "all"}', 400, "Invalid enum value 'all'"),
+    ("/update_weights", b'{"folder": "/", "wait": true}', 400, "unknown field `wait`"),
+    ("/update_weights", b'{"folder": "\\u0000"}', 400, "folder="),
+    ("/update_weights", b'{"folder": "/\\u0000"}', 400, "there is no folder"),
+    ("/sleep", b"{", 400, "truncated"),
+    ("/sleep", b"[]", 400, "Expected `object`"),
+    ("/sleep", b"\xff", 400, "malformed"),
+    ("/sleep", b'{"level": 1}', 400, "unknown field `level`"),
+    ("/wake", b'{"weights": true}', 400, "unknown field `weights`"),
+    ("/wake", b" " * 2**17, 413, "the body can have 65,536 bytes"),
+    ("/chat", b"", 404, "Not Found"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "message"), WRONG)
+def test_what_is_wrong_is_told_in_a_sentence(
+    path: str, body: bytes, status: int, message: str, served: Served, http: httpx.Client
+) -> None:
+    response = http.post(path, content=body)
+    assert response.status_code == status
+    assert message in response.json()["error"]
+    assert http.get("/status").json() == {"doing": "ready", "asleep": False, "weights": None}
+    post(http, "/reset_prefix_cache")
+
+
+def test_what_is_not_possible_now_is_told_too(served: Served, http: httpx.Client, weights: Path) -> None:
+    with Client(served.path) as client:
+        running = client.submit(PROMPT, LONG)
+        next(iter(running))
+        post(http, "/sleep")
+        response = http.post("/update_weights", json={"folder": str(weights)})
+        assert response.status_code == 409
+        assert "the model is asleep, and 1 requests have not ended" in response.json()["error"]
+        post(http, "/update_weights", {"folder": str(weights), "requests": "end"})
+        post(http, "/wake")
+        assert running.result(PATIENCE).outputs[0].finish_reason == "cancelled"
+    assert http.get("/wake").status_code == 405
+
+
+def test_before_the_generator_is_ready_it_says_so(path: Path, folder: Path) -> None:
+    loop = Loop(path)
+    operations = Operations(loop.generator, folder / "operations")
+    operations.start()
+    with asking(folder / "operations") as http:
+        assert http.get("/status").json() == {"doing": "starting", "asleep": False, "weights": None}
+        response = http.post("/sleep")
+        assert (response.status_code, response.json()) == (503, {"error": "the generator is not ready (starting)"})
+    operations.close()
+    loop.close()
+
+
+def test_the_port_of_the_api_knows_none_of_it(served: Served, http: httpx.Client) -> None:
+    with fronting(served.path) as front:
+        for path in ("/sleep", "/wake", "/reset_prefix_cache", "/update_weights", "/status"):
+            assert front.http.post(path, json={}).status_code == 404
+            assert front.http.get(path).status_code == 404
+        question = {"prompt": "a", "max_tokens": 2}
+        assert front.http.get("/ready").status_code == 200
+        post(http, "/sleep")
+        while front.http.get("/ready").json() != {"ready": False, "doing": "asleep"}:
+            pass
+        response = front.http.post("/v1/completions", json=question)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        assert response.json()["error"]["message"] == "the model is not ready: asleep"
+        assert front.http.get("/metrics").status_code == 200
+        post(http, "/wake")
+        while front.http.get("/ready").status_code == 503:
+            pass
+        assert front.http.post("/v1/completions", json=question).status_code == 200
+
+
+# ---- real processes
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    plain(0).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.whole
+def test_a_generator_by_itself(model_folder: Path, weights: Path, path: Path, folder: Path) -> None:
+    """By curl, as the documentation has it."""
+
+    def curl(route: str, *options: str) -> Any:
+        command = ["curl", "-s", "--unix-socket", str(folder / "operations"), f"localhost/{route}", *options]
+        return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+    with generator_process(model_folder, path, "--operations-uds", str(folder / "operations"), *OPTIONS) as process:
+        with Client(path) as client:
+            assert tokens(client) == huggingfaces(plain(0), 8)
+            assert curl("sleep", "-X", "POST")["asleep"] is True
+            assert curl("wake", "-X", "POST")["asleep"] is False
+            client.wait_until_ready(PATIENCE)
+            curl("update_weights", "-d", json.dumps({"folder": str(weights)}))
+            assert tokens(client) == huggingfaces(plain(1), 8)
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+        assert not (folder / "operations").exists()
+
+
+@pytest.mark.whole
+def test_with_a_front_and_a_generator_that_is_started_again(model_folder: Path, weights: Path, folder: Path) -> None:
+    operations = folder / "operations"
+    question = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    prompt = AutoTokenizer.from_pretrained(model_folder)("abc").input_ids
+    texts = [
+        AutoTokenizer.from_pretrained(model_folder).decode(huggingfaces(plain(seed), 8, prompt)) for seed in (0, 1)
+    ]
+    with (
+        serving(model_folder, "--operations-uds", str(operations), *OPTIONS) as (_, url),
+        httpx.Client(base_url=url, timeout=PATIENCE) as front,
+    ):
+
+        def text() -> str:
+            while front.get("/ready").status_code != 200:
+                pass
+            return front.post("/v1/completions", json=question).json()["choices"][0]["text"]
+
+        assert text() == texts[0]
+        with asking(operations) as http:
+            post(http, "/update_weights", {"folder": str(weights)})
+            assert text() == texts[1]
+            assert front.post("/update_weights", json={"folder": str(weights)}).status_code == 404
+        found = subprocess.run(["pgrep", "-f", f"operations-uds={operations}"], capture_output=True, text=True)
+        os.kill(int(found.stdout), signal.SIGKILL)
+        while front.get("/ready").status_code == 200:
+            pass
+        assert text() == texts[0]  # those that it was started with
+        with asking(operations) as http:
+            assert http.get("/status").json() == {"doing": "ready", "asleep": False, "weights": None}
+            post(http, "/update_weights", {"folder": str(weights)})
+            assert text() == texts[1]
+
+
+@pytest.mark.whole
+def test_real_weights(folder: Path, tmp_path: Path) -> None:
+    """SmolLM2 answers as before once it has its own weights again, and not between."""
+    model, tokenizer = compiled_llm.demo()
+    prompt = tokenizer("The capital of France is").input_ids
+    model.save_pretrained(tmp_path / "own")
+    own = huggingfaces(model, 12, prompt)
+    with torch.no_grad():
+        for layer in model.model.layers[::2]:
+            layer.mlp.down_proj.weight.mul_(1.05)
+    changed = huggingfaces(model, 12, prompt)
+    assert own != changed
+    model.save_pretrained(tmp_path / "changed", max_shard_size="100MB")
+    operations, path = folder / "operations", folder / "socket"
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with (
+        generator_process("demo", path, "--operations-uds", str(operations), *OPTIONS),
+        asking(operations) as http,
+        Client(path) as client,
+    ):
+        for name, expected in [("changed", changed), ("own", own)]:
+            post(http, "/update_weights", {"folder": str(tmp_path / name)})
+            assert client.generate([prompt], params)[0].outputs[0].token_ids == expected
+        (tmp_path / "changed" / "model.safetensors.index.json").unlink()
+        assert http.post("/update_weights", json={"folder": str(tmp_path / "changed")}).status_code == 400
+        assert client.generate([prompt], params)[0].outputs[0].token_ids == own
