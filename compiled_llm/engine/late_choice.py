@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import xgrammar
 
 
-class Constrained(NamedTuple):
+class _Member(NamedTuple):
     """A request that the host has a say in.
 
     Attributes:
@@ -39,13 +39,49 @@ class Constrained(NamedTuple):
     constraint: Constraint
 
 
-def constrained(requests: Sequence[Request]) -> list[Constrained]:
-    """Return those of a step's requests, which all have rows, that the host has a say in."""
-    return [
-        Constrained(place, request, request.running_row, request.constraint)
-        for place, request in enumerate(requests)
-        if request.constraint is not None
-    ]
+class Constrained:
+    """Those of a plan's requests that the host has a say in: looked at once, and not in each of its steps.
+
+    Attributes:
+        members: all of them, in the plan's order.
+        formed: those that have grammars.
+        rows: of the formed ones.
+        matchers: of the formed ones.
+        narrowed: of the formed ones, where those stand whose settings may bar more.
+        processed: those whose logits are the user's to change.
+    """
+
+    def __init__(self, members: list[_Member]) -> None:
+        """Look at requests that have rows."""
+        self.members = members
+        self.formed = [each for each in members if each.constraint.matcher is not None]
+        self.rows = [each.row for each in self.formed]
+        self.matchers = [each.constraint.matcher for each in self.formed if each.constraint.matcher is not None]
+        self.narrowed = [
+            at for at, each in enumerate(self.formed) if each.constraint.mask is not None or each.constraint.least
+        ]
+        self.processed = [each for each in members if each.constraint.processors]
+
+    @classmethod
+    def among(cls, requests: Sequence[Request]) -> Constrained | None:
+        """Return those of a step's requests, which all have rows; None if there are none."""
+        members = [
+            _Member(place, request, request.running_row, request.constraint)
+            for place, request in enumerate(requests)
+            if request.constraint is not None
+        ]
+        return cls(members) if members else None
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.members)
+
+    def present(self) -> Constrained:
+        """Return those that have not ended."""
+        if not any(each.request.done for each in self.members):
+            return self
+        return Constrained([each for each in self.members if not each.request.done])
 
 
 class LateChoice:
@@ -55,7 +91,7 @@ class LateChoice:
         failed: what ends requests alone, their tokens not being read.
     """
 
-    def __init__(self, requests: Sequence[Constrained], watch: Watch) -> None:
+    def __init__(self, requests: Constrained, watch: Watch) -> None:
         """Choose nothing yet.
 
         Args:
@@ -75,10 +111,9 @@ class LateChoice:
         """Have the tokens chosen, those before them having been read, and wait for nothing."""
         if self._readback is not None:
             return
-        present = [each for each in self._requests if not each.request.done]
-        formed = [each for each in present if each.constraint.matcher is not None]
-        masks = self._masks = _masks(formed, device_model.state.staging, writer) if formed else None
-        edited = self._edit(device_model, persistent, [each for each in present if each.constraint.processors])
+        present = self._requests.present()
+        masks = self._masks = _masks(present, device_model.state.staging, writer) if present.formed else None
+        edited = self._edit(device_model, persistent, present.processed)
         device_model.thread.call(self._choose, device_model, persistent, masks, edited)
 
     def _choose(
@@ -96,7 +131,7 @@ class LateChoice:
         self._logprobs = self._watch.taken()
 
     def _edit(
-        self, device_model: DeviceModel, persistent: PersistentBatch, requests: Sequence[Constrained]
+        self, device_model: DeviceModel, persistent: PersistentBatch, requests: Sequence[_Member]
     ) -> dict[Row, Tensor]:
         """Call the processors of requests, in this thread; who fails is left to choose from what the model said."""
         if not requests:
@@ -116,7 +151,7 @@ class LateChoice:
         """Write the tokens that were chosen late among a step's, let grammars go on, and return what came with them."""
         if self._readback is None:
             return []
-        for each, token in zip(self._requests, self._readback.result(), strict=True):
+        for each, token in zip(self._requests.members, self._readback.result(), strict=True):
             tokens[each.place] = token
         self._advance(tokens)
         return self._logprobs
@@ -126,7 +161,7 @@ class LateChoice:
         for request in (request for request, flag in zip(self._edited, nan, strict=True) if flag):
             self.failed.setdefault(request, _unusable(request))
         usual: list[tuple[Request, xgrammar.GrammarMatcher, int]] = []
-        for place, request, row, constraint in self._requests:
+        for place, request, row, constraint in self._requests.members:
             token = tokens[place]
             if request.done or token in request.ends or (self.failed and request in self.failed):
                 continue
@@ -150,12 +185,15 @@ class LateChoice:
         return token != NOT_A_TOKEN and not constraint.accepts(token)
 
 
-def _masks(formed: Sequence[Constrained], staging: Staging, writer: MaskWriter) -> Masks:
-    """Return what grammars allow next."""
-    words = -(-formed[0].constraint.vocabulary // 32)
-    masks = Masks([each.row for each in formed], staging.lend(len(formed), words))
-    writer.write([(each.constraint, len(each.request.tokens)) for each in formed], masks.bits)
-    return masks
+def _masks(requests: Constrained, staging: Staging, writer: MaskWriter) -> Masks:
+    """Return which tokens requests that have grammars may have next."""
+    words = -(-requests.formed[0].constraint.vocabulary // 32)
+    bits = staging.lend(len(requests.formed), words)
+    writer.fill(requests.matchers, bits)
+    for at in requests.narrowed:
+        _, request, _, constraint = requests.formed[at]
+        constraint.narrow(bits[at], len(request.tokens))
+    return Masks(requests.rows, bits)
 
 
 def _lost(request: Request) -> RequestError:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.engine.grammars.constraint import MaskWriter
-from compiled_llm.engine.late_choice import Constrained, LateChoice, constrained
+from compiled_llm.engine.late_choice import Constrained, LateChoice
 from compiled_llm.engine.logprobs import Arriving, ArrivingPrompt, LogprobsMode, Watch
 from compiled_llm.engine.pace import Pace
 from compiled_llm.engine.plan import Chunk, Plan
@@ -48,7 +48,7 @@ class _Prepared(NamedTuple):
     batch: Batch
     scored: list[Chunk]
     watch: Watch
-    constrained: list[Constrained]
+    constrained: Constrained | None
 
 
 class LoopSettings(NamedTuple):
@@ -190,12 +190,15 @@ class Loop:
         timer = DeviceTimer(self.device_model.device) if self._pace.bounded else None
         before = 0.0 if timer is None else self.device_model.events.preparing.seconds
         prepared = self._prepared_for(plan)
-        readbacks = [self.device_model.readbacks.start(tokens) for tokens in self._run(prepared, unchanged)]
+        # If all tokens are chosen late, there is nothing to read yet.
+        all_late = prepared.constrained is not None and prepared.constrained.count == len(plan.choosing)
+        launched = self._run(prepared, unchanged)
+        readbacks = [self.device_model.readbacks.start(tokens) for tokens in launched if not all_late]
         if timer is not None:
             timer.stop()
             if self.device_model.events.preparing.seconds > before:  # that takes longer than the device does
                 timer = None
-        late = LateChoice(prepared.constrained, prepared.watch) if prepared.constrained else None
+        late = None if prepared.constrained is None else LateChoice(prepared.constrained, prepared.watch)
         self._launched.append(_Launched(plan, readbacks, timer, prepared.watch.taken(), late))
 
     def _run(self, prepared: _Prepared, unchanged: bool) -> Iterator[Tensor]:
@@ -217,7 +220,7 @@ class Loop:
             watch = Watch(self.device_model, (plan.decode, *ending), self._logprobs_mode)
             rows = [request.running_row for request in plan.decode]
             batch = Batch(rows, [_extension(chunk) for chunk in plain], observer=watch.see if watch else None)
-            self._prepared = _Prepared(plan, batch, scored, watch, constrained(plan.choosing))
+            self._prepared = _Prepared(plan, batch, scored, watch, Constrained.among(plan.choosing))
         return self._prepared
 
     def _admit(self, chunks: Sequence[Chunk]) -> None:
@@ -249,6 +252,7 @@ class Loop:
 
     def _read(self, step: _Launched) -> list[Request]:
         tokens = [token for readback in step.readbacks for token in readback.result()]
+        tokens = tokens or [NOT_A_TOKEN] * len(step.plan.choosing)
         late = [] if step.late is None else step.late.read(tokens)
         for arriving in (*step.logprobs, *late):
             arriving.hand_out()  # before the tokens: whoever sees one finds what belongs to it

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.recorder import Captured, Recorder
 from compiled_llm.compilation.sampling import SamplingTables, choose
+from compiled_llm.execution.staging import Staging
 from compiled_llm.kvcache.memory import free
+
+
+class _Held(NamedTuple):
+    """What stands in the columns that a bucket's graph reads: slots and positions of rows, padded."""
+
+    bucket: int
+    slots: list[int]
+    positions: list[int]
 
 
 class ChoiceGraphs:
@@ -37,6 +48,7 @@ class ChoiceGraphs:
         self._logits = torch.empty(0, 0, device=device)
         self._columns = torch.empty(0, dtype=torch.int64, device=device)
         self._user: weakref.ref[object] | None = None
+        self._held = _Held(0, [], [])
 
     @property
     def nbytes(self) -> int:
@@ -75,22 +87,21 @@ class ChoiceGraphs:
             self._logits = torch.zeros(most, tables.counts.shape[1], dtype=dtype, device=self._device)
             self._columns = torch.zeros(2 * most, dtype=torch.int64, device=self._device)
         for bucket in buckets:
-            self.columns(bucket)[:bucket] = padding
+            self._columns[: 2 * bucket].view(2, bucket)[0] = padding
             self._launch(bucket)
             self._buckets[bucket] = self._recorder.capture(lambda rows=bucket: self._launch(rows))  # type: ignore[misc]
 
     def _forget(self) -> None:
         self._buckets.clear()
         self._tables = self._recorder = self._user = None
+        self._held = _Held(0, [], [])
 
     def _launch(self, bucket: int) -> Tensor:
         assert self._tables is not None
-        slots, positions = self.columns(bucket).split(bucket)
-        return choose(self._logits[:bucket], slots, positions, self._tables, deferred=True)
-
-    def columns(self, bucket: int) -> Tensor:
-        """Return where slots and, behind them, positions of a bucket ``[2 * B]`` go before it is replayed."""
-        return self._columns[: 2 * bucket]
+        slots, positions = self._columns[: 2 * bucket].split(bucket)
+        tokens = choose(self._logits[:bucket], slots, positions, self._tables, deferred=True)
+        positions += 1  # where the next tokens stand, as long as the same rows go on
+        return tokens
 
     # ---- keep logits, and choose from them
 
@@ -130,6 +141,23 @@ class ChoiceGraphs:
         """Return ``[rows, V]``, those that are kept here."""
         return self._logits[:rows]
 
+    def place(self, bucket: int, slots: list[int], positions: list[int], padding: int, staging: Staging) -> Tensor:
+        """Have slots and positions of rows stand where a bucket's graph reads them, and return the slots ``[n]`` there.
+
+        Mostly they do already: each replay has moved the positions on.
+        """
+        wanted, columns = _Held(bucket, slots, positions), self._columns[: 2 * bucket]
+        if self._held != wanted:
+            numbers = np.zeros((2, bucket), dtype=np.int64)
+            numbers[0], numbers[0, : len(slots)], numbers[1, : len(slots)] = padding, slots, positions
+            self._held = _Held(0, [], [])
+            staging.upload([(numbers.reshape(-1), columns)])
+            self._held = wanted
+        return columns[: len(slots)]
+
     def choose(self, bucket: int) -> Tensor:
-        """Choose from what is kept here; returns ``[B]``, overwritten by the next call."""
-        return self._buckets[bucket].replay()
+        """Choose for the rows that have places, from what is kept here; returns ``[B]``, until the next call."""
+        held, self._held = self._held, _Held(0, [], [])
+        tokens = self._buckets[bucket].replay()
+        self._held = held._replace(positions=[position + 1 for position in held.positions])
+        return tokens

@@ -167,14 +167,20 @@ class DeferredChoice:
         rows, graphs = self.rows, self._state.choice_graphs
         whole = not edited and self._kept == len(rows)
         bucket = graphs.bucket_of(self, len(rows), self._state.slots.tables) if whole else None
-        slots, positions = self._uploaded(rows, masks, None if bucket is None else graphs.columns(bucket))
         parts, chosen_from = self._unchosen, None
+        slots, positions = self._state.slots.numbers(rows), [row.position for row in rows]
+        self._state.arena.flush()
         if bucket is not None:
+            there = graphs.place(bucket, slots, positions, self._state.slots.padding, self._state.staging)
+            self._write_masks(masks, rows, there)
             logits, tokens = graphs.logits(len(rows)), graphs.choose(bucket)[: len(rows)]
         else:
+            (numbers,) = self._state.staging.to_device([np.array([*slots, *positions], dtype=np.int64)])
+            there, at = numbers.split(len(rows))
+            self._write_masks(masks, rows, there)
             logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
             chosen_from = _replaced(logits, rows, edited)
-            tokens = choose(chosen_from, slots, positions, self._state.slots.tables, deferred=True)
+            tokens = choose(chosen_from, there, at, self._state.slots.tables, deferred=True)
         self._unchosen = []  # only now: if that fails, whoever tries again is told of the same
         for row in rows:
             row.has_next = row.slot is not None
@@ -182,29 +188,15 @@ class DeferredChoice:
         self._leave_graphs()
         return Step(rows, logits, tokens)
 
-    def _uploaded(self, rows: Sequence[Row], masks: Masks | None, columns: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Write what has to be written, in as few copies as can be, and return the rows' slots and positions there.
-
-        Args:
-            rows: they choose.
-            masks: new ones.
-            columns: where slots and positions go, padded; None for a new tensor.
-        """
-        state = self._state
-        new = None if masks is None else state.slots.masks_of(*masks)
-        size = len(rows) if columns is None else len(columns) // 2
-        numbers = np.zeros(2 * size, dtype=np.int64)
-        numbers[:size] = state.slots.of(rows, size)
-        numbers[size : size + len(rows)] = [row.position for row in rows]
-        of_all = masks is not None and masks.rows == rows
-        arrays = [numbers] if new is None or (of_all and len(new[0]) == len(rows)) else [numbers, new[0]]
-        state.arena.flush()
-        there = state.staging.to_device(arrays, () if columns is None else (columns,))
-        slots, positions = there[0][:size], there[0][size:]
-        if new is not None:
-            masked = slots[: len(rows)] if len(there) == 1 else there[1]
-            state.slots.tables.allowed.index_copy_(0, masked, state.staging.masks_to_device(new[1]))
-        return slots, positions
+    def _write_masks(self, masks: Masks | None, rows: Sequence[Row], slots: Tensor) -> None:
+        """Write new masks into the table; the slots of ``rows`` are on the device already."""
+        new = None if masks is None else self._state.slots.masks_of(*masks)
+        if masks is None or new is None:
+            return
+        at, bits = new
+        if masks.rows != rows or len(at) != len(rows):
+            (slots,) = self._state.staging.to_device([at])
+        self._state.staging.write_rows(self._state.slots.tables.allowed, slots, bits)
 
     @staticmethod
     def _observe(parts: Sequence[_Unchosen], tokens: Tensor, edited: Tensor | None) -> None:

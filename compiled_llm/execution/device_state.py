@@ -89,7 +89,8 @@ class DeviceState:
     @property
     def buffer_bytes(self) -> int:
         """Size of everything else, in bytes."""
-        return self.arena.nbytes + self.slots.nbytes + self.prefill_indices.nbytes + self.choice_graphs.nbytes
+        parts = (self.arena, self.slots, self.prefill_indices, self.choice_graphs, self.staging)
+        return sum(part.nbytes for part in parts)
 
     def release(self) -> None:
         """Give back what takes most of the memory; nothing may be run afterwards."""
@@ -98,6 +99,7 @@ class DeviceState:
         self.pages.clear()
         self.slots.release()
         self.choice_graphs.release()
+        self.staging.release()
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages in all layers, in stream order."""

@@ -216,5 +216,9 @@ class Slots:
     def of(self, rows: Sequence[Row], padded: int) -> NDArray[np.int64]:
         """Return ``[padded]``, the slots of the rows; that of padding for rows without one."""
         slots = np.full(padded, self.padding, dtype=np.int64)
-        slots[: len(rows)] = [self.padding if row.slot is None else row.slot for row in rows]
+        slots[: len(rows)] = self.numbers(rows)
         return slots
+
+    def numbers(self, rows: Sequence[Row]) -> list[int]:
+        """Return the slots of the rows; that of padding for rows without one."""
+        return [self.padding if row.slot is None else row.slot for row in rows]

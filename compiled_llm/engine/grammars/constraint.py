@@ -5,10 +5,13 @@ Shapes: n answers, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,10 +51,12 @@ class Processor(NamedTuple):
         return cls(function, name, len([each for each in parameters if each.kind in kinds]) > 2)
 
 
-_SOON = 5e-4
+_SOON = 3e-4
 """Seconds in which one thread may fill the masks of a step: to wake others takes nearly as long."""
-_FEW = 8
-"""Answers whose masks show how long those of the others will take."""
+_FEW = 4
+"""Answers whose masks show how long those of the others take."""
+_MEASURED = 16
+"""Steps after which that is measured again."""
 _THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched_getaffinity") else 1))
 
 
@@ -127,37 +132,50 @@ def accept(matchers: Sequence[xgrammar.GrammarMatcher], tokens: Sequence[int]) -
 
 
 class MaskWriter:
-    """Fills the masks of many answers at once."""
+    """Fills the masks of many answers at once, in this thread and, if they take long, in others beside it."""
 
     def __init__(self) -> None:
         """Start no thread yet."""
-        self._matchers: dict[int, xgrammar.BatchGrammarMatcher] = {}  # by how many threads they have
+        self._threads: ThreadPoolExecutor | None = None
+        self._each = 0.0  # seconds that a mask has taken lately
+        self._steps = 0  # since that was measured
 
-    def write(self, answers: Sequence[tuple[Constraint, int]], masks: NDArray[np.int32]) -> None:
-        """Write which tokens answers may have next.
+    def fill(self, matchers: Sequence[xgrammar.GrammarMatcher], masks: NDArray[np.int32]) -> None:
+        """Write which tokens grammars allow next into ``masks`` ``[n, words]``, whose bits of no token are zero."""
+        start = self._measure(matchers, masks) if self._steps % _MEASURED == 0 else 0
+        self._steps += 1
+        left = len(matchers) - start
+        parts = min(_THREADS, left) if left * self._each > _SOON else 1
+        ends = [start + left * (part + 1) // parts for part in range(parts)]
+        others = [self._pool().submit(_fill, matchers, masks, *span) for span in itertools.pairwise(ends)]
+        try:
+            _fill(matchers, masks, start, ends[0])
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
 
-        Args:
-            answers: that have grammars and have not ended, with how many tokens they have.
-            masks: ``[n, ceil(V / 32)]``, whose bits of no token are zero already.
-        """
-        self._fill([answer.matcher for answer, _ in answers if answer.matcher is not None], masks)
-        for place, (constraint, tokens) in enumerate(answers):
-            if constraint.mask is not None or tokens < constraint.least:
-                constraint.narrow(masks[place], tokens)
+    def _measure(self, matchers: Sequence[xgrammar.GrammarMatcher], masks: NDArray[np.int32]) -> int:
+        """Fill the first few masks, and return how many."""
+        few, start = min(_FEW, len(matchers)), time.perf_counter()
+        _fill(matchers, masks, 0, few)
+        self._each = (time.perf_counter() - start) / max(1, few)
+        return few
 
-    def _fill(self, matchers: list[xgrammar.GrammarMatcher], masks: NDArray[np.int32]) -> None:
-        """Fill masks; by the time that the first few take, the rest are for one thread or for several."""
-        few, left = matchers[:_FEW], matchers[_FEW:]
-        start = time.perf_counter()
-        if few:
-            self._with(1).batch_fill_next_token_bitmask(few, masks[:_FEW])
-        if left:
-            seconds = (time.perf_counter() - start) * len(left) / max(1, _FEW)
-            self._with(_THREADS if seconds > _SOON else 1).batch_fill_next_token_bitmask(left, masks[_FEW:])
+    def _pool(self) -> ThreadPoolExecutor:
+        """Return threads of our own: those of xgrammar are started anew for each step, which takes longer."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS - 1, "compiled_llm masks")
+        return self._threads
 
-    def _with(self, threads: int) -> xgrammar.BatchGrammarMatcher:
-        if threads not in self._matchers:
-            from xgrammar import BatchGrammarMatcher
 
-            self._matchers[threads] = BatchGrammarMatcher(max_threads=threads)
-        return self._matchers[threads]
+def _fill(matchers: Sequence[xgrammar.GrammarMatcher], masks: NDArray[np.int32], start: int, end: int) -> None:
+    if start < end:
+        _one_thread().batch_fill_next_token_bitmask(list(matchers[start:end]), masks[start:end])
+
+
+@functools.cache
+def _one_thread() -> xgrammar.BatchGrammarMatcher:
+    from xgrammar import BatchGrammarMatcher
+
+    return BatchGrammarMatcher(max_threads=1)
