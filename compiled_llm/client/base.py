@@ -155,6 +155,11 @@ class BaseClient:
     def _cancel(self, link: Link, number: int, index: int | None) -> None:
         link.send(Cancel(number, index))
 
+    @property
+    def tokenizer(self) -> Any:
+        """What makes tokens of text and text of tokens; None without one. One that is named is loaded once, here."""
+        return self._tokenizer
+
     @cached_property
     def _tokenizer(self) -> Any:
         return tokenizer_of(self._tokenizer_given, self._session.check_ready())

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from compiled_llm.commands.bench.commands import app as bench
+from compiled_llm.commands.chat.command import chat
 from compiled_llm.commands.choices import Device, Dtype
 from compiled_llm.commands.client import client
 from compiled_llm.commands.errors import readable_errors
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command()(explain)
+app.command()(chat)
 app.command()(serve)
 app.command(context_settings={"allow_extra_args": True})(client)
 

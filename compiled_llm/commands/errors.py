@@ -24,10 +24,20 @@ def readable_errors() -> Iterator[None]:
         typer.echo(err=True)
         raise typer.Exit(130) from None
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        if not _raised_here(error):
-            raise
-        typer.secho(f"error: {printable(as_typed(' '.join(str(error).split())))}", fg="red", err=True)
+        typer.secho(f"error: {complaint(error)}", fg="red", err=True)
         raise typer.Exit(2 if isinstance(error, (FileNotFoundError, ValueError)) else 1) from None
+
+
+def complaint(error: Exception) -> str:
+    """Return what a user is told of an error.
+
+    Raises:
+        Exception: the error itself, if it is none to be told: not raised by this package, it is a bug, and keeps its
+            traceback.
+    """
+    if isinstance(error, BrokenPipeError) or not _raised_here(error):  # whoever read us has gone: click ends quietly
+        raise error
+    return printable(as_typed(" ".join(str(error).split())))
 
 
 _ARGUMENT = re.compile(r"""\b(mode|backend|max_new_tokens|dtype|device|kv_memory|uds)=('[^']*'|"[^"]*"|[^\s,;:)]+)""")

@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-_INSTEAD = {"chat": "generate --chat", "run": "generate", "benchmark": "bench"}
+_INSTEAD = {"run": "generate", "benchmark": "bench"}
 """What others call what we have."""
 
 

@@ -382,10 +382,9 @@ def test_version() -> None:
     [
         (["generate", "x", "--max-new-tokens", "y"], 2, "--max-new-tokens"),
         (["generate", "x", "--dtype", "int8"], 2, "--dtype"),
-        (["nosuch"], 2, "no command 'nosuch'; there are explain, serve, client, generate, doctor, bench"),
+        (["nosuch"], 2, "no command 'nosuch'; there are explain, chat, serve, client, generate, doctor, bench"),
         (["gen"], 2, "no command 'gen'; did you mean generate?"),
         (["dcotor"], 2, "did you mean doctor?"),
-        (["chat"], 2, "did you mean generate --chat?"),
         (["bench", "lat"], 2, "did you mean latency?"),
         (["generate", "--temprature", "1", "x"], 2, "--temperature"),
         (["generate", "Hello", "there"], 2, "error: PROMPT is one argument: quote it, as in 'Hello there'"),

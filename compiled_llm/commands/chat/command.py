@@ -1,0 +1,168 @@
+"""`compiled-llm chat`. What imports torch or transformers is imported inside, so that --help is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compiled_llm.commands.chat.chat import Chat
+from compiled_llm.commands.chat.conversation import Conversation
+from compiled_llm.commands.chat.own_model import RunningOptions, own_model
+from compiled_llm.commands.chat.partner import Partner
+from compiled_llm.commands.chat.terminal import Terminal
+from compiled_llm.commands.choices import Device, Dtype
+from compiled_llm.commands.early_checks import check_driver, check_package
+from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.request import SamplingFlags, check_range
+from compiled_llm.commands.source import DEMO, locate
+
+if TYPE_CHECKING:
+    from compiled_llm.engine.params import SamplingParams
+
+_SAMPLING, _MODEL, _OUTPUT = "Sampling", "Model", "Output"
+_OF_OWN_MODEL = ("mode", "backend", "dtype", "device")
+
+
+def chat(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder, a GGUF file, a hub id, or `demo`: SmolLM2-135M, which is taken if nothing is given.",
+            show_default=False,
+        ),
+    ] = None,
+    uds: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Chat with the generator of this Unix socket (`compiled-llm serve`), in place of a MODEL.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
+    sample: Annotated[
+        bool | None,
+        typer.Option(
+            "--sample/--greedy",
+            help="Sample each token, or take the most likely one. Greedy unless an option below is given.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Above 1 flattens the distribution, below 1 sharpens it.", rich_help_panel=_SAMPLING),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample among the k most likely tokens; 0 for all.", rich_help_panel=_SAMPLING)
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample among the fewest tokens that add up to this probability.", rich_help_panel=_SAMPLING),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample among tokens at least this fraction as likely as the likeliest.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Above 1 makes earlier tokens less likely; works with --greedy too.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same text.", rich_help_panel=_SAMPLING)
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(help="How to run: eager, compile, reduce-overhead or cuda-graphs.", rich_help_panel=_MODEL)
+    ] = "cuda-graphs",
+    backend: Annotated[
+        str, typer.Option(help="Whose attention kernels: auto, flashinfer or reference.", rich_help_panel=_MODEL)
+    ] = "auto",
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.", rich_help_panel=_MODEL)
+    ] = Dtype.auto,
+    device: Annotated[
+        Device, typer.Option(help="auto: CUDA if there is a device.", rich_help_panel=_MODEL)
+    ] = Device.auto,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-new-tokens", "--max-tokens", help="End an answer after this many tokens.", rich_help_panel=_OUTPUT
+        ),
+    ] = 1024,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="End an answer before it contains TEXT. Can be given several times.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show no progress and no hints.", rich_help_panel=_OUTPUT)
+    ] = False,
+) -> None:
+    """Chat with a model: in a terminal, or with a question a line in a pipe. `/help` says what can be done in it."""
+    with readable_errors():
+        flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        check_range("max_new_tokens", max_new_tokens)
+        options = RunningOptions(mode, backend, dtype.value, device.value, quiet)
+        _check(context, model, uds, options)
+        params = _params(flags, max_new_tokens, stop or [])
+        terminal = Terminal(quiet)
+        failed = _chat(model or DEMO, uds, options, system, params, terminal)
+    raise typer.Exit(1 if failed and not terminal.interactive else 0)
+
+
+def _check(context: typer.Context, model: str | None, uds: Path | None, options: RunningOptions) -> None:
+    options.wrap_config("cpu")
+    if uds is None:
+        check_driver(options.device)
+        return
+    check_package("msgspec", "server")
+    if model is not None:
+        raise ValueError(f"MODEL and --uds were both given: the generator at {uds} has its model")
+    for name in _OF_OWN_MODEL:
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+            raise ValueError(f"--{name}: the generator of --uds runs its model in its own way; leave it out")
+
+
+def _params(flags: SamplingFlags, max_tokens: int, stop: Sequence[str]) -> SamplingParams:
+    from compiled_llm.engine.params import SamplingParams
+
+    settings = flags.options()
+    drawn: dict[str, Any] = {"seed": flags.seed} if settings.pop("do_sample") else {"temperature": 0.0}
+    return SamplingParams(**drawn, **settings, max_tokens=max_tokens, stop=list(stop) or None)
+
+
+def _chat(
+    model: str,
+    uds: Path | None,
+    options: RunningOptions,
+    system: str | None,
+    params: SamplingParams,
+    terminal: Terminal,
+) -> bool:
+    """Chat, and return whether a question could not be answered."""
+    if uds is not None:
+        from compiled_llm.commands.chat.generator import generator
+
+        with generator(uds, options.quiet) as partner:
+            return _run(partner, system, params, terminal)
+    with own_model(locate(model, progress=not options.quiet), options) as (partner, compiled):
+        terminal.say(compiled)
+        return _run(partner, system, params, terminal)
+
+
+def _run(partner: Partner, system: str | None, params: SamplingParams, terminal: Terminal) -> bool:
+    chat = Chat(partner, Conversation(partner.tokenizer, system), params, terminal)
+    if terminal.interactive:
+        terminal.say(f"{partner.name}; /help says what can be done, Ctrl-D ends the chat")
+    chat.run()
+    return chat.failed

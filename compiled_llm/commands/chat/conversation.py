@@ -1,0 +1,76 @@
+"""What has been said in a chat, as the model's template writes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Conversation:
+    """Questions and their answers.
+
+    Attributes:
+        system: the system message; None for none.
+        messages: what was said since the chat began, the question that is being answered last.
+    """
+
+    def __init__(self, tokenizer: Any, system: str | None) -> None:
+        """Begin a chat.
+
+        Args:
+            tokenizer: HuggingFace's; it has the template.
+            system: the system message.
+
+        Raises:
+            ValueError: there is no template, or it takes no system message.
+        """
+        check_template(tokenizer)
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+        self._tokenizer = tokenizer
+        self._tokens([{"role": "user", "content": "Hi"}])  # whether it takes the system message is told at once
+
+    def ask(self, question: str) -> list[int]:
+        """Add a question, and return the chat's token ids, with the beginning of an answer at the end.
+
+        Raises:
+            ValueError: the template does not take it; it is not added.
+        """
+        tokens = self._tokens([*self.messages, {"role": "user", "content": question}])
+        self.messages.append({"role": "user", "content": question})
+        return tokens
+
+    def answer(self, text: str) -> None:
+        """Add the answer to the last question; one that is empty takes the question along."""
+        if text:
+            self.messages.append({"role": "assistant", "content": text})
+        else:
+            self.messages.pop()
+
+    def take_back(self) -> str | None:
+        """Remove the last question with its answer, and return the question; None if there is none."""
+        if not self.messages:
+            return None
+        *self.messages, question, _ = self.messages
+        return question["content"]
+
+    def _tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        from jinja2 import TemplateError
+
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        try:
+            written = self._tokenizer.apply_chat_template(
+                [*first, *messages], add_generation_prompt=True, return_dict=True
+            )
+        except TemplateError as error:
+            raise ValueError(f"chat: the model's chat template refuses this: {error}") from error
+        return list(written["input_ids"])
+
+
+def check_template(tokenizer: Any) -> None:
+    """Check that a tokenizer can write chats.
+
+    Raises:
+        ValueError: it has no template for them.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat: this model's tokenizer has no chat template; `compiled-llm generate` continues a text")

@@ -1,0 +1,230 @@
+"""`compiled-llm chat`: in a pipe, and in a terminal."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import compiled_llm
+from compiled_llm.commands.app import app
+from compiled_llm.commands.chat.conversation import Conversation
+from compiled_llm.engine.engine import Engine
+from support import talking_partner
+from support.characters import character_tokenizer
+from support.generators import COMMAND, generating
+from support.terminal import CTRL_C, CTRL_D, Terminal, terminal
+
+WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
+
+
+def chatted(*arguments: str, lines: str = "") -> Any:
+    return CliRunner().invoke(app, ["chat", *arguments], input=lines, env=WIDE)
+
+
+@pytest.fixture
+def socket(model_folder: Path) -> Iterator[Path]:
+    """A generator of the model."""
+    model: Any = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(model_folder), mode="eager", progress=False)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder, Engine(model, tokenizer=tokenizer, max_rows=2) as engine:
+        path = Path(folder) / "socket"
+        with generating(engine, path, tokenizer=model_folder):
+            yield path
+
+
+def huggingfaces(folder: Path, text: str, tokens: int) -> str:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(text, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return str(tokenizer.decode(output, skip_special_tokens=True))
+
+
+def test_in_a_pipe_each_line_is_a_question_and_the_chat_goes_on(model_folder: Path) -> None:
+    arguments = (str(model_folder), "--mode", "eager", "--max-new-tokens", "20", "--system", "Be brief")
+    done = chatted(*arguments, lines="Hi there\n/stats\nAgain\n")
+    first = huggingfaces(model_folder, "<system: Be brief><user: Hi there>", 20)
+    second = huggingfaces(model_folder, f"<system: Be brief><user: Hi there><assistant: {first}><user: Again>", 20)
+    assert done.stdout == f"{first}\n{second}\n"
+    assert done.exit_code == 0
+    assert "its prompt      34 tokens, 0 of them cached" in done.stderr
+
+
+def test_over_a_socket_it_is_the_same_and_earlier_turns_are_cached(model_folder: Path, socket: Path) -> None:
+    lines = 'Hi there\n"""\nsome\nlines"""\n/stats\n/retry\n/clear\nHi there\n'
+    done = chatted("--uds", str(socket), "--max-tokens", "20", "--quiet", lines=lines)
+    first = huggingfaces(model_folder, "<user: Hi there>", 20)
+    second = huggingfaces(model_folder, f"<user: Hi there><assistant: {first}><user: some\nlines>", 20)
+    assert done.stdout == f"{first}\n{second}\n{second}\n{first}\n"
+    cached = next(line for line in done.stderr.splitlines() if line.startswith("its prompt"))
+    assert int(cached.split()[4]) >= 16
+    assert "pages" in done.stderr
+
+
+def test_what_cannot_be_answered_is_said_and_the_chat_goes_on(model_folder: Path, socket: Path) -> None:
+    lines = "/retry\nforbidden\n/nothing\n/nothing is a text\n" + "x" * 3000 + "\n/system Be brief\n/help\n/exit\nno\n"
+    done = chatted("--uds", str(socket), "--max-tokens", "5", lines=lines)
+    assert done.stdout == huggingfaces(model_folder, "<user: /nothing is a text>", 5) + "\n"
+    *errors, too_long = (line for line in done.stderr.splitlines() if line.startswith("error"))
+    assert errors == [
+        "error: /retry: there is no question to answer again",
+        "error: chat: the model's chat template refuses this: no such message",
+        "error: there is no /nothing; /help says what there is",
+    ]
+    assert too_long.endswith(" tokens, and with the answer there can be 1024; /clear begins a new one")
+    assert "system message: Be brief" in done.stderr
+    assert "/stats        show speed" in done.stderr
+    assert done.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["demo", "--uds", "x"], "MODEL and --uds were both given: the generator at x has its model"),
+        (["--uds", "x", "--mode", "eager"], "--mode: the generator of --uds runs its model in its own way"),
+        (["--temperature", "0"], "--temperature 0.0: must be above 0; --greedy takes the most likely token"),
+        (["--max-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
+        (["--mode", "fast"], "--mode fast: choose one of"),
+        (["./nothing"], "model './nothing': there is no such file or folder"),
+        (["--seed", str(2**63)], "SamplingParams: seed="),
+    ],
+)
+def test_options_that_are_impossible_are_refused_at_once(arguments: list[str], said: str) -> None:
+    done = chatted(*arguments)
+    assert (done.stdout, done.exit_code) == ("", 2)
+    assert done.stderr.startswith(f"error: {said}")
+
+
+def test_a_socket_without_a_generator_is_named(tmp_path: Path) -> None:
+    done = chatted("--uds", str(tmp_path / "none"), "--quiet")
+    assert done.exit_code == 1
+    assert "there is no such socket; start a generator with `compiled-llm serve MODEL --uds PATH`" in done.stderr
+
+
+def test_a_tokenizer_that_writes_no_chats_is_refused() -> None:
+    with pytest.raises(ValueError, match="chat: this model's tokenizer has no chat template"):
+        Conversation(character_tokenizer(), None)
+
+
+def test_a_template_that_takes_no_system_message_says_so_at_once() -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system') if messages[0]['role'] == 'system' else 'Hi' }}"
+    with pytest.raises(ValueError, match="chat: the model's chat template refuses this: no system"):
+        Conversation(tokenizer, "Be brief")
+    conversation = Conversation(tokenizer, None)
+    conversation.ask("a question")
+    conversation.answer("")
+    assert conversation.messages == []
+
+
+# ---- in a terminal, with a stand-in for the model
+
+
+@pytest.fixture
+def chat() -> Iterator[Terminal]:
+    with terminal([sys.executable, talking_partner.__file__, "100000"]) as chat:
+        chat.until("> ")
+        yield chat
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(chat: Terminal) -> None:
+    for _ in range(2):
+        chat.type("count\n")
+        chat.until("1 2 3 4 ")
+        chat.type(CTRL_C)
+        chat.until("stopped; Ctrl-C again, or Ctrl-D, ends the chat")
+        chat.until("> ")
+    chat.type("/stats\n")
+    chat.until("(cancelled)")
+    chat.until("its prompt")
+    chat.until("3 tokens, ")  # what had come of the first answer is a part of the chat
+    chat.until("> ")
+    chat.type(CTRL_D)
+    assert chat.ended() == 0
+    assert "Traceback" not in chat.shown
+    assert "KeyboardInterrupt" not in chat.shown
+
+
+def interrupt(chat: Terminal) -> None:
+    """Ctrl-C at the prompt, a moment after what was typed is shown: before, Python would not hear of it until Enter."""
+    chat.type("half")
+    chat.until("half")
+    time.sleep(0.2)
+    chat.type(CTRL_C)
+
+
+def test_the_second_ctrl_c_at_the_prompt_ends_the_chat(chat: Terminal) -> None:
+    interrupt(chat)
+    chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
+    chat.until("> ")
+    chat.type("/help\n")  # between two it counts anew
+    chat.until("at the prompt, the second one ends the chat")
+    chat.until("> ")
+    interrupt(chat)
+    chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
+    chat.until("> ")
+    interrupt(chat)
+    assert chat.ended() == 0
+    assert "Traceback" not in chat.shown
+
+
+def test_an_answer_that_is_cut_says_so() -> None:
+    with terminal([sys.executable, talking_partner.__file__, "3"]) as chat:
+        chat.until("> ")
+        chat.type('"""\none\n')
+        chat.type('two"""\n')
+        chat.until("1 2 3 ")
+        chat.until("cut after 3 tokens")
+        chat.until("> ")
+        chat.type("/exit\n")
+        assert chat.ended() == 0
+
+
+# ---- real processes
+
+
+@pytest.mark.whole
+def test_the_command_in_a_terminal(model_folder: Path) -> None:
+    command = [COMMAND, "chat", str(model_folder), "--mode", "eager", "--max-new-tokens", "1000"]
+    with terminal(command, TERM="xterm") as chat:
+        chat.until("importing torch")
+        chat.until("/help says what can be done, Ctrl-D ends the chat")
+        chat.until("> ")
+        chat.type("Hi there\n")
+        chat.until("\n")
+        chat.type(CTRL_C)
+        chat.until("stopped")
+        chat.type("/stats\n")
+        chat.until("(cancelled)")
+        chat.type(CTRL_C)
+        chat.type(CTRL_C)
+        assert chat.ended() == 0
+        assert "Traceback" not in chat.shown
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("closed", [False, True])
+def test_in_a_pipe_ctrl_c_and_a_closed_pipe_end_it(model_folder: Path, closed: bool) -> None:
+    command = [COMMAND, "chat", str(model_folder), "--mode", "eager", "--max-new-tokens", "100"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        process.stdin.write("Hi\n" * 200)
+        process.stdin.flush()
+        assert process.stdout.read(1)
+        if closed:
+            process.stdout.close()
+        else:
+            process.send_signal(signal.SIGINT)
+        errors = process.stderr.read()
+        assert process.wait(60) == (1 if closed else 130), errors
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors

@@ -1,0 +1,70 @@
+"""Run as a program: `compiled-llm chat` with a stand-in for the model, which counts until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from compiled_llm.commands.chat.chat import Chat
+from compiled_llm.commands.chat.conversation import Conversation
+from compiled_llm.commands.chat.terminal import Terminal
+from compiled_llm.engine.output import Completion, RequestOutput
+from compiled_llm.engine.params import SamplingParams
+
+
+class Tokenizer:
+    """Of which a token is a message."""
+
+    chat_template = "a template"
+
+    def apply_chat_template(self, messages: Sequence[Any], **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(range(len(messages)))}
+
+
+class Handle:
+    """Counts from 1, or as far as it is to."""
+
+    def __init__(self, prompt: Sequence[int], most: int) -> None:
+        self._prompt, self._most, self._written, self._cancelled = list(prompt), most, 0, False
+
+    def text(self) -> AsyncIterator[str]:
+        return self._text()
+
+    async def _text(self) -> AsyncIterator[str]:
+        for number in itertools.count(1):
+            if self._cancelled or number > self._most:
+                return
+            self._written = number
+            yield f"{number} "
+            await asyncio.sleep(0.01)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def result(self) -> RequestOutput:
+        reason = "cancelled" if self._written < self._most else "length"
+        answer = Completion(index=0, token_ids=[0] * self._written, finish_reason=reason)  # type: ignore[arg-type]
+        return RequestOutput(self._prompt, [answer], 0, 0.0, 0.1, 1.0)
+
+
+class Partner:
+    name, tokenizer, max_tokens = "a stand-in", Tokenizer(), 100_000
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> Any:
+        return Handle(prompt, params.max_tokens or 0)
+
+    def stats(self) -> Any:
+        waits = {"queue_seconds": None, "first_token_seconds": None, "inter_token_seconds": None, "pages": None}
+        counts = ("running", "waiting", "finished", "new_tokens", "prompt_tokens", "recordings", "cold_starts")
+        return SimpleNamespace(**dict.fromkeys(counts, 0), cached_tokens=0, **waits)
+
+
+if __name__ == "__main__":
+    partner = Partner()
+    params = SamplingParams(max_tokens=int(sys.argv[1]))
+    Chat(partner, Conversation(partner.tokenizer, None), params, Terminal()).run()
+    assert "torch" not in sys.modules
