@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from compiled_llm.server.front.delimiters import Delimiters
+
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that response templates have for the part in which a model thinks."""
 CONTENT, CALLS = "content", "tool_calls"
@@ -51,18 +53,24 @@ class PlainReader:
 class ParsedReader:
     """Reads an answer by HuggingFace's parser; what that cannot read is content."""
 
-    def __init__(self, parser: Any, fields: Mapping[str, Any], several_calls: bool = True) -> None:
+    def __init__(
+        self, parser: Any, fields: Mapping[str, Any], delimiters: Delimiters, several_calls: bool = True
+    ) -> None:
         """Begin with what the prompt has begun.
 
         Args:
             parser: of ``tokenizer.get_response_parser``.
             fields: of the response template.
+            delimiters: of these fields.
             several_calls: whether calls after the first one are told of.
         """
         self._parser = parser
         self._most_calls = None if several_calls else 1
         self._calls = 0
         self._untold = ""
+        self._delimiters = delimiters
+        self._implicit = CONTENT if _is_implicit(fields.get(CONTENT)) else None
+        self._part: str | None = self._implicit
         self._texts = {name: _Trimmed(_strips(fields.get(name, {}))) for name in (CONTENT, *REASONING)}
         for event in parser.initial_events:
             self._take(event, Parts())
@@ -70,13 +78,16 @@ class ParsedReader:
     def read(self, text: str, over: bool) -> Parts:
         """Return what is new."""
         parts = Parts()
-        for piece in _PIECES.split(text):
+        for piece in [text] if self._delimiters.are_far_from(text) else _PIECES.split(text):
             self._feed(piece, parts)
         if over:
             self._finish(parts)
         return parts
 
     def _feed(self, piece: str, parts: Parts) -> None:
+        if self._part in self._texts and not self._untold and self._delimiters.are_far_from(piece):
+            self._add(self._part, piece, parts)  # the parser would find nothing in it, and takes longer
+            return
         self._untold += piece
         if self._parser is not None:
             self._take_all(lambda: self._parser.feed(piece), parts)
@@ -92,7 +103,7 @@ class ParsedReader:
             for event in events():
                 self._take(event, parts)
         except Exception:  # whatever a template does with what the model should not have written
-            self._parser = None
+            self._parser, self._part = None, CONTENT
             self._tell_rest(parts)
 
     def _tell_rest(self, parts: Parts) -> None:
@@ -103,14 +114,21 @@ class ParsedReader:
         name, kind = event["field"], event["type"]
         if kind == "region_chunk" and name in self._texts:
             self._untold = self._untold.partition(event["text"])[2]
-            text = self._texts[name].add(event["text"])
-            if name == CONTENT:
-                parts.content += text
-            else:
-                parts.reasoning += text
+            self._add(name, event["text"], parts)
+        elif kind == "region_open":
+            self._part = name
         elif kind == "region_close" and name == CALLS:
             parts.calls += self._new_calls(event["value"])
-            self._untold = ""
+        if kind == "region_close":
+            self._part = self._implicit
+            self._untold = "" if name != CONTENT else self._untold  # content ends where another part begins
+
+    def _add(self, name: str, text: str, parts: Parts) -> None:
+        text = self._texts[name].add(text)
+        if name == CONTENT:
+            parts.content += text
+        else:
+            parts.reasoning += text
 
     def _new_calls(self, value: Any) -> list[Call]:
         calls = [_call(entry) for entry in (value if isinstance(value, list) else [value])]
@@ -136,6 +154,11 @@ class _Trimmed:
         self._begun = self._begun or bool(kept)
         self._space = text[len(kept) :]
         return kept
+
+
+def _is_implicit(spec: Mapping[str, Any] | None) -> bool:
+    """Whether a part is all text that stands in no other."""
+    return spec is not None and not ("open" in spec or "open_pattern" in spec)
 
 
 def _strips(spec: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from compiled_llm.client.errors import GeneratorBusyError, GeneratorError, Gener
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _PARAMETER = re.compile(r"^(?:SamplingParams: )?(\w+)[=:]")
+_MOST_ERRORS = 1000
 _BUSY_SECONDS, _LOADING_SECONDS = "1", "5"
 
 
@@ -90,9 +91,13 @@ def _plain(error: BaseException) -> str:
 
 
 def of_validation(error: RequestValidationError) -> ApiError:
-    """Return the first thing that is wrong with a body, by the parameter's name."""
-    first = error.errors()[0]
-    param = _path(first["loc"], error.body)
+    """Return the first thing that is wrong with a body, by the parameter's name.
+
+    A value that may be of several types is wrong in several ways: of these, the one farthest inside it is told.
+    """
+    found = [(_path(entry["loc"], error.body), entry) for entry in error.errors()[:_MOST_ERRORS]]
+    outer = found[0][0] or ""
+    param, first = max((entry for entry in found if (entry[0] or "").startswith(outer)), key=_depth)
     if first["type"] == "json_invalid":
         return invalid("the body is no JSON", code="invalid_json")
     if first["type"] == "extra_forbidden":
@@ -100,6 +105,11 @@ def of_validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "missing":
         return invalid(f"{param or 'the body'}: is missing", param, "missing_required_parameter")
     return invalid(_of_value(param, first), param, first.get("ctx", {}).get("code", "invalid_value"))
+
+
+def _depth(found: tuple[str | None, Any]) -> int:
+    path = found[0] or ""
+    return path.count(".") + path.count("[")
 
 
 def _of_value(param: str | None, found: Mapping[str, Any]) -> str:

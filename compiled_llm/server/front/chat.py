@@ -118,8 +118,11 @@ class _Told:
         """Return a chunk for each part of which there is something new; the last one says why the answer has ended."""
         reading = self._readings[index]
         deltas = reading.deltas(news.text, over=news.finish_reason is not None)
+        if not deltas and self._body.logprobs:  # of tokens whose text comes later
+            deltas = [Delta(content="")]
         new = [ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None) for delta in deltas]
-        new[0].logprobs = self._logprobs(news.logprobs)
+        for first in new[:1]:
+            first.logprobs = self._logprobs(news.logprobs)
         if news.finish_reason is not None:
             new[-1].finish_reason = reading.reason(news.finish_reason)
         return new

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from compiled_llm.server.front.fields import Body, NoEffect, Refused
@@ -19,22 +19,22 @@ class TextPart(Body):
     text: str
 
 
+def arguments_of(text: str) -> str:
+    """Return arguments of a call as they are, if they are a JSON object."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise PydanticCustomError("value_error", "is no JSON object")
+    return text
+
+
 class FunctionCall(Body):
     """What was called, and the arguments as JSON."""
 
     name: str
-    arguments: str
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, arguments: str) -> str:
-        try:
-            found = json.loads(arguments or "{}")
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise PydanticCustomError("value_error", "is no JSON object")
-        return arguments
+    arguments: Annotated[str, AfterValidator(arguments_of)]
 
     def plain(self) -> dict[str, Any]:
         """Return it as chat templates read it."""

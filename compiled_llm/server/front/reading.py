@@ -30,7 +30,7 @@ class Reading:
         return parts
 
     def deltas(self, text: str, over: bool) -> list[Delta]:
-        """Return what is new, one of each kind and one at least."""
+        """Return what is new, one of each kind; one at least of what is over."""
         parts, first = self.read(text, over), self._calls
         deltas = [Delta(reasoning_content=parts.reasoning)] if parts.reasoning else []
         if parts.content:
@@ -39,7 +39,7 @@ class Reading:
         if parts.calls:
             calls = [NewCall.of(call, index=first + number) for number, call in enumerate(parts.calls)]
             deltas.append(Delta(tool_calls=calls))
-        return deltas or [Delta() if over else Delta(content="")]
+        return deltas or ([Delta()] if over else [])
 
     def reason(self, reason: FinishReason) -> FinishReason:
         """Return why the answer has ended, once it has been read."""

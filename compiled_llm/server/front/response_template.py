@@ -9,6 +9,7 @@ from typing import Any
 
 from compiled_llm.compat.response_templates import known_response_template
 from compiled_llm.server.front.answer_parts import CALLS, CONTENT, REASONING, ParsedReader
+from compiled_llm.server.front.delimiters import Delimiters
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -38,6 +39,7 @@ class ResponseTemplate:
         self._with_calls = {**spec, "fields": fields}
         self._without_calls = {**spec, "fields": {name: fields[name] for name in fields if name != CALLS}}
         self.has_calls = CALLS in fields
+        self._delimiters = Delimiters(fields)
         self._parser("", None)
 
     def reader(self, prompt: str, tools: Sequence[dict[str, Any]] | None, several_calls: bool = True) -> ParsedReader:
@@ -48,7 +50,7 @@ class ResponseTemplate:
             tools: as chat templates read them; None if there are none: then nothing is a call.
             several_calls: whether calls after the first one are told of.
         """
-        return ParsedReader(self._parser(prompt, tools), self._with_calls["fields"], several_calls)
+        return ParsedReader(self._parser(prompt, tools), self._with_calls["fields"], self._delimiters, several_calls)
 
     def _parser(self, prompt: str, tools: Sequence[dict[str, Any]] | None) -> Any:
         spec = self._with_calls if tools else self._without_calls

@@ -8,44 +8,21 @@ from pydantic import Field
 
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
+from compiled_llm.server.front.chat_message import Message, plain_messages
 from compiled_llm.server.front.fields import Body, NoEffect, Refused
 from compiled_llm.server.front.response_format import (
+    AnyFormat,
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedSchema,
     TextFormat,
-    form_of,
 )
+from compiled_llm.server.front.responses_input import InputItem, messages_of
 from compiled_llm.server.front.sampling_fields import StreamOptions
+from compiled_llm.server.front.tool_fields import MOST_TOOLS, Function, NamedFunction, Offer, Tool
 
-_TOOLS = "tools are not called"
 _NOT_STORED = "nothing is stored"
 _LOGPROBS = "message.output_text.logprobs"
-
-
-class InputText(Body):
-    """A piece of a message, a user's or what was answered before."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: Annotated[list[Any] | None, NoEffect("the model sees the text")] = None
-    logprobs: Annotated[list[Any] | None, NoEffect("the model sees the text")] = None
-
-
-class InputMessage(Body):
-    """A message of a chat."""
-
-    type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
-    id: Annotated[str | None, NoEffect("nothing is stored")] = None
-    status: Annotated[str | None, NoEffect("nothing is stored")] = None
-    phase: Annotated[str | None, NoEffect("chat templates do not write it")] = None
-
-    def plain(self) -> dict[str, str]:
-        """Return it as chat templates read it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class SchemaFormat(NamedSchema):
@@ -60,26 +37,47 @@ class TextOptions(Body):
     format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Annotated[Any, Refused("say it in a message", ("medium",))] = None
 
-    def form(self) -> dict[str, Any]:
-        """Return the settings of ``SamplingParams`` for it."""
+    @property
+    def form(self) -> AnyFormat | None:
+        """What chats have for it."""
         wanted = self.format
         if not isinstance(wanted, SchemaFormat):
-            return form_of(wanted)
-        return form_of(JsonSchemaFormat(type="json_schema", json_schema=NamedSchema(schema=wanted.schema_)))
+            return wanted
+        return JsonSchemaFormat(type="json_schema", json_schema=NamedSchema(schema=wanted.schema_))
+
+
+class FlatTool(Function):
+    """A function that the client runs."""
+
+    type: Literal["function"]
+
+    @property
+    def tool(self) -> Tool:
+        """What chats have for it."""
+        return Tool(type="function", function=Function(**self.model_dump(exclude={"type"})))
+
+
+class FlatNamedTool(NamedFunction):
+    """The tool that an answer has to call."""
+
+    type: Literal["function"]
 
 
 class ResponsesRequest(Body):
     """Text, or a chat, to answer."""
 
     model: str | None = None
-    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     text: TextOptions | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = None
     metadata: dict[str, str] | None = None
 
@@ -90,8 +88,7 @@ class ResponsesRequest(Body):
     prompt_cache_key: Annotated[str | None, NoEffect("prompts are found by their tokens")] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, NoEffect("prompts are kept while there is room")] = None
     prompt_cache_retention: Annotated[str | None, NoEffect("prompts are kept while there is room")] = None
-    parallel_tool_calls: Annotated[bool | None, NoEffect(_TOOLS)] = None
-    max_tool_calls: Annotated[int | None, NoEffect(_TOOLS)] = None
+    max_tool_calls: Annotated[int | None, NoEffect("it is for tools that OpenAI runs")] = None
 
     background: Annotated[Any, Refused("the answer comes with the response", (False,))] = None
     background_options: Annotated[Any, Refused("the answer comes with the response")] = None
@@ -104,26 +101,37 @@ class ResponsesRequest(Body):
     reasoning: Annotated[Any, Refused("the model's template decides it", ({},))] = None
     service_tier: Annotated[Any, Refused("there is one tier", ("auto", "default"))] = None
     store: Annotated[Any, Refused(_NOT_STORED, (False,))] = None
-    tools: Annotated[Any, Refused(_TOOLS, ([],))] = None
-    tool_choice: Annotated[Any, Refused(_TOOLS, ("none", "auto"))] = None
     truncation: Annotated[Any, Refused("nothing is left out of a chat", ("disabled",))] = None
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities are to be in the answer."""
-        return bool(self.include) or self.top_logprobs is not None
+        return _LOGPROBS in (self.include or ()) or self.top_logprobs is not None
 
-    def messages(self) -> list[dict[str, str]]:
+    @property
+    def offer(self) -> Offer:
+        """The tools that answers may call.
+
+        Raises:
+            ApiError: they are at odds.
+        """
+        choice = self.tool_choice
+        wanted = f"={choice.name}" if isinstance(choice, FlatNamedTool) else choice
+        return Offer([tool.tool for tool in self.tools or ()], wanted, self.parallel_tool_calls is not False)
+
+    @property
+    def form(self) -> AnyFormat | None:
+        """The form of the answer, as chats have it."""
+        return None if self.text is None else self.text.form
+
+    def messages(self) -> list[dict[str, Any]]:
         """Return the chat as templates read it."""
-        said = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self._plain(self.input)
-        return said if self.instructions is None else [{"role": "system", "content": self.instructions}, *said]
-
-    @staticmethod
-    def _plain(messages: list[InputMessage]) -> list[dict[str, str]]:
-        return [message.plain() for message in messages]
+        said = [Message(role="user", content=self.input)] if isinstance(self.input, str) else messages_of(self.input)
+        first = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        return plain_messages([*first, *said])
 
     def sampling(self) -> SamplingParams:
-        """Return what the engine is asked for.
+        """Return what the engine is asked for, but for the form.
 
         Raises:
             ApiError: something contradicts itself.
@@ -136,5 +144,4 @@ class ResponsesRequest(Body):
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
             **{name: value for name, value in given.items() if value is not None},
-            **({} if self.text is None else self.text.form()),
         )

@@ -22,13 +22,44 @@ class OutputText(BaseModel):
 
 
 class OutputMessage(BaseModel):
-    """The answer."""
+    """Text of the answer."""
 
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
-    status: Status
+    status: Status = "in_progress"
     content: list[OutputText]
+
+
+class ReasoningText(BaseModel):
+    """What the model thinks."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class Reasoning(BaseModel):
+    """What the model thinks before it answers."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    status: Status = "in_progress"
+
+
+class CalledFunction(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    call_id: str
+    name: str
+    arguments: str
+    status: Status = "completed"
+
+
+Item = OutputMessage | Reasoning | CalledFunction
 
 
 class Incomplete(BaseModel):
@@ -59,6 +90,9 @@ class ResponseUsage(BaseModel):
             input_tokens=usage.prompt_tokens,
             input_tokens_details=usage.prompt_tokens_details,
             output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(
+                reasoning_tokens=usage.completion_tokens_details.reasoning_tokens
+            ),
             total_tokens=usage.total_tokens,
         )
 
@@ -76,14 +110,14 @@ class ResponseBody(BaseModel):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
-    parallel_tool_calls: bool = False
+    output: list[Item]
+    parallel_tool_calls: bool
     previous_response_id: None = None
     store: Literal[False] = False
     temperature: float
     text: dict[str, Any]
-    tool_choice: Literal["none"] = "none"
-    tools: list[Any] = []
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None

@@ -34,7 +34,6 @@ EXAMPLES: dict[str, Any] = {
     "prompt_cache_key": "me",
     "prompt_cache_options": {"a": 1},
     "prompt_cache_retention": "24h",
-    "parallel_tool_calls": False,
     "best_of": 1,
     "access_programs": {"a": "b"},
     "max_tool_calls": 3,

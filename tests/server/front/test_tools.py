@@ -63,6 +63,8 @@ ANSWERS = [
     (f"{CALL}\nThen <tool_call>\n" + '{"name": "we', 'Then <tool_call>\n{"name": "we', None, [("weather", None)]),
     ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', None, []),
     ("<think>never", "", "never", []),
+    ("<think>Hm.</think><tool_call>{</tool_call>", "<tool_call>{</tool_call>", "Hm.", []),
+    ("a  b \n c < d  <e <think> Hm,  <x> hm. </think>  f\n", "a  b \n c < d  <e   f", "Hm,  <x> hm.", []),
 ]
 
 
