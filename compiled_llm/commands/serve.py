@@ -287,7 +287,7 @@ def _prepared(served: Served, source: Source, report: Callable[[str], None]) -> 
     from compiled_llm.execution.decode_buffers import buckets_up_to
     from compiled_llm.server.generator.facts import ready_of
 
-    report(f"loading {source.name}")
+    report(f"loading {source.public_name}")
     source = fetched(source, progress=not served.quiet)
     loaded, tokenizer = load(source, served.dtype, served.device, progress=not served.quiet)
     model = compiled_llm.wrap(loaded, **served.wrap_options())

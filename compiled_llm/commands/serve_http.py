@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from compiled_llm.commands.source import DEMO, Source
+from compiled_llm.commands.source import Source
 
 if TYPE_CHECKING:  # imports FastAPI, which a generator does not need
     from compiled_llm.server.front.settings import FrontSettings
@@ -48,10 +48,12 @@ class HttpFlags(NamedTuple):
         Raises:
             ValueError: they contradict each other, or a file is not what it should be.
         """
-        from compiled_llm.server.front.settings import FrontSettings, keys_in
+        from compiled_llm.server.front.settings import FrontSettings, check_certificate, keys_in
 
+        if self.ssl_certfile is not None and self.ssl_keyfile is not None:
+            check_certificate(self.ssl_certfile, self.ssl_keyfile)
         return FrontSettings(
-            names=tuple(self.served_model_name) or (_public_name(source),),
+            names=tuple(self.served_model_name) or (source.public_name,),
             host=self.host or "127.0.0.1",
             port=8000 if self.port is None else self.port,
             api_keys=() if self.api_key_file is None else keys_in(self.api_key_file),
@@ -132,11 +134,3 @@ def _socket_path(uds: Path | None) -> Iterator[Path]:
         yield folder / "generator"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _public_name(source: Source) -> str:
-    """Return the model's name for clients, who see no folders of this machine."""
-    if not source.is_local or source.name == DEMO:
-        return source.name
-    path = Path(source.name).expanduser().resolve()
-    return path.name if source.gguf_file is None else path.stem

@@ -21,6 +21,14 @@ class Source(NamedTuple):
     gguf_file: str | None = None
     is_local: bool = True
 
+    @property
+    def public_name(self) -> str:
+        """The model's name for clients, who see no folders of this machine."""
+        if not self.is_local or self.name == DEMO:
+            return self.name
+        path = Path(self.name).expanduser().resolve()
+        return path.name if self.gguf_file is None else path.stem
+
 
 def locate(model: str, progress: bool = True) -> Source:
     """Return where a model is: here, or on the hub.

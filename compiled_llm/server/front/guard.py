@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import time
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,6 +24,7 @@ _POLLED = ("/health", "/ready", "/metrics")
 """Asked again and again, by programs and pages that watch the server."""
 _BODY_SECONDS = 30.0
 """In which a body has to come."""
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::\d*)?", re.ASCII)
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 
 
@@ -175,11 +176,9 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _host_name(host: str) -> str:
-    """Return the name in a ``Host`` header, without the port."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
-    except ValueError:
-        return ""
+    """Return the name in a ``Host`` header, without the port; nothing if it is no name with a port."""
+    found = _HOST.fullmatch(host)
+    return "" if found is None else (found[1] or found[2]).lower()
 
 
 def _digest(key: str) -> bytes:

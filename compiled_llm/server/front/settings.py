@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +61,10 @@ class FrontSettings:
             raise ValueError(f"--port {self.port}: must be from 0 to 65535")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("--ssl-certfile and --ssl-keyfile: give both, or neither")
+        if wrong := [name for name in self.allowed_hosts if not _HOST.fullmatch(name)]:
+            raise ValueError(f"--allowed-host {wrong[0]}: give a name or an address alone, or * for any")
+        if wrong := [origin for origin in self.cors_origins if not _ORIGIN.fullmatch(origin)]:
+            raise ValueError(f"--cors-origin {wrong[0]}: give it as browsers do, https://page.example, or * for any")
 
     @property
     def is_local(self) -> bool:
@@ -86,9 +92,13 @@ def keys_in(file: Path) -> tuple[str, ...]:
     """Return the keys of a file, one a line.
 
     Raises:
-        ValueError: there is none, or one is so short that it can be guessed.
+        ValueError: it cannot be read, there is none, or one is so short that it can be guessed.
     """
-    keys = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--api-key-file {file}: cannot be read: {_reason(error)}") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise ValueError(f"--api-key-file {file}: the file has no key; write one a line")
     if short := [key for key in keys if len(key) < _SHORTEST_KEY or not key.isascii()]:
@@ -99,4 +109,25 @@ def keys_in(file: Path) -> tuple[str, ...]:
     return keys
 
 
+def check_certificate(certfile: Path, keyfile: Path) -> None:
+    """Check that a server can show a certificate.
+
+    Raises:
+        ValueError: it cannot be read, or the key is that of another one, or takes a password.
+    """
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: b"")
+    except OSError as error:  # ssl's own errors are some
+        raise ValueError(
+            f"--ssl-certfile {certfile} --ssl-keyfile {keyfile}: cannot be used: {_reason(error)}; give a PEM file "
+            "with the certificate, and one with its key, without a password"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
 _SHORTEST_KEY = 16
+_HOST = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")

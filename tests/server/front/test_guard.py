@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from compiled_llm.server.front import guard
 from compiled_llm.server.front.settings import FrontSettings, keys_in
 from support.fronts import RunningFront, fronting
 from support.generators import Loop
@@ -55,6 +58,14 @@ def test_with_a_key_it_is(guarded: RunningFront, key: str) -> None:
         ("evil.example", 403),
         ("localhost.evil.example", 403),
         ("127.0.0.1@evil.example", 403),
+        ("127.0.0.1.nip.io", 403),
+        ("localhost.", 403),
+        ("[::ffff:127.0.0.1]", 403),
+        ("[::1]evil.example", 403),
+        ("0.0.0.0", 403),
+        ("2130706433", 403),
+        ("localhost:80:80", 403),
+        ("evil.example, localhost", 403),
         ("[", 403),
         ("", 403),
     ],
@@ -67,7 +78,17 @@ def test_pages_of_others_are_not_served(guarded: RunningFront, front: RunningFro
     refused = ask(front, origin="https://evil.example")
     assert refused.status_code == 403
     assert refused.json()["error"]["message"].startswith("Origin: pages of other servers are not served")
-    assert ask(front, origin="null").status_code == 403
+    port = front.port
+    others = (
+        "null",
+        "",
+        "file://",
+        "http://localhost:1",
+        f"http://localhost.evil.example:{port}",
+        f"http://a@localhost:{port}",
+    )
+    for origin in others:
+        assert ask(front, origin=origin, host=f"localhost:{port}").status_code == 403, origin
     assert ask(front, origin=front.url).status_code == 200
     allowed = ask(guarded, origin="https://page.example", authorization=f"Bearer {KEYS[0]}")
     assert allowed.headers["access-control-allow-origin"] == "https://page.example"
@@ -75,6 +96,51 @@ def test_pages_of_others_are_not_served(guarded: RunningFront, front: RunningFro
     assert guarded.http.options("/v1/completions", headers=preflight).status_code == 200
     preflight["origin"] = "https://evil.example"
     assert guarded.http.options("/v1/completions", headers=preflight).status_code == 400
+
+
+def test_names_of_ipv6_are_served(generator: Loop) -> None:
+    with fronting(generator.generator._path, host="::1") as front:
+        answer = httpx.post(f"http://[::1]:{front.port}/v1/completions", json=BODY)
+        assert answer.status_code == 200
+        page = httpx.post(
+            f"http://[::1]:{front.port}/v1/completions", json=BODY, headers={"origin": f"http://[::1]:{front.port}"}
+        )
+        assert page.status_code == 200
+
+
+def test_all_keys_are_compared_each_time(guarded: RunningFront, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the time would say how many of them begin like the one that is given, or which one it is."""
+    compared: list[tuple[bytes, bytes]] = []
+    compare = hmac.compare_digest
+    monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))
+    for key in (*(f"Bearer {known}" for known in KEYS), "Bearer wrong", "Bearer"):
+        compared.clear()
+        ask(guarded, authorization=key)
+        assert len(compared) == len(KEYS)
+        assert {len(side) for pair in compared for side in pair} == {32}  # digests: of one length
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(front: RunningFront, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_BODY_SECONDS", 0.05)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9"
+    with socket.create_connection(("127.0.0.1", front.port), timeout=60) as peer:
+        peer.sendall(f"{head}\r\n\r\n{{".encode())
+        assert peer.recv(2**16).startswith(b"HTTP/1.1 408 ")
+    assert ask(front).status_code == 200
+
+
+def test_cached_prompts_are_not_shared_by_keys_or_users(generator: Loop) -> None:
+    def cached(front: RunningFront, key: str, user: str) -> int:
+        body = {"prompt": "the quick brown fox jumps over the lazy dog " * 3, "max_tokens": 1, "user": user}
+        answer = front.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).json()
+        found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    with fronting(generator.generator._path, api_keys=KEYS, salts_caches=True) as front:
+        assert cached(front, KEYS[0], "me") == 0
+        assert cached(front, KEYS[0], "me") > 0
+        assert cached(front, KEYS[0], "you") == 0
+        assert cached(front, KEYS[1], "me") == 0
 
 
 def test_a_request_has_an_id_and_its_prompt_is_not_in_the_log(
@@ -110,6 +176,10 @@ def test_an_error_of_ours_shows_no_trace(
     [
         ({"host": "0.0.0.0"}, "--host 0.0.0.0: other machines could use the model; give --api-key-file"),
         ({"port": 70000}, "--port 70000: must be from 0 to 65535"),
+        ({"allowed_hosts": ("http://a",)}, "--allowed-host http://a: give a name or an address alone"),
+        ({"allowed_hosts": ("a", "b:80")}, "--allowed-host b:80: give a name or an address alone"),
+        ({"cors_origins": ("page.example",)}, "--cors-origin page.example: give it as browsers do"),
+        ({"cors_origins": ("https://page.example/",)}, "--cors-origin https://page.example/: give it as browsers do"),
         ({"ssl_certfile": Path("x")}, "--ssl-certfile and --ssl-keyfile: give both, or neither"),
     ],
 )
@@ -122,7 +192,12 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("\n".join(("", f" {KEYS[0]} ", KEYS[1], "")))
     assert keys_in(file) == KEYS
-    for content, message in (("\n", "the file has no key"), ("short", "a key of 5 characters")):
-        file.write_text(content)
+    for content, message in (
+        (b"\n", "the file has no key"),
+        (b"short", "a key of 5 characters"),
+        (b"\xff", "cannot be read: 'utf-8' codec"),
+        (None, "cannot be read: No such file or directory"),
+    ):
+        file.unlink() if content is None else file.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             keys_in(file)
