@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.execution.staging import Readback, Staging
 from compiled_llm.kvcache.row import Row
-
-if TYPE_CHECKING:
-    import xgrammar
 
 
 class _Member(NamedTuple):
@@ -49,6 +46,7 @@ class Constrained:
         matchers: of the formed ones.
         narrowed: of the formed ones, where those stand whose settings may bar more.
         processed: those whose logits are the user's to change.
+        plain: whether nothing but a grammar has a say in any of them.
     """
 
     def __init__(self, members: list[_Member]) -> None:
@@ -61,6 +59,8 @@ class Constrained:
             at for at, each in enumerate(self.formed) if each.constraint.mask is not None or each.constraint.least
         ]
         self.processed = [each for each in members if each.constraint.processors]
+        barring = any(each.constraint.mask is not None for each in members)
+        self.plain = len(self.formed) == len(members) and not (self.processed or barring)
 
     @classmethod
     def among(cls, requests: Sequence[Request]) -> Constrained | None:
@@ -157,29 +157,33 @@ class LateChoice:
         return self._logprobs
 
     def _advance(self, tokens: Sequence[int]) -> None:
+        requests = self._requests.present()
+        chosen = [tokens[each.place] for each in requests.members]
+        if requests.plain and NOT_A_TOKEN not in chosen:
+            fits = accept(requests.matchers, chosen)
+            if not all(fits):
+                members = zip(requests.members, chosen, fits, strict=True)
+                lost = [each.request for each, token, fit in members if not fit and token not in each.request.ends]
+                self.failed = {request: _lost(request) for request in lost}
+        else:
+            self._advance_one_by_one(requests.members, chosen)
+
+    def _advance_one_by_one(self, members: Sequence[_Member], tokens: Sequence[int]) -> None:
         nan = [] if self._nan is None else self._nan.result()
         for request in (request for request, flag in zip(self._edited, nan, strict=True) if flag):
             self.failed.setdefault(request, _unusable(request))
-        usual: list[tuple[Request, xgrammar.GrammarMatcher, int]] = []
-        for place, request, row, constraint in self._requests.members:
-            token = tokens[place]
-            if request.done or token in request.ends or (self.failed and request in self.failed):
+        for (_, request, row, constraint), token in zip(members, tokens, strict=True):
+            if token in request.ends or request in self.failed:
                 continue
-            if token != NOT_A_TOKEN and constraint.mask is None:  # what was chosen may stand there
-                if constraint.matcher is not None:
-                    usual.append((request, constraint.matcher, token))
-            elif token == NOT_A_TOKEN and request in self._edited:
+            if token == NOT_A_TOKEN and request in self._edited:
                 self.failed[request] = _unusable(request)
             elif self._is_lost(row, constraint, token):
-                self.failed[request] = _lost(request)
-        accepted = accept([matcher for _, matcher, _ in usual], [token for _, _, token in usual]) if usual else []
-        for (request, *_), fits in zip(usual, accepted, strict=True):
-            if not fits:
                 self.failed[request] = _lost(request)
 
     def _is_lost(self, row: Row, constraint: Constraint, token: int) -> bool:
         """Go on by a token, if there is one; whether the grammar, with what the request bars, has left none."""
-        masks = self._masks if constraint.matcher is not None else None
+        unsure = constraint.matcher is not None and (token == NOT_A_TOKEN or constraint.mask is not None)
+        masks = self._masks if unsure else None
         if masks is not None and not masks.bits[masks.rows.index(row)].any():
             return True
         return token != NOT_A_TOKEN and not constraint.accepts(token)

@@ -196,7 +196,7 @@ class DeferredChoice:
         at, bits = new
         if masks.rows != rows or len(at) != len(rows):
             (slots,) = self._state.staging.to_device([at])
-        self._state.staging.write_rows(self._state.slots.tables.allowed, slots, bits)
+        self._state.slots.tables.allowed.index_copy_(0, slots, self._state.staging.masks_to_device(bits))
 
     @staticmethod
     def _observe(parts: Sequence[_Unchosen], tokens: Tensor, edited: Tensor | None) -> None:

@@ -89,8 +89,7 @@ class DeviceState:
     @property
     def buffer_bytes(self) -> int:
         """Size of everything else, in bytes."""
-        parts = (self.arena, self.slots, self.prefill_indices, self.choice_graphs, self.staging)
-        return sum(part.nbytes for part in parts)
+        return self.arena.nbytes + self.slots.nbytes + self.prefill_indices.nbytes + self.choice_graphs.nbytes
 
     def release(self) -> None:
         """Give back what takes most of the memory; nothing may be run afterwards."""
@@ -99,7 +98,6 @@ class DeviceState:
         self.pages.clear()
         self.slots.release()
         self.choice_graphs.release()
-        self.staging.release()
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages in all layers, in stream order."""

@@ -16,8 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm.kvcache.memory import free
-
 _AREAS = 8
 _ALIGNMENT = 8
 
@@ -32,51 +30,30 @@ class Staging:
         self._events = [torch.cuda.Event() for _ in range(_AREAS)] if device.type == "cuda" else []
         self._current = 0
         self._lent = torch.empty(0, 0, dtype=torch.int32, device="cpu")
-        self._there = torch.empty(0, 0, dtype=torch.int32, device=device)
-        self._beside = torch.cuda.Stream(device) if self._events else None
-        self._arrived = torch.cuda.Event() if self._events else None
-        self._used = torch.cuda.Event() if self._events else None
-
-    @property
-    def nbytes(self) -> int:
-        """Size of what is on the device, in bytes."""
-        return self._there.nbytes
-
-    def release(self) -> None:
-        """Give back what is on the device."""
-        free(self._there)
-        self._lent = self._lent[:0]
+        self._lent_event = torch.cuda.Event() if self._events else None
 
     def lend(self, rows: int, columns: int) -> NDArray[np.int32]:
-        """Return an array ``[rows, columns]`` that ``write_rows`` copies from where it lies, while the device computes.
+        """Return an array ``[rows, columns]`` that ``masks_to_device`` copies from where it lies.
 
         What the caller does not write is what was last written there, or zeros. It is the caller's until somebody calls
         this again, which waits for its copy to be done.
         """
-        if self._used is not None:
-            self._used.synchronize()
+        if self._lent_event is not None:
+            self._lent_event.synchronize()
         if self._lent.shape[0] < rows or self._lent.shape[1] != columns:
-            self._lent = torch.zeros(rows, columns, dtype=torch.int32, pin_memory=bool(self._events), device="cpu")
-            if self._beside is not None:
-                self._there = torch.empty_like(self._lent, device=self._device)
-                self._beside.wait_stream(torch.cuda.current_stream(self._device))  # who had this memory before
+            pinned = self._lent_event is not None
+            self._lent = torch.zeros(rows, columns, dtype=torch.int32, pin_memory=pinned, device="cpu")
         lent: NDArray[np.int32] = self._lent[:rows].numpy()
         return lent
 
-    def write_rows(self, table: Tensor, at: Tensor, rows: NDArray[np.int32]) -> None:
-        """Copy ``rows`` ``[n, words]``, which may be what is lent, into the rows ``at`` ``[n]`` of a table in order."""
-        lent, there = self._lent[: len(rows)], self._there[: len(rows)]
-        is_lent = rows.ctypes.data == lent.data_ptr() and rows.shape == lent.shape
-        if not is_lent or self._beside is None or self._arrived is None:
-            there = self.to_device([rows.reshape(-1)])[0].view(rows.shape)
-        else:
-            with torch.cuda.stream(self._beside):
-                there.copy_(lent, non_blocking=True)
-                self._arrived.record()
-            self._arrived.wait()
-        table.index_copy_(0, at, there)
-        if self._used is not None:
-            self._used.record()
+    def masks_to_device(self, masks: NDArray[np.int32]) -> Tensor:
+        """Return a new device tensor with the content of an array ``[n, words]``, which may be the one that is lent."""
+        lent = self._lent[: len(masks)]
+        if self._lent_event is None or masks.ctypes.data != lent.data_ptr() or masks.shape != lent.shape:
+            return self.to_device([masks.reshape(-1)])[0].view(masks.shape)
+        there = lent.to(self._device, non_blocking=True)
+        self._lent_event.record()
+        return there
 
     def upload(self, pairs: Sequence[tuple[NDArray[Any], Tensor]]) -> None:
         """Copy each array into the beginning of its device tensor (1-D, same dtype), in stream order."""

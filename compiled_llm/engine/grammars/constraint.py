@@ -5,13 +5,10 @@ Shapes: n answers, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,13 +48,13 @@ class Processor(NamedTuple):
         return cls(function, name, len([each for each in parameters if each.kind in kinds]) > 2)
 
 
-_SOON = 3e-4
-"""Seconds in which one thread may fill the masks of a step: to wake others takes nearly as long."""
+_SOON = 6e-4
+"""Seconds in which one thread may fill the masks of a step: to start others takes nearly as long."""
 _FEW = 4
 """Answers whose masks show how long those of the others take."""
 _MEASURED = 16
 """Steps after which that is measured again."""
-_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched_getaffinity") else 1))
+_THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched_getaffinity") else 1))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -132,50 +129,32 @@ def accept(matchers: Sequence[xgrammar.GrammarMatcher], tokens: Sequence[int]) -
 
 
 class MaskWriter:
-    """Fills the masks of many answers at once, in this thread and, if they take long, in others beside it."""
+    """Fills the masks of many answers at once, in one thread or, if they take long, in several."""
 
     def __init__(self) -> None:
-        """Start no thread yet."""
-        self._threads: ThreadPoolExecutor | None = None
+        """Know nothing of how long they take."""
+        self._fillers: dict[int, xgrammar.BatchGrammarMatcher] = {}  # by how many threads they have
         self._each = 0.0  # seconds that a mask has taken lately
-        self._steps = 0  # since that was measured
+        self._steps = 0
 
     def fill(self, matchers: Sequence[xgrammar.GrammarMatcher], masks: NDArray[np.int32]) -> None:
         """Write which tokens grammars allow next into ``masks`` ``[n, words]``, whose bits of no token are zero."""
-        start = self._measure(matchers, masks) if self._steps % _MEASURED == 0 else 0
+        first = self._measure(matchers, masks) if self._steps % _MEASURED == 0 else 0
         self._steps += 1
-        left = len(matchers) - start
-        parts = min(_THREADS, left) if left * self._each > _SOON else 1
-        ends = [start + left * (part + 1) // parts for part in range(parts)]
-        others = [self._pool().submit(_fill, matchers, masks, *span) for span in itertools.pairwise(ends)]
-        try:
-            _fill(matchers, masks, start, ends[0])
-        finally:
-            wait(others)
-        for other in others:
-            other.result()
+        if first < len(matchers):
+            soon = (len(matchers) - first) * self._each < _SOON
+            self._fill(1 if soon else _THREADS, matchers[first:], masks[first:])
 
     def _measure(self, matchers: Sequence[xgrammar.GrammarMatcher], masks: NDArray[np.int32]) -> int:
         """Fill the first few masks, and return how many."""
         few, start = min(_FEW, len(matchers)), time.perf_counter()
-        _fill(matchers, masks, 0, few)
+        self._fill(1, matchers[:few], masks[:few])
         self._each = (time.perf_counter() - start) / max(1, few)
         return few
 
-    def _pool(self) -> ThreadPoolExecutor:
-        """Return threads of our own: those of xgrammar are started anew for each step, which takes longer."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_THREADS - 1, "compiled_llm masks")
-        return self._threads
+    def _fill(self, threads: int, matchers: Sequence[xgrammar.GrammarMatcher], masks: NDArray[np.int32]) -> None:
+        if threads not in self._fillers:
+            from xgrammar import BatchGrammarMatcher
 
-
-def _fill(matchers: Sequence[xgrammar.GrammarMatcher], masks: NDArray[np.int32], start: int, end: int) -> None:
-    if start < end:
-        _one_thread().batch_fill_next_token_bitmask(list(matchers[start:end]), masks[start:end])
-
-
-@functools.cache
-def _one_thread() -> xgrammar.BatchGrammarMatcher:
-    from xgrammar import BatchGrammarMatcher
-
-    return BatchGrammarMatcher(max_threads=1)
+            self._fillers[threads] = BatchGrammarMatcher(max_threads=threads)
+        self._fillers[threads].batch_fill_next_token_bitmask(list(matchers), masks)
