@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Tag
 
 from compiled_llm.server.front.chat_message import FunctionCall, Message, ToolCall, arguments_of
-from compiled_llm.server.front.fields import Body, NoEffect
+from compiled_llm.server.front.fields import Body, NoEffect, Refused
 
+_TAGS = ("function_call", "function_call_output", "reasoning", "item_reference")
 _NOT_STORED = NoEffect("nothing is stored")
 
 
@@ -73,24 +74,33 @@ class ReasoningItem(Body):
     status: Annotated[str | None, _NOT_STORED] = None
 
 
+class ItemReference(Body):
+    """What OpenAI would have stored."""
+
+    type: Annotated[Any, Refused("nothing is stored; send the item itself, as clients do with store=false")]
+    id: str
+
+
 def _type_of(item: Any) -> str:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if kind in ("function_call", "function_call_output", "reasoning") else "message"
+    return kind if kind in _TAGS else "message"
 
 
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutput, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_type_of),
 ]
 
 
-def messages_of(items: Sequence[InputMessage | CallItem | CallOutput | ReasoningItem]) -> list[Message]:
+def messages_of(items: Sequence[InputMessage | CallItem | CallOutput | ReasoningItem | ItemReference]) -> list[Message]:
     """Return items as messages of a chat: what stands in one answer is one message."""
     messages: list[Message] = []
     for item in items:
+        assert not isinstance(item, ItemReference), "it is refused"
         if isinstance(item, InputMessage) and item.role != "assistant":
             messages.append(Message(role=item.role, content=_text(item.content)))
         elif isinstance(item, CallOutput):

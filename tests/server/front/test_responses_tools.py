@@ -114,7 +114,7 @@ def test_calls_can_be_required(client: openai.OpenAI, script: Script) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "c"}]}, "input[0].arguments"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     ],
 )
