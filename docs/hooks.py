@@ -52,12 +52,14 @@ def environment() -> str:
 def matrix() -> str:
     """Return a table of what ``tools/matrix.py`` has run, and what came of it."""
     lines = [
-        "| environment | Python | PyTorch | transformers | FlashInfer | result | on |",
-        "|---|---|---|---|---|---|---|",
+        "| environment | Python | PyTorch | transformers | FlashInfer | of extras | result | on |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, result in json.loads(RESULTS.read_text()).items():
-        versions = result["versions"]
-        columns = [versions.get(key) or "" for key in ("python", "torch", "transformers", "flashinfer-python")]
+        versions = dict(result["versions"])
+        columns = [versions.pop(key, None) or "" for key in ("python", "torch", "transformers", "flashinfer-python")]
+        others = ", ".join(f"{package} {version}" for package, version in versions.items())
+        columns.append(others if name.startswith("extras") else "")
         lines.append(f"| `{name}` | {' | '.join(columns)} | {_outcome(result)} | <time>{result['date']}</time> |")
     return "\n".join(lines)
 

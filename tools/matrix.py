@@ -27,12 +27,15 @@ RESULTS = CHECKOUT / "docs" / "matrix.json"
 LOGS = CHECKOUT / "build" / "matrix"
 TOX = [sys.executable, "-m", "tox"]
 PACKAGES = ("torch", "transformers", "flashinfer-python")
+OF_EXTRAS = ("fastapi", "msgspec", "prometheus-client", "pydantic", "uvicorn", "xgrammar", "ray")
+"""Those of `server`, `structured` and `ray`, which have environments of their own."""
 
 _ASK_FOR_VERSIONS = f"""
 import json, platform
 from importlib.metadata import distributions
-installed = {{d.name: d.version for d in distributions()}}
-print(json.dumps({{"python": platform.python_version(), **{{name: installed.get(name) for name in {PACKAGES}}}}}))
+installed = {{d.name.replace("_", "-").lower(): d.version for d in distributions()}}
+names = [*{PACKAGES}, *(name for name in {OF_EXTRAS} if name in installed)]
+print(json.dumps({{"python": platform.python_version(), **{{name: installed.get(name) for name in names}}}}))
 """
 
 

@@ -11,15 +11,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from rich.console import Console
 from typer.testing import CliRunner
 
 from compiled_llm.commands.app import app
+from compiled_llm.commands.doctor import packages
 from compiled_llm.commands.doctor import report as doctor_report
 from compiled_llm.commands.doctor import trial as doctor_build
 from compiled_llm.commands.doctor.devices import cpu
@@ -102,6 +105,26 @@ def test_missing_extra_is_named_with_the_command_that_brings_it(monkeypatch: pyt
     finding = found()["extras: gguf"]
     assert (finding.status, finding.fix, finding.prevents) == ("optional", "pip install '.[demo]'", False)
     assert f"optional    gguf: {finding.detail} -> {finding.fix}\n" in run("--quick").stdout
+
+
+@pytest.mark.parametrize("extra", ["server", "structured", "ray"])
+def test_each_package_of_an_extra_is_looked_for(extra: str) -> None:
+    requirements = [Requirement(line) for line in metadata.requires("compiled-llm") or []]
+    of_extra = [each for each in requirements if each.marker is not None and each.marker.evaluate({"extra": extra})]
+    named = {each.name for each in of_extra} - {"compiled-llm"}
+    if not named:
+        pytest.skip(f"the version that is installed has no extra {extra}")
+    assert named <= {package.distribution for package in packages.OPTIONAL}  # it brings those of others, too
+    assert {package.distribution for package in packages.OPTIONAL if package.extra == extra} <= named
+
+
+def test_replicas_take_ray_and_what_its_server_needs(module: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    finding = found()["extras: ray.serve"]
+    assert (finding.status, finding.fix, finding.prevents) == ("optional", "pip install '.[ray]'", False)
+    monkeypatch.delitem(sys.modules, "ray")
+    module("ray", "")  # without its serve
+    assert found()["extras: ray.serve"].fix == "pip install '.[ray]'"
 
 
 def test_missing_requirement_prevents_and_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def range_of(package: str) -> SpecifierSet:
 
 def test_matrix_has_one_row_a_result_and_each_says_what_came_of_it(matrix: dict[str, Any]) -> None:
     page = rendered("compatibility.md")
-    rows = re.findall(r"^\| `([\w-]+)` \|(?: [^|]*\|){4} (.+) \| <time>[\d-]{10}</time> \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \|(?: [^|]*\|){5} (.+) \| <time>[\d-]{10}</time> \|$", page, re.MULTILINE)
     assert [name for name, _ in rows] == list(matrix)
     for name, text in rows:
         result = matrix[name]
@@ -88,6 +88,11 @@ def test_page_names_the_ranges_that_pip_is_told() -> None:
     page = (DOCS / "reference" / "compatibility.md").read_text()
     ranges = {"Python": SpecifierSet(metadata("compiled-llm")["Requires-Python"])}
     titles = {"PyTorch": "torch", "transformers": "transformers", "FlashInfer (extra `cuda`)": "flashinfer-python"}
+    titles.update({"xgrammar (extra `structured`)": "xgrammar", "FastAPI (extra `server`)": "fastapi"})
+    others = ("jinja2", "msgspec", "prometheus-client", "pydantic", "uvicorn")
+    titles.update({f"{name} (extra `server`)": name for name in others})
+    if "ray" in (metadata("compiled-llm").get_all("Provides-Extra") or []):
+        titles["Ray (extra `ray`)"] = "ray"
     ranges.update({title: range_of(package) for title, package in titles.items()})
     for title, allowed in ranges.items():
         row = re.search(rf"^\| {re.escape(title)} \| `(.+)` \|$", page, re.MULTILINE)

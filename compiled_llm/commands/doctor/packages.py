@@ -44,8 +44,11 @@ OPTIONAL = (
     Package("msgspec", "msgspec", "server", "what `serve` and its clients say to each other"),
     Package("fastapi", "fastapi", "server", "answers HTTP"),
     Package("uvicorn", "uvicorn", "server", "listens for HTTP"),
+    Package("pydantic", "pydantic", "server", "reads requests of HTTP"),
+    Package("jinja2", "jinja2", "server", "writes chats as the model reads them"),
     Package("prometheus_client", "prometheus-client", "server", "writes /metrics"),
     Package("xgrammar", "xgrammar", "structured", "compiles the grammars that answers follow"),
+    Package("ray.serve", "ray", "ray", "runs replicas of a server"),
     Package("depyf", "depyf", "debug", "shows the code that Dynamo and Inductor wrote"),
     Package("matplotlib", "matplotlib", "bench", "draws what bench has measured"),
 )
@@ -123,7 +126,7 @@ def _package(part: str, package: Package, needed: bool) -> Finding:
 
 
 def _not_imported(part: str, package: Package, error: Exception, needed: bool) -> Finding:
-    if isinstance(error, ModuleNotFoundError) and error.name == package.module:
+    if isinstance(error, ModuleNotFoundError) and error.name in (package.module, package.module.partition(".")[0]):
         return Finding(part, package.module, "missing", f"not installed: {package.use}", _pip(package), needed)
     is_incomplete = isinstance(error, ModuleNotFoundError)
     fix = _pip(package) if is_incomplete else f"pip install --force-reinstall --no-deps {_requirement(package)}"
