@@ -68,7 +68,13 @@ def packed_values(values: Mapping[int, float], others: Iterable[Bias] = ()) -> N
     return both[:, np.argsort(both[0], kind="stable")]
 
 
-def from_position(biases: NDArray[np.int32], start: int) -> NDArray[np.int32]:
-    """Return packed biases whose steps are positions; the answer's first token has position ``start``."""
-    steps = np.minimum(biases[2:4].astype(np.int64) + start, ALWAYS)
-    return np.concatenate([biases[:2], steps.astype(np.int32), biases[4:]])
+def from_position(biases: NDArray[np.int32], starts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return packed biases ``[n, 4 + F, N]`` whose steps are positions.
+
+    Args:
+        biases: ``[4 + F, N]``.
+        starts: ``[n]``, positions of the first tokens of answers.
+    """
+    each = np.repeat(biases[None], len(starts), axis=0)
+    each[:, 2:4] = np.minimum(biases[2:4] + starts[:, None, None], ALWAYS)
+    return each

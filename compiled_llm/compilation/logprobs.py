@@ -59,8 +59,8 @@ class ScoredTokens(NamedTuple):
         """Return what ``score_tokens`` has packed."""
         columns = numbers.reshape(rows, -1)
         most = columns.shape[1] // 2 - 1
-        values = np.ascontiguousarray(columns[:, 2 : 2 + most]).view(np.float32)
-        return cls(columns[:, 0].copy().view(np.float32), columns[:, 1], values, columns[:, 2 + most :])
+        floats = columns.view(np.float32)
+        return cls(floats[:, 0], columns[:, 1], floats[:, 2 : 2 + most], columns[:, 2 + most :])
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, most: int, draws: Draws | None = None) -> Tensor:

@@ -10,6 +10,7 @@ Shapes: B rows, V vocabulary, X rows with settings of their own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm.compilation.bias import NO_BIASES
+from compiled_llm.compilation.bias import ALWAYS, NO_BIASES
 from compiled_llm_ops import (
     BIASED,
     CLEANED,
@@ -133,8 +134,15 @@ class Sampling:
 
     def starting_at(self, position: int) -> Sampling:
         """Return the same for an answer whose first token has this position."""
-        anywhere = not (self.biases.size or self.growing)
-        return self if anywhere or self.start == position else replace(self, start=position)
+        return self if self._starts_anywhere or self.start == position else replace(self, start=position)
+
+    @cached_property
+    def _starts_anywhere(self) -> bool:
+        """Whether no step differs from another, and no position of an answer from another."""
+        if self.growing or self.followed:
+            return False
+        first, end = self.biases[2:4]
+        return not self.biases.size or bool((first == 0).all() and (end == ALWAYS).all())
 
 
 NUMBERS = {

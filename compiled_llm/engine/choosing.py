@@ -1,4 +1,4 @@
-"""How the answers to one prompt choose their tokens: what ``SamplingParams`` say, as settings of rows."""
+"""How answers choose their tokens: what ``SamplingParams`` say, as settings of rows."""
 
 from __future__ import annotations
 
@@ -17,47 +17,67 @@ from compiled_llm.engine.params import SEEDS, SamplingParams
 from compiled_llm_ops import MOST_BIASES, MOST_FOLLOWED
 
 
-def samplings_for(
-    params: SamplingParams, prompt: NDArray[np.int64], ends: frozenset[int], vocabulary: int, tokenizer: Any
-) -> list[Sampling | None]:
-    """Return how each of the ``n`` answers chooses; None for the most likely token.
+class Choosing:
+    """What ``SamplingParams`` say on one model, whatever the prompt is."""
 
-    Args:
-        params: what the user says.
-        prompt: ``[T]`` int64.
-        ends: tokens that end an answer, or would if they were not ignored.
-        vocabulary: how many logits a token has.
-        tokenizer: for words; None if there is none.
+    def __init__(self, params: SamplingParams, ends: frozenset[int], vocabulary: int, tokenizer: Any) -> None:
+        """Check what is said, and pack it.
 
-    Raises:
-        ValueError: a token is not one of the model's, a word not one token, or no token is left.
-    """
-    _check_tokens(params, vocabulary)
-    words = list(_bad_words(params.bad_words or (), tokenizer))
-    shared = Sampling(
-        temperature=float(params.temperature),
-        top_k=max(0, int(params.top_k)),
-        top_p=float(params.top_p),
-        min_p=float(params.min_p),
-        repetition_penalty=float(params.repetition_penalty),
-        presence_penalty=float(params.presence_penalty),
-        frequency_penalty=float(params.frequency_penalty),
-        seen=np.unique(prompt) if params.repetition_penalty != 1 else prompt[:0],
-        biases=_biases(params, ends, words),
-        mask=mask_of(vocabulary, params.allowed_token_ids, [word[0] for word in words if len(word) == 1]),
-    )
-    _check_left(params, shared.mask, ends, vocabulary)
-    if shared.temperature == 0:
-        return [shared if shared.edits else None] * params.n
-    seed = params.seed if params.seed not in (None, -1) else int(torch.randint(SEEDS, (), device="cpu"))
-    return [replace(shared, seed=(int(seed) + number) % SEEDS) for number in range(params.n)]
+        Args:
+            params: what the user says.
+            ends: tokens that end an answer, or would if they were not ignored.
+            vocabulary: how many logits a token has.
+            tokenizer: for words; None if there is none.
+
+        Raises:
+            ValueError: a token is not one of the model's, a word not one token, or no token is left.
+        """
+        _check_tokens(params, vocabulary)
+        words = list(_bad_words(params.bad_words or (), tokenizer))
+        self._params = params
+        self._shared = Sampling(
+            temperature=float(params.temperature),
+            top_k=max(0, int(params.top_k)),
+            top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            repetition_penalty=float(params.repetition_penalty),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            biases=_biases(params, ends, words),
+            mask=mask_of(vocabulary, params.allowed_token_ids, [word[0] for word in words if len(word) == 1]),
+        )
+        _check_left(params, self._shared.mask, ends, vocabulary)
+
+    def samplings(self, prompt: NDArray[np.int64]) -> list[Sampling | None]:
+        """Return how each of the ``n`` answers to a prompt ``[T]`` chooses; None for the most likely token."""
+        params, own = self._params, self._shared
+        if params.repetition_penalty != 1:
+            own = replace(own, seen=prompt)
+        if own.temperature == 0:
+            return [own if own.edits else None] * params.n
+        seed = params.seed if params.seed not in (None, -1) else int(torch.randint(SEEDS, (), device="cpu"))
+        return [replace(own, seed=(int(seed) + number) % SEEDS) for number in range(params.n)]
+
+
+class Choosings:
+    """Those of one call, made once for all prompts that have one ``SamplingParams``: the rows then share arrays."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._known: dict[int, tuple[SamplingParams, Choosing]] = {}  # by identity, which the params themselves keep
+
+    def of(self, params: SamplingParams, ends: frozenset[int], vocabulary: int, tokenizer: Any) -> Choosing:
+        """Return how requests with these params choose; otherwise as ``Choosing``."""
+        if id(params) not in self._known:
+            self._known[id(params)] = params, Choosing(params, ends, vocabulary, tokenizer)
+        return self._known[id(params)][1]
 
 
 def _check_tokens(params: SamplingParams, vocabulary: int) -> None:
     for name in ("logit_bias", "allowed_token_ids"):
-        foreign = [token for token in getattr(params, name) or () if token >= vocabulary]
-        if foreign:
-            raise ValueError(f"{name}: token ids are from 0 to {vocabulary - 1}; got {foreign[0]}")
+        largest = max(getattr(params, name) or (0,))
+        if largest >= vocabulary:
+            raise ValueError(f"{name}: token ids are from 0 to {vocabulary - 1}; got {largest}")
 
 
 def _biases(params: SamplingParams, ends: Iterable[int], words: Iterable[tuple[int, ...]]) -> NDArray[np.int32]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.answer_text import TextFormat
+from compiled_llm.engine.choosing import Choosings
 from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.driver import Driver
@@ -125,8 +126,8 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
             Exception: what ended all requests.
         """
-        listed, device_model = with_params(prompts, params), self._look()
-        handles = [self._handle(device_model, *entry) for entry in listed]
+        listed, device_model, choosings = with_params(prompts, params), self._look(), Choosings()
+        handles = [self._handle(device_model, *entry, choosings) for entry in listed]
         self._add(handles)
         self._driver.answer(handles)
         for handle in handles:
@@ -156,7 +157,8 @@ class Engine:
             QueueFullError: ``max_queue`` requests wait already.
             RuntimeError: the engine is closed, or the model cannot be run now.
         """
-        handle = self._handle(self._look(), prompt, params or SamplingParams(), priority, timeout, cache_salt)
+        waiting: dict[str, Any] = {"priority": priority, "timeout": timeout, "salt": cache_salt}
+        handle = self._handle(self._look(), prompt, params or SamplingParams(), **waiting)
         self.begin(handle)
         return handle
 
@@ -183,12 +185,11 @@ class Engine:
         device_model: DeviceModel,
         prompt: Prompt,
         params: SamplingParams,
-        priority: int = 0,
-        timeout: float | None = None,
-        salt: Hashable = None,
+        choosings: Choosings | None = None,
+        **waiting: Any,
     ) -> RequestHandle:
         requests = requests_for(
-            prompt, params, self._model, device_model, self._tokenizer, priority=priority, timeout=timeout, salt=salt
+            prompt, params, self._model, device_model, self._tokenizer, choosings=choosings, **waiting
         )
         self._grammars.begin(requests)
         if (constraint := requests[0].constraint) is not None and constraint.processors:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from compiled_llm.engine.choosing import samplings_for
+from compiled_llm.engine.choosing import Choosings
 from compiled_llm.engine.constraining import check_tokenizer, constraints_for, stops_of
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.prompts import Prompt, token_ids
@@ -42,6 +42,7 @@ def requests_for(
     priority: int = 0,
     timeout: float | None = None,
     salt: Hashable = None,
+    choosings: Choosings | None = None,
 ) -> list[Request]:
     """Return the answers that a prompt asks for.
 
@@ -54,6 +55,7 @@ def requests_for(
         priority: smaller ones run first.
         timeout: seconds after which they end with what they have.
         salt: requests with equal ones may read each other's cached pages.
+        choosings: of the other requests of the call.
 
     Raises:
         ValueError: the prompt is impossible, or with its answer never fits the positions or the pages; how it is to
@@ -71,7 +73,8 @@ def requests_for(
     vocabulary = logits_width(model)
     constraints = constraints_for(params, eos, vocabulary, tokenizer)
     requests: list[Request] = []
-    for index, sampling in enumerate(samplings_for(params, ids, stops | eos, vocabulary, tokenizer)):
+    choosing = (choosings or Choosings()).of(params, stops | eos, vocabulary, tokenizer)
+    for index, sampling in enumerate(choosing.samplings(ids)):
         if (constraint := constraints[index]) is not None:
             ends |= constraint.stops
             sampling = constraint.applied_to(sampling)

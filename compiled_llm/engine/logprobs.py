@@ -14,6 +14,7 @@ from torch import Tensor
 from compiled_llm.compilation.logprobs import Draws, ScoredTokens, score_tokens
 from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.request import Request
+from compiled_llm.engine.scores import Scores
 from compiled_llm.execution.batch import Step
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.staging import Readback
@@ -29,20 +30,23 @@ class Logprobs(Sequence[dict[int, Logprob]]):
     Each has its own token's first, then those of the likeliest ones.
     """
 
-    def __init__(self, places: Sequence[tuple[ScoredTokens, int]], tokens: Sequence[int], most: int) -> None:
+    def __init__(self, scores: Scores, tokens: Sequence[int], most: int, start: int = 0) -> None:
         """Keep where they are.
 
         Args:
-            places: of each token, and in which row.
-            tokens: that stand there, or more.
+            scores: of these tokens, or of fewer or more.
+            tokens: from the one at ``start`` on.
             most: of how many of the likeliest tokens.
+            start: how many tokens before them have scores, too.
         """
-        self._places = list(zip(places, tokens, strict=False))
+        self._scores = scores
+        self._tokens = list(tokens[: max(0, len(scores) - start)])
         self._most = most
+        self._start = start
 
     def __len__(self) -> int:
         """Of how many tokens they are."""
-        return len(self._places)
+        return len(self._tokens)
 
     @overload
     def __getitem__(self, index: int) -> dict[int, Logprob]: ...
@@ -54,8 +58,8 @@ class Logprobs(Sequence[dict[int, Logprob]]):
         """Return a token's entries, by token id; of a slice, a list of them."""
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        (scored, row), token = self._places[index]
-        return logprobs_of(scored, row, token, self._most)
+        place = range(len(self))[index]
+        return logprobs_of(*self._scores[self._start + place], self._tokens[place], self._most)
 
     def __repr__(self) -> str:
         """Of how many tokens they are."""
@@ -82,7 +86,7 @@ def logprobs_of(scored: ScoredTokens, row: int, token: int, most: int) -> dict[i
 
 def token_logprobs(request: Request, tokens: Sequence[int], count: int = 0) -> Logprobs | None:
     """Return the entries of a request's ``tokens`` behind the first ``count``; None if it does not want them."""
-    return None if request.logprobs is None else Logprobs(request.scored[count:], tokens, request.logprobs)
+    return None if request.logprobs is None else Logprobs(request.scored, tokens, request.logprobs, count)
 
 
 def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
@@ -118,8 +122,8 @@ class Arriving(NamedTuple):
         """Give them to requests that have not ended; a token that comes for one that has is dropped, too."""
         scored = ScoredTokens.unpacked(self.readback.array(), len(self.requests))
         for row, request in enumerate(self.requests):
-            if not request.done:
-                request.scored.append((scored, row))
+            if request.finish_reason is None:
+                request.scored.append(scored, row)
 
 
 class ArrivingPrompt(NamedTuple):
@@ -141,7 +145,7 @@ class ArrivingPrompt(NamedTuple):
         """Give them to the request, those that it does not have: it may have begun again."""
         scored, known = ScoredTokens.unpacked(self.readback.array(), self.length), self.request.prompt_scored
         if self.start <= len(known):
-            known += [(scored, row) for row in range(len(known) - self.start, self.length)]
+            known.extend(scored, range(len(known) - self.start, self.length))
 
 
 class Watch:

@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm.compilation.logprobs import ScoredTokens
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.engine.grammars.constraint import Constraint
+from compiled_llm.engine.scores import Scores
 from compiled_llm.kvcache.row import Row
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
@@ -49,7 +49,7 @@ class Request:
         arrival: counts requests as they come.
         row: its pages while it runs.
         tokens: chosen and read.
-        scored: where the log-probabilities of each token are, and in which row; one may be there before its token.
+        scored: where the log-probabilities of each token are; those of one may be there before it.
         prompt_scored: the same of its prompt's second token and those behind it.
         generation: of the prefix cache when it was last admitted; others may not begin with its pages in another one.
         cached: how many of its prompt's tokens came from the prefix cache when it first ran.
@@ -80,8 +80,8 @@ class Request:
     arrival: int = field(default_factory=_arrivals.__next__)
     row: Row | None = None
     tokens: list[int] = field(default_factory=list)
-    scored: list[tuple[ScoredTokens, int]] = field(default_factory=list)
-    prompt_scored: list[tuple[ScoredTokens, int]] = field(default_factory=list)
+    scored: Scores = field(default_factory=Scores)
+    prompt_scored: Scores = field(default_factory=Scores)
     generation: int = 0
     cached: int | None = None
     finish_reason: FinishReason | None = None

@@ -166,17 +166,20 @@ def _counts(settings: Mapping[int, Sampling], vocabulary: int) -> tuple[NDArray[
     """Return the slots, where in the flat table ``[X * V]`` counts are not zero, and what they are."""
     if not settings:
         return ()
-    places, values = [], []
-    for slot, sampling in settings.items():
-        tokens, times = np.unique(sampling.chosen, return_counts=True)
-        prompt = np.unique(sampling.seen)
-        both = np.union1d(tokens, prompt)
-        count = np.isin(both, prompt).astype(np.int64)
-        count[np.searchsorted(both, tokens)] += 2 * np.minimum(times, _MOST_COUNTED)
-        known = both < vocabulary
-        places.append(slot * vocabulary + both[known])
-        values.append(count[known].astype(np.int16))
-    return _slots(settings), np.concatenate(places), np.concatenate(values)
+    slots = _slots(settings)
+    prompts = _places(slots, [own.seen for own in settings.values()], vocabulary)
+    answers = _places(slots, [own.chosen for own in settings.values()], vocabulary)
+    places, which = np.unique(np.concatenate([prompts, answers]), return_inverse=True)
+    prompted, times = (np.bincount(part, minlength=len(places)) for part in np.split(which, [len(prompts)]))
+    counts = 2 * np.minimum(times, _MOST_COUNTED) + (prompted > 0)
+    return slots, places, counts.astype(np.int16)
+
+
+def _places(slots: NDArray[np.int64], tokens: Sequence[NDArray[np.int64]], vocabulary: int) -> NDArray[np.int64]:
+    """Return where in the flat table ``[X * V]`` these tokens of each slot are, those that there are."""
+    each, known = np.repeat(slots, [len(some) for some in tokens]), np.concatenate(tokens)
+    inside = known < vocabulary
+    return each[inside] * vocabulary + known[inside]
 
 
 def _masks(settings: Mapping[int, Sampling], vocabulary: int) -> tuple[NDArray[Any], ...]:
@@ -194,13 +197,17 @@ def _as_wide(masks: NDArray[np.int32], words: int) -> NDArray[np.int32]:
 
 def _biases(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
     """Return the slots, and their biases ``[n, 4 + F, N]``, as many as the one with most has."""
-    each = [from_position(own.biases, own.start) for own in settings.values()]
-    if not each:
+    if not settings:
         return ()
-    followed, most = (max(sizes) for sizes in zip(*(biases.shape for biases in each), strict=True))
+    same: dict[int, list[int]] = {}  # places of rows that have one array, as those of one call mostly do
+    for place, own in enumerate(settings.values()):
+        same.setdefault(id(own.biases), []).append(place)
+    each = list(settings.values())
+    followed, most = (max(sizes) for sizes in zip(*(each[at[0]].biases.shape for at in same.values()), strict=True))
     table = np.full((len(each), followed, most), -1, dtype=np.int32)
-    for row, biases in zip(table, each, strict=True):
-        row[: biases.shape[0], : biases.shape[1]] = biases
+    for at in same.values():
+        biases, starts = each[at[0]].biases, np.array([each[place].start for place in at], dtype=np.int64)
+        table[at, : biases.shape[0], : biases.shape[1]] = from_position(biases, starts)
     return _slots(settings), table
 
 

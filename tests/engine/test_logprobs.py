@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import math
 from collections.abc import Iterator
@@ -252,6 +253,28 @@ def test_many_rows_are_computed_some_at_a_time(drawn, monkeypatch, seed):
     for module in ("compiled_llm.compilation.logprobs", "compiled_llm_ops.logprobs"):
         monkeypatch.setattr(f"{module}._AT_ONCE", 1000)
     assert torch.equal(score_tokens(logits, tokens, 3, draws), whole)
+
+
+def test_tokens_leave_nothing_for_the_garbage_collector(seed):
+    """A full collection stops the loop for tenths of a second: whatever it looks at is not made token by token."""
+    prompts = some_prompts(8, seed)
+    with Engine(wrapped()) as engine:
+        _, few, many = (tracked_after(engine, prompts, tokens) for tokens in (2, 2, 18))
+    assert many - few < 16 * len(prompts) / 2  # a few for each step
+
+
+def tracked_after(engine: Engine, prompts: list[list[int]], tokens: int) -> int:
+    """Return how many objects more the collector looks at, while the answers are held."""
+    params = SamplingParams(**GREEDY, max_tokens=tokens, ignore_eos=True, logprobs=3)
+    gc.collect()
+    gc.disable()  # or it takes part of them out of the count
+    try:
+        before = len(gc.get_objects())
+        outputs = engine.generate(prompts, params)
+        assert sum(len(output.outputs[0].logprobs or ()) for output in outputs) == tokens * len(prompts)
+        return len(gc.get_objects()) - before
+    finally:
+        gc.enable()
 
 
 def test_an_unknown_mode():

@@ -19,11 +19,13 @@ from transformers import (
 )
 
 import compiled_llm
-from compiled_llm.engine import scheduler
+from compiled_llm.compilation.bias import packed_values
+from compiled_llm.engine import choosing, scheduler
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.execution.slots import Slots
 from support.tiny_models import tiny_qwen3
 
 ENDS = [2, 5, 31, 77, 90, 101]
@@ -235,6 +237,19 @@ def test_what_does_not_fit_the_model_is_refused_by_submit(engine: Engine, values
     with pytest.raises(ValueError, match=re.escape(message)):
         engine.submit([5, 6], SamplingParams(**values))
     assert engine.submit([5, 6], SamplingParams(max_tokens=2)).result(timeout=60).outputs
+
+
+def test_requests_of_one_call_share_what_their_settings_are_packed_to(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[Any] = []
+    monkeypatch.setattr(choosing, "packed_values", lambda *given: packed.append(packed_values(*given)) or packed[-1])
+    admit, entered = Slots.admit, list[Any]()
+    monkeypatch.setattr(Slots, "admit", lambda slots, rows, own: (entered.extend(own), admit(slots, rows, own))[1])
+    biased, other = (SamplingParams(temperature=0, max_tokens=3, logit_bias={token: 50}) for token in (9, 8))
+    outputs = engine.generate([[3], [3, 4], [5], [6]], [biased, biased, other, biased])
+    assert [output.token_ids[0] for output in outputs] == [9, 9, 8, 9]
+    assert len(packed) == len({id(sampling) for sampling in entered}) == 2
 
 
 def test_words_need_a_tokenizer() -> None:

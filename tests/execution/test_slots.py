@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import compiled_llm
+from compiled_llm.compilation.bias import ALWAYS, Bias, packed
 from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.execution.arena import Arena
@@ -127,6 +129,27 @@ def test_a_row_that_comes_back_counts_anew(seed):
         assert slots.tables.counts[row.slot].tolist() == [0, 0, 0, 3, 4, 0, 0, 0, 0, 0]
         slots.tables.counts[row.slot] += 2  # the device has chosen
         row.leave_slot()
+
+
+def test_rows_that_share_biases_count_their_own_tokens():
+    slots, _ = slots_for(4, 10)
+    biases = packed([Bias(3, 1.0, first=1, end=4), Bias(5, -1.0)])
+    tokens = [([7, 7, 2], [2, 12]), ([], []), ([9], [0, 0]), ([2], [])]
+    settings = [
+        Sampling(presence_penalty=1.0, seen=np.array(seen, int), chosen=np.array(chosen, int), biases=biases, start=at)
+        for at, (seen, chosen) in enumerate(tokens)
+    ]
+    settings[2] = replace(settings[2], biases=packed([Bias(1, 2.0, after=(8,))]))
+    rows = rows_of(4)
+    slots.admit(rows, settings)
+    for row, own, (seen, chosen) in zip(rows, settings, tokens, strict=True):
+        counts = [2 * chosen.count(token) + (token in seen) for token in range(10)]
+        assert slots.tables.counts[row.slot].tolist() == counts
+        height, width = own.biases.shape
+        expected = own.biases.copy()
+        expected[2:4] = np.minimum(expected[2:4].astype(np.int64) + own.start, ALWAYS)
+        assert slots.tables.biases[row.slot, :height, :width].tolist() == expected.tolist()
+        assert (slots.tables.biases[row.slot, :5, width:2] == -1).all()
 
 
 def test_tables_follow_the_vocabulary():

@@ -11,10 +11,10 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars.source import GrammarsMissingError
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError
-from compiled_llm.engine.logprobs import Logprobs, logprobs_of
+from compiled_llm.engine.logprobs import Logprobs, token_logprobs
 from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.request import Request, RequestError
+from compiled_llm.engine.request import RequestError
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.messages import Ended, Entry, PromptScores, Refused, Submit, Summary, Update
 
@@ -99,11 +99,12 @@ class Stream:
         done, tokens = answer.done, answer.tokens_behind(sent.tokens)  # in this order: no token comes after the end
         if not (tokens or done):
             return None
-        logprobs = None if answer.request.logprobs is None else _logprobs(answer.request, sent.tokens, tokens)
+        logprobs = token_logprobs(answer.request, tokens, sent.tokens)
         sent.tokens += len(tokens)
         if done:
             self._open.remove(sent)
-        return Update(self._number, answer.request.index, tokens, logprobs, _ended(answer) if done else None)
+        entries = None if logprobs is None else list(map(_entries, logprobs))
+        return Update(self._number, answer.request.index, tokens, entries, _ended(answer) if done else None)
 
     def summary(self) -> Summary:
         """Return what it came to, once it has ``ended``."""
@@ -132,11 +133,6 @@ class _Sent:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.tokens = 0
-
-
-def _logprobs(request: Request, start: int, tokens: list[int]) -> list[list[Entry]]:
-    places = zip(request.scored[start:], tokens, strict=False)  # one more may be there before its token
-    return [_entries(logprobs_of(scored, row, token, request.logprobs or 0)) for (scored, row), token in places]
 
 
 def _entries(logprobs: dict[int, Logprob]) -> list[Entry]:
