@@ -12,7 +12,11 @@ from compiled_llm.server.front.answer_parts import Parts
 from compiled_llm.server.front.tool_fields import Function
 
 _NAME, _KEY, _VALUE = "sample_function", "sample_key", "sample_value"
-_ARGUMENTS = re.compile(rf'\{{\s*"{_KEY}"\s*:\s*"{_VALUE}"\s*\}}')
+_ARGUMENTS = {
+    "json": re.compile(rf'\{{\s*"{_KEY}"\s*:\s*"{_VALUE}"\s*\}}'),
+    "qwen_xml": re.compile(rf"<parameter={_KEY}>\s*{_VALUE}\s*</parameter>"),
+}
+"""How a template may have written the sample's arguments, by xgrammar's name for the style."""
 _SCHEMA = {"type": "object", "properties": {_KEY: {"type": "string"}}}
 SAMPLE_TOOL = {"type": "function", "function": {"name": _NAME, "description": "a sample", "parameters": _SCHEMA}}
 """What is called, as chat templates read it."""
@@ -31,19 +35,21 @@ def sample_chat(calls: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CallForm:
-    """What stands around a call's name and arguments, which are JSON.
+    """What stands around a call's name and arguments.
 
     Attributes:
         before_name: begins a call.
         before_arguments: stands between the name and the arguments.
         end: ends a call.
         separator: stands between two calls; None if an answer cannot have several.
+        style: of the arguments, as xgrammar calls it.
     """
 
     before_name: str
     before_arguments: str
     end: str
     separator: str | None
+    style: str = "json"
 
     def several(self, functions: Sequence[Function], several: bool) -> dict[str, Any]:
         """Return calls, one at least, as a structural tag of xgrammar's has them.
@@ -65,9 +71,9 @@ class CallForm:
         tags = [self._tag(function) for function in functions]
         return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": not several}
 
-    def is_proved(self, read: Read) -> bool:
-        """Whether calls in this form are read as what they are."""
-        one = f'{self.before_name}{_NAME}{self.before_arguments}{{"{_KEY}": "{_VALUE}"}}{self.end}'
+    def is_proved(self, arguments: str, read: Read) -> bool:
+        """Whether calls in this form, with the sample's arguments, are read as what they are."""
+        one = f"{self.before_name}{_NAME}{self.before_arguments}{arguments}{self.end}"
         several = [one] if self.separator is None else [one, one + self.separator + one]
         return all(_is_read(read(text), number) for number, text in enumerate(several, start=1))
 
@@ -75,20 +81,19 @@ class CallForm:
         return self.before_name + function.name + self.before_arguments
 
     def _call(self, function: Function) -> dict[str, Any]:
-        elements = [{"type": "const_string", "value": self._begin(function)}, _arguments(function)]
+        elements = [{"type": "const_string", "value": self._begin(function)}, self._arguments(function)]
         end = [{"type": "const_string", "value": self.end}] if self.end else []
         return {"type": "sequence", "elements": [*elements, *end]}
 
     def _tag(self, function: Function) -> dict[str, Any]:
-        return {"type": "tag", "begin": self._begin(function), "content": _arguments(function), "end": self.end}
+        return {"type": "tag", "begin": self._begin(function), "content": self._arguments(function), "end": self.end}
 
-
-def _arguments(function: Function) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": function.schema_of_arguments}
+    def _arguments(self, function: Function) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": function.schema_of_arguments, "style": self.style}
 
 
 def call_form(prompt: str, one: str, two: str | None, ends: Sequence[str], read: Read) -> CallForm | None:
-    """Return how a model writes calls; None if that cannot be told, or arguments are not written as JSON.
+    """Return how a model writes calls; None if that cannot be told, or arguments have another style.
 
     Args:
         prompt: a chat as the model sees it, before the answer.
@@ -97,27 +102,28 @@ def call_form(prompt: str, one: str, two: str | None, ends: Sequence[str], read:
         ends: texts of tokens that end an answer.
         read: reads an answer to the prompt.
     """
-    match = _only(one)
-    if match is None:
-        return None
-    before, rest = one[: match.start()], one[match.end() :]
+    for style, pattern in _ARGUMENTS.items():
+        matches = list(pattern.finditer(one))
+        if len(matches) == 1:
+            form = _around(matches[0], prompt, two, ends, style)
+            return form if form.before_name and form.is_proved(matches[0].group(), read) else None
+    return None
+
+
+def _around(match: re.Match[str], prompt: str, two: str | None, ends: Sequence[str], style: str) -> CallForm:
+    """Return the form of a call that has its arguments at a place of a chat."""
+    before, rest = match.string[: match.start()], match.string[match.end() :]
     end = rest[: min((place for text in ends if (place := rest.find(text)) >= 0), default=len(rest))].rstrip()
-    again = _again(before, end, two)
+    again = _again(before, end, two, style)
     begin = before.removeprefix(prompt) if again is None else again
-    head, name, middle = begin.lstrip().partition(_NAME)
+    head, _, middle = begin.lstrip().partition(_NAME)
     separator = None if again is None else begin[: len(begin) - len(begin.lstrip())]
-    form = CallForm(head, middle, end, separator)
-    return form if name and head and form.is_proved(read) else None
+    return CallForm(head, middle, end, separator, style)
 
 
-def _only(text: str) -> re.Match[str] | None:
-    matches = list(_ARGUMENTS.finditer(text))
-    return matches[0] if len(matches) == 1 else None
-
-
-def _again(before: str, end: str, two: str | None) -> str | None:
+def _again(before: str, end: str, two: str | None, style: str) -> str | None:
     """Return what stands between the end of a call and the arguments of the next; None if calls do not repeat."""
-    matches = list(_ARGUMENTS.finditer(two or ""))
+    matches = list(_ARGUMENTS[style].finditer(two or ""))
     if two is None or len(matches) != 2:
         return None
     between = two[matches[0].end() : matches[1].start()]

@@ -134,10 +134,11 @@ class Vocabulary:
         prompt, one, two = map(self._sample, range(3))
         if prompt is None or one is None:
             return None
+        thought = template.begun(prompt) or ""
         ends = [text for text in (*map(self.text, ([end] for end in self._ends)), self.tokenizer.eos_token) if text]
 
         def read(text: str) -> Parts:
-            return template.reader(prompt, [SAMPLE_TOOL]).read(text, over=True)
+            return template.reader(prompt, [SAMPLE_TOOL]).read(thought + text, over=True)
 
         return call_form(prompt, one, two, ends, read)
 

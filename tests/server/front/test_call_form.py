@@ -11,7 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from compiled_llm.server.front.call_form import CallForm
 from compiled_llm.server.front.response_template import response_template_of
+from compiled_llm.server.front.tool_fields import Function
 from compiled_llm.server.front.vocabulary import Vocabulary
+from support.accepting import takes
 from support.fronts import chat_tokenizer
 from support.scripted import RESPONSES, TEMPLATE, tool_tokenizer
 
@@ -48,6 +50,38 @@ def test_a_name_may_stand_in_the_beginning() -> None:
     written = TEMPLATE.replace(begun, "'<call:' }}").replace('", "arguments": ', ">")
     written = written.replace("}\n</tool_call>", "</call>")
     assert form_of(tokenizer(written, NAMED)) == CallForm("<call:", ">", "</call>", "")
+
+
+XML = {
+    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "repeats": True,
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+
+
+def test_arguments_may_be_written_as_qwen_writes_them() -> None:
+    written = TEMPLATE.replace(
+        '{"name": "{{ call.function.name }}", "arguments": ', "<function={{ call.function.name }}>\n"
+    )
+    each = "{% for name, value in call.function.arguments.items() %}<parameter={{ name }}>\n{{ value }}\n</parameter>\n"
+    written = written.replace("{{ call.function.arguments | tojson }}}\n", each + "{% endfor %}</function>\n")
+    form = form_of(tokenizer(written, XML))
+    assert form == CallForm("<tool_call>\n<function=", ">\n", "\n</function>\n</tool_call>", "\n", "qwen_xml")
+    properties = {"city": {"type": "string"}, "days": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": ["city", "days"]}
+    tag = form.several([Function(name="weather", parameters=schema)], several=False)
+    begin, end = "<tool_call>\n<function=weather>\n", "\n</function>\n</tool_call>"
+    city, days = "<parameter=city>\nRome\n</parameter>", "<parameter=days>\n{}\n</parameter>"
+    assert takes(tag, f"{begin}{city}\n{days.format(3)}{end}")
+    assert not takes(tag, f"{begin}{city}\n{days.format('three')}{end}")
+    assert not takes(tag, f"{begin}{city}{end}")
+
+
+def test_a_prompt_that_begins_to_think_has_the_same_form() -> None:
+    assert form_of(tokenizer(TEMPLATE.replace("{% if think %}", "{% if true %}"))) == QWENS
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xgrammar
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.server.generator.facts import ready_of
+from support.accepting import takes
 from support.fronts import RunningFront, chat_tokenizer, fronting
 from support.generators import Loop
 from support.scripted import Script, scripted, tool_tokenizer
@@ -49,16 +49,9 @@ def test_what_is_required_is_a_grammar(
 ) -> None:
     script, front = speaking
     assert front.http.post("/v1/chat/completions", json={**BODY, **given}).status_code == 200
-    tag = script.asked[-1].params["structured_outputs"]["structural_tag"]
-    grammar = xgrammar.Grammar.from_structural_tag(tag)
-    compiled = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([], xgrammar.VocabType.RAW)).compile_grammar(grammar)
-
-    def takes(text: str) -> bool:
-        matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
-        return matcher.accept_string(text) and matcher.is_completed()
-
-    assert [text for text in right if not takes(text)] == []
-    assert [text for text in wrong if takes(text)] == []
+    form = json.loads(script.asked[-1].params["structured_outputs"]["structural_tag"])["format"]
+    assert [text for text in right if not takes(form, text)] == []
+    assert [text for text in wrong if takes(form, text)] == []
 
 
 def test_what_is_free_has_no_grammar(speaking: tuple[Script, RunningFront]) -> None:
