@@ -38,7 +38,8 @@ class NewWeights:
         Raises:
             ValueError: the model's weights are quantised; or the folder is damaged, or another model's.
         """
-        own = _own_tensors(model)
+        self._model = model
+        self._own = own = _own_tensors(model)
         _check_config(model, read_config(folder))
         stored = stored_tensors(folder)
         _check_dtypes(stored, own)
@@ -47,16 +48,23 @@ class NewWeights:
         new = {name: tensor for name, tensor in stand_in.state_dict().items() if not tensor.is_meta}
         _check_misfits(folder, misfits, _without_tied(misfits.missing, own, new))
         _check_tied(own, new)
-        self._device = model.device
-        self._pairs = [(own[name], tensor) for name, tensor in new.items()]
+        self._new = new
 
     def write(self) -> None:
-        """Write them in the place of the model's, wherever these are now; nobody may read those meanwhile."""
-        finish(self._device)
-        for own, new in self._pairs:
+        """Write them in the place of the model's, wherever these are now; nobody may read those meanwhile.
+
+        Raises:
+            RuntimeError: the model has other tensors by now; nothing has changed.
+        """
+        present: dict[str, Any] = self._model.state_dict(keep_vars=True)
+        if any(present.get(name) is not tensor for name, tensor in self._own.items()):
+            raise RuntimeError("update_weights: tensors of the model were replaced meanwhile; call it again")
+        finish(self._model.device)
+        for name, tensor in self._new.items():
+            own = self._own[name]
             with torch.inference_mode(own.is_inference()), torch.no_grad():
-                own.copy_(new)
-        finish(self._device)  # other streams may read them from now on
+                own.copy_(tensor)
+        finish(self._model.device)  # other streams may read them from now on
 
 
 def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -74,6 +74,16 @@ def test_weights_made_in_inference_mode_are_written_too(tmp_path: Path) -> None:
     assert_equal(model, state(tiny_qwen3(1)))
 
 
+def test_a_model_whose_tensors_were_replaced_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    model: Any = tiny_qwen3(0)
+    new = NewWeights(model, saved(tiny_qwen3(1), tmp_path))
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(64))
+    before = state(model)
+    with pytest.raises(RuntimeError, match="tensors of the model were replaced meanwhile"):
+        new.write()
+    assert_equal(model, before)
+
+
 def edit(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
     """Return what changes the tensors in a folder."""
 
