@@ -8,6 +8,7 @@ import hmac
 import logging
 import re
 import time
+from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,6 +25,7 @@ _POLLED = ("/health", "/ready", "/metrics")
 """Asked again and again, by programs and pages that watch the server."""
 _BODY_SECONDS = 30.0
 """In which a body has to come."""
+_ID = "x-request-id"
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::\d*)?", re.ASCII)
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 
@@ -51,7 +53,7 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        entry = _Entry(scope, send, self._metrics)
+        entry = _Entry(scope, send, self._metrics, self._settings.behind_proxy)
         try:
             self._check(scope)
             body = await self._body(Headers(scope=scope), receive) if scope["method"] not in _WITHOUT_BODY else b""
@@ -72,7 +74,7 @@ class Guard:
         self._check_host(headers)
         self._check_origin(headers)
         if scope["path"] not in _FOR_EVERYBODY:
-            self._check_key(headers)
+            self._check_key(scope, headers)
 
     def _check_host(self, headers: Headers) -> None:
         name = _host_name(headers.get("host", ""))
@@ -89,8 +91,9 @@ class Guard:
                 403, "Origin: pages of other servers are not served; start the server with --cors-origin", code="origin"
             )
 
-    def _check_key(self, headers: Headers) -> None:
+    def _check_key(self, scope: Scope, headers: Headers) -> None:
         if not self._keys:
+            _check_local(scope.get("client"))
             return
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip() if kind.lower() == "bearer" else "")
@@ -135,8 +138,10 @@ class Guard:
 class _Entry:
     """One request in the log and in the metrics; its id goes out with the response."""
 
-    def __init__(self, scope: Scope, send: Send, metrics: FrontMetrics) -> None:
-        self.id = new_id("req")
+    def __init__(self, scope: Scope, send: Send, metrics: FrontMetrics, behind_proxy: bool) -> None:
+        named = Headers(scope=scope).get(_ID) if behind_proxy else None
+        self.id = named or new_id("req")
+        self._tells = named is None
         self._scope = scope
         self._send = send
         self._metrics = metrics
@@ -152,7 +157,8 @@ class _Entry:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self.id
+            if self._tells:
+                MutableHeaders(scope=message)[_ID] = self.id
         await self._send(message)
 
     def close(self) -> None:
@@ -173,6 +179,16 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return replay
+
+
+def _check_local(client: tuple[str, int] | None) -> None:
+    """Check that a client without a key is of this machine: a proxy may listen where others are."""
+    try:
+        is_local = client is None or ip_address(client[0]).is_loopback
+    except ValueError:
+        is_local = False
+    if not is_local:
+        raise ApiError(403, "without API keys only programs of the server's machine are served", code="no_keys")
 
 
 def _host_name(host: str) -> str:

@@ -28,6 +28,7 @@ class FrontSettings:
         most_choices: answers that one request can ask for, prompts times ``n``.
         request_seconds: after which an answer ends with what it has; None for never.
         drain_seconds: how long requests may go on after the first signal.
+        behind_proxy: whether what listens is a proxy, which names requests by ``X-Request-Id`` and tells their clients.
         salts_caches: whether requests read only what those with their own key, or ``user``, have left in the prefix
             cache.
         page: whether there is a page to chat on.
@@ -49,6 +50,7 @@ class FrontSettings:
     request_seconds: float | None = None
     drain_seconds: float = 30.0
     salts_caches: bool = False
+    behind_proxy: bool = False
     page: bool = True
 
     def __post_init__(self) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from compiled_llm.server.front import guard
+from compiled_llm.server.front.guard import Guard
+from compiled_llm.server.front.metrics import FrontMetrics
 from compiled_llm.server.front.settings import FrontSettings, keys_in
 from support.fronts import RunningFront, fronting
 from support.generators import Loop
@@ -186,6 +193,42 @@ def test_an_error_of_ours_shows_no_trace(
 def test_settings_that_are_not_safe_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FrontSettings(names=("tiny",), **options)  # type: ignore[arg-type]
+
+
+def answer_of_guard(client: tuple[str, int] | None, **options: Any) -> tuple[int, dict[str, str]]:
+    """What a guard before an empty application sends to a client."""
+    sent: list[Message] = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response("it is served")(scope, receive, send)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"x-request-id", b"named"), (b"authorization", f"Bearer {KEYS[0]}".encode())]
+    scope = {"type": "http", "method": "GET", "path": "/version", "headers": headers, "client": client}
+    guard = Guard(application, FrontSettings(names=("tiny",), **options), FrontMetrics())
+    asyncio.run(guard(scope, None, send))  # type: ignore[arg-type]
+    return sent[0]["status"], {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+
+
+@pytest.mark.parametrize(
+    ("client", "status"),
+    [(("127.0.0.1", 1), 200), (("::1", 1), 200), (None, 200), (("192.0.2.7", 1), 403), (("elsewhere", 1), 403)],
+)
+def test_whoever_listens_for_a_front_only_this_machine_is_served_without_a_key(
+    client: tuple[str, int] | None, status: int
+) -> None:
+    assert answer_of_guard(client)[0] == status
+    assert answer_of_guard(client, api_keys=KEYS)[0] == 200
+
+
+def test_the_names_of_a_proxy_are_kept_and_those_of_clients_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "compiled_llm.server"):
+        assert answer_of_guard(None)[1]["x-request-id"].startswith("req-")
+        assert "named" not in caplog.text
+        assert "x-request-id" not in answer_of_guard(None, behind_proxy=True)[1]  # the proxy sends it
+        assert "named GET" in caplog.text
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""What a user says of replicas: options of ``compiled-llm serve``, parted between generators and fronts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from compiled_llm.server.front.settings import FrontSettings, keys_in
+
+OF_GENERATORS = frozenset(
+    {"backend", "device", "dtype", "kv_memory", "max_queue", "max_rows", "max_step_ms", "mode", "quiet", "warmup"}
+)
+OF_FRONTS = frozenset(
+    {"allowed_host", "api_key_file", "cors_origin", "page", "request_seconds", "salt_caches", "served_model_name"}
+)
+OF_RAY = frozenset({"drain_seconds", "host", "leashed", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"})
+"""Those of one server: where it listens and how it ends, which is Ray's to do here, and operations on it."""
+
+MAX_ROWS, MAX_QUEUE = 256, 2048
+
+
+class Options(NamedTuple):
+    """Options of ``compiled-llm serve``, with underscores."""
+
+    model: str
+    given: Mapping[str, Any]
+
+    def check(self) -> None:
+        """Check that they are options.
+
+        Raises:
+            ValueError: one is not, or is none here.
+        """
+        for name in self.given:
+            if name in OF_RAY:
+                raise ValueError(f"ray_app: {name}: is for one server; where to listen is told Ray: serve.start(...)")
+            if name not in OF_GENERATORS | OF_FRONTS:
+                known = ", ".join(sorted(OF_GENERATORS | OF_FRONTS))
+                raise ValueError(f"ray_app: {name}: there is no such option; there are {known}")
+
+    def arguments(self) -> list[str]:
+        """Return the command of a replica's generator, but for its socket."""
+        given = {"max_queue": MAX_QUEUE, "drain_seconds": 1}
+        given |= {name: value for name, value in self.given.items() if name in OF_GENERATORS}
+        return ["serve", self.model, *(flag for name, value in given.items() for flag in _flags(name, value))]
+
+    @property
+    def most_requests(self) -> int:
+        """How many requests a replica has at most: those that run and those that wait; others are refused."""
+        return int(self.given.get("max_rows") or MAX_ROWS) + int(self.given.get("max_queue") or MAX_QUEUE)
+
+    def settings(self) -> FrontSettings:
+        """Return the settings of fronts.
+
+        Raises:
+            ValueError: the keys are not what they should be.
+        """
+        key_file = self.given.get("api_key_file")
+        return FrontSettings(
+            names=_texts(self.given.get("served_model_name")) or (Path(self.model).name,),
+            api_keys=() if key_file is None else keys_in(Path(key_file)),
+            allowed_hosts=_texts(self.given.get("allowed_host")),
+            cors_origins=_texts(self.given.get("cors_origin")),
+            request_seconds=self.given.get("request_seconds"),
+            behind_proxy=True,
+            salts_caches=bool(self.given.get("salt_caches")),
+            page=bool(self.given.get("page", True)),
+        )
+
+
+def _flags(name: str, value: Any) -> Sequence[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag]
+    return [f"{flag}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"]
+
+
+def _texts(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)

@@ -1,0 +1,120 @@
+"""``compiled_llm.server.ray_app``: an application of Ray Serve; Ray is imported when it is called."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from compiled_llm.server.replicas.options import Options
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from ray.serve import Application
+
+    from compiled_llm.server.front.settings import FrontSettings
+
+GENERATOR = "generator"
+_ROUTER = "compiled_llm.server.replicas.ray_router.LeadingPagesRouter"
+
+
+def ray_app(
+    model: str,
+    *,
+    replicas: int = 1,
+    fronts: int = 1,
+    num_gpus: float | None = None,
+    most_longer: int = 32,
+    least_share: float = 0.25,
+    page_size: int = 16,
+    most_leading: int = 1024,
+    most_pages: int = 100_000,
+    replica_options: Mapping[str, Any] | None = None,
+    front_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Application:
+    """Return an application for ``ray.serve.run``: OpenAI's API over several replicas of a model.
+
+    Fronts, which answer HTTP, make tokens of prompts. A prompt goes to the replica that has its leading pages in its
+    prefix cache, unless that has many more requests than another.
+
+    Args:
+        model: ``demo``, a folder, a GGUF file or a hub id, under which each machine of the cluster has it.
+        replicas: generators, each with an engine of its own.
+        fronts: processes that answer HTTP; each remembers for itself who has which pages.
+        num_gpus: of a replica; 1 unless given, 0 with ``device="cpu"``.
+        most_longer: by how many requests the queue of a prompt's replica may be longer than the shortest one, before
+            another replica answers.
+        least_share: of a prompt's pages that a replica has to have, to be chosen for their sake. With 0, what all
+            prompts begin with would bring them all to one replica.
+        page_size: tokens of the pages that are compared.
+        most_leading: pages of a prompt that are compared.
+        most_pages: that a front remembers.
+        replica_options: further options of the replicas' ``serve.deployment``: ``autoscaling_config``,
+            ``ray_actor_options``, ...
+        front_options: those of the fronts'.
+        **options: of ``compiled-llm serve``, with underscores: ``mode``, ``max_rows``, ``served_model_name``,
+            ``api_key_file``, ``allowed_host``, ...; not where to listen, which Ray is told.
+
+    Raises:
+        RuntimeError: Ray Serve is not installed.
+        ValueError: an option is impossible.
+
+    Examples:
+        >>> from ray import serve  # doctest: +SKIP
+        >>> serve.run(ray_app("Qwen/Qwen3-8B", replicas=4), blocking=True)  # doctest: +SKIP
+    """
+    told = Options(model, options)
+    told.check()
+    settings, serve = told.settings(), _serve()
+    from compiled_llm.server.replicas.ray_replica import Replica
+
+    gpus = (0 if options.get("device") == "cpu" else 1) if num_gpus is None else num_gpus
+    routing = {
+        "most_longer": most_longer,
+        "least_share": least_share,
+        "page_size": page_size,
+        "most_leading": most_leading,
+        "most_pages": most_pages,
+    }
+    replica: dict[str, Any] = {
+        "num_replicas": replicas,
+        "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus},
+        "max_ongoing_requests": told.most_requests,
+        "logging_config": {"enable_access_log": False},  # fronts have one
+        "request_router_config": {"request_router_class": _ROUTER, "request_router_kwargs": routing},
+        **(replica_options or {}),
+    }
+    front: dict[str, Any] = {
+        "num_replicas": fronts,
+        "max_ongoing_requests": told.most_requests * replicas,
+        **(front_options or {}),
+    }
+    generators = serve.deployment(Replica, name=GENERATOR, **replica).bind(told.arguments())
+    front_of_app = serve.ingress(_application(settings))()
+    return serve.deployment(front_of_app, name="front", **front).bind(generators)
+
+
+def _serve() -> Any:
+    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None:
+        raise RuntimeError("ray_app: Ray Serve is not installed: pip install '.[ray]' in the checkout")
+    from ray import serve
+
+    return serve
+
+
+def _application(settings: FrontSettings) -> Callable[[], FastAPI]:
+    """Return what makes the application of a front, in the front's process."""
+
+    def build() -> FastAPI:
+        from ray import serve
+
+        from compiled_llm.server.front.app import application
+        from compiled_llm.server.front.generator_link import GeneratorLink
+        from compiled_llm.server.replicas.ray_replicas import ServeReplicas
+        from compiled_llm.server.replicas.replica_client import ReplicaClient
+
+        replicas = ServeReplicas(serve.get_deployment_handle(GENERATOR))
+        return application(settings, GeneratorLink(lambda tokenizer: ReplicaClient(replicas, tokenizer)))
+
+    return build

@@ -1,0 +1,83 @@
+"""A replica on Ray Serve: a generator in a process of its own, and the actor that passes requests on to it.
+
+The engine has an interpreter for itself: what Ray does for each piece of an answer would keep its steps waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from compiled_llm.client.connection import Connection
+from compiled_llm.client.errors import GeneratorLostError
+from compiled_llm.protocol.messages import Ready, Submit
+from compiled_llm.server.front.generator_process import GeneratorProcess
+from compiled_llm.server.replicas.relay import Relay
+
+logger = logging.getLogger("compiled_llm.server")
+
+_LOOKING = 0.1
+"""Seconds between two looks whether the generator listens."""
+
+
+class Replica:
+    """What Ray Serve runs several of."""
+
+    async def __init__(self, arguments: Sequence[str]) -> None:  # type: ignore[misc]  # Ray awaits it
+        """Start a generator, and wait until it is ready.
+
+        Args:
+            arguments: of ``compiled-llm``, but for its socket.
+
+        Raises:
+            RuntimeError: the generator has ended; its log is in Ray's, of this replica.
+        """
+        self._ends = False
+        self._folder = Path(tempfile.mkdtemp(prefix="compiled-llm-"))  # for this user alone
+        path = self._folder / "generator"
+        self._process = GeneratorProcess([*arguments, "--uds", str(path), "--leashed"])
+        self._running = asyncio.create_task(self._process.run(lambda: False))  # Ray starts another replica
+        relay = asyncio.create_task(self._connected(path))
+        await asyncio.wait([relay, self._running], return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            relay.cancel()
+            raise RuntimeError(f"{self._running.result()}; the log of this replica has why")
+        self._relay = relay.result()
+        self._ready = await self._relay.ready
+
+    async def _connected(self, path: Path) -> Relay:
+        while True:
+            try:
+                relay = Relay(await asyncio.to_thread(Connection, path), self._leave)
+            except GeneratorLostError:
+                await asyncio.sleep(_LOOKING)
+            else:
+                await relay.ready
+                return relay
+
+    def _leave(self, error: GeneratorLostError) -> None:
+        """End the actor with its generator: it would refuse all that comes, and be chosen for its short queue."""
+        if not self._ends:
+            logger.error("compiled_llm: the replica ends: %s", error)
+            os._exit(1)
+
+    async def ready(self) -> Ready:
+        """Return what the generator says of its model."""
+        return self._ready
+
+    async def answer(self, submit: Submit) -> AsyncIterator[bytes]:
+        """Yield what comes of a request, in frames of the protocol."""
+        async for frames in self._relay.answer(submit):
+            yield frames
+
+    async def __del__(self) -> None:
+        """End the generator; Ray calls this once requests have ended."""
+        self._ends = True
+        self._running.cancel()
+        await self._process.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,52 @@
+"""Replicas as a front reaches them: by a handle of Ray Serve, whose errors become ours."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from compiled_llm.client.errors import GeneratorBusyError, GeneratorLostError
+from compiled_llm.protocol.messages import Ready, Submit
+
+
+class ServeReplicas:
+    """Asks replicas by Ray Serve, whose router chooses one for each request."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        """Use a handle.
+
+        Args:
+            handle: of the deployment.
+        """
+        self._handle = handle
+        self._streaming = handle.options(stream=True)
+
+    async def ready(self) -> Ready:
+        """Return what one of them says of its model."""
+        with _our_errors():
+            ready: Ready = await self._handle.ready.remote()
+        return ready
+
+    async def answer(self, submit: Submit) -> AsyncIterator[bytes]:
+        """Yield what comes of a request."""
+        with _our_errors():
+            response = self._streaming.answer.remote(submit)
+            try:
+                async for data in response:
+                    yield data
+            finally:
+                response.cancel()  # if it has not ended
+
+
+@contextmanager
+def _our_errors() -> Iterator[None]:
+    try:
+        yield
+    except BackPressureError:
+        raise GeneratorBusyError("all replicas have as many requests as they take; try again later") from None
+    except (RayActorError, DeploymentUnavailableError) as error:
+        raise GeneratorLostError("the replica that answered has ended; Ray starts another") from error

@@ -1,0 +1,74 @@
+"""Which replica a request goes to, for Ray Serve: its ``request_router_config`` names the class.
+
+Its interface is public, and alpha: what is used of it stands here. Ray makes a router for each process that sends
+requests, so each front remembers for itself who has answered what.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from compiled_llm.protocol.messages import Submit
+from compiled_llm.server.replicas.affinity import Affinity, shorter_of_two
+from compiled_llm.server.replicas.leading_pages import leading_pages
+
+
+class LeadingPagesRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not seen
+    """Sends prompts with the same leading pages and salt to the same replica, unless its queue is too long."""
+
+    def initialize_state(
+        self, most_longer: int, least_share: float, page_size: int, most_leading: int, most_pages: int
+    ) -> None:
+        """Take the settings, which are those of ``ray_app``; Ray calls this once.
+
+        Args:
+            most_longer: by how many requests a replica's queue may be longer than the shortest.
+            least_share: of a prompt's pages that a replica has to have, to be asked for their sake.
+            page_size: tokens of a page.
+            most_leading: pages of a prompt that are looked at.
+            most_pages: that are remembered.
+        """
+        self._affinity: Affinity[ReplicaID] = Affinity(most_pages, most_longer, least_share)
+        self._page_size = page_size
+        self._most_leading = most_leading
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replica that is to answer; and those that may, if it cannot.
+
+        Args:
+            candidate_replicas: that run.
+            pending_request: what is to be answered.
+        """
+        if pending_request is not None:  # nobody sets it but Ray's own choices; without it, Ray tries again at once
+            pending_request.routing_context.should_backoff = True
+        found = {replica.replica_id: replica for replica in candidate_replicas}
+        if not found:
+            return []
+        chosen = self._chosen(pending_request, self._queues(found))
+        others = [replica for name, replica in found.items() if name != chosen]
+        return [[found[chosen]], others]
+
+    def _queues(self, replicas: dict[ReplicaID, RunningReplica]) -> dict[ReplicaID, int]:
+        """Return how many requests each has; of one that was not heard of for seconds, none."""
+        return {name: self.replica_queue_len_cache.get(name) or 0 for name in replicas}
+
+    def _chosen(self, request: PendingRequest | None, queues: dict[ReplicaID, int]) -> ReplicaID:
+        submit = request.args[0] if request is not None and request.args else None
+        if not isinstance(submit, Submit):
+            return shorter_of_two(queues)
+        pages = leading_pages(submit.prompt, submit.cache_salt, self._page_size, self._most_leading)
+        return self._affinity.choose(pages, queues)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Forget what those had that do not run any more."""
+        super().update_replicas(replicas)
+        self._affinity.keep(set(self.curr_replicas))
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> Any:
+        """Forget what it had."""
+        super().on_replica_actor_died(replica_id)
+        self._affinity.keep(set(self.curr_replicas))

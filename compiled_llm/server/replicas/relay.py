@@ -1,0 +1,124 @@
+"""What a replica passes on: requests of several fronts to its generator, and to each what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from compiled_llm.client.connection import Line
+from compiled_llm.client.errors import GeneratorLostError
+from compiled_llm.protocol.frames import frame_of
+from compiled_llm.protocol.messages import (
+    Cancel,
+    FromGenerator,
+    PromptScores,
+    Ready,
+    Refused,
+    Step,
+    Submit,
+    Summary,
+    Update,
+)
+
+News = Update | Summary | PromptScores | Refused
+"""What a generator says of one request; nothing comes after a summary or a refusal."""
+
+_PAUSE = 0.005
+"""Seconds between two messages of a request, since one costs Ray up to a millisecond: what comes meanwhile is one."""
+
+
+class _Request(NamedTuple):
+    number: int  # that its front has given it
+    news: asyncio.Queue[News]
+
+
+class Relay:
+    """Passes requests on under numbers of its own, since those of two fronts may be equal.
+
+    Attributes:
+        ready: what the generator says once it takes requests.
+    """
+
+    def __init__(self, line: Line, lost: Callable[[GeneratorLostError], None]) -> None:
+        """Listen to a generator from now on; made in the event loop that uses it.
+
+        Args:
+            line: to the generator, to which nobody has listened yet.
+            lost: called in the event loop when the generator has gone.
+        """
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[Ready] = self._loop.create_future()
+        self._line = line
+        self._lost = lost
+        self._numbers = itertools.count(1)
+        self._requests: dict[int, _Request] = {}
+        line.start(self._take, self._lose)
+
+    async def answer(self, submit: Submit) -> AsyncIterator[bytes]:
+        """Yield what comes of a request, in frames of the protocol; whoever leaves the loop ends it."""
+        number, request = next(self._numbers), _Request(submit.request, asyncio.Queue())
+        self._requests[number] = request
+        over = False
+        try:
+            self._line.send(replace(submit, request=number))
+            while not over:
+                news = await _all_of(request.news)
+                over = isinstance(news[-1], (Summary, Refused))
+                yield _frames(news)
+                await asyncio.sleep(0 if over else _PAUSE)
+        finally:
+            del self._requests[number]
+            if not over:
+                self._line.send(Cancel(number))
+
+    # ---- in the thread that reads the line
+
+    def _take(self, messages: Iterable[FromGenerator]) -> None:
+        self._loop.call_soon_threadsafe(self._sort, list(messages))
+
+    def _lose(self, error: GeneratorLostError) -> None:
+        self._loop.call_soon_threadsafe(self._end, error)
+
+    # ---- in the event loop again
+
+    def _sort(self, messages: Iterable[FromGenerator]) -> None:
+        for message in messages:
+            match message:
+                case Step(updates, summaries):
+                    for update in updates:
+                        self._pass_on(update)
+                    for summary in summaries:
+                        self._pass_on(summary)
+                case PromptScores() | Refused():
+                    self._pass_on(message)
+                case Ready():
+                    self.ready.set_result(message)
+
+    def _pass_on(self, news: News) -> None:
+        if (request := self._requests.get(news.request)) is not None:  # none, if its client has left
+            request.news.put_nowait(replace(news, request=request.number))
+
+    def _end(self, error: GeneratorLostError) -> None:
+        for number in self._requests:
+            self._pass_on(Refused(number, "unavailable", "the process that runs the model has ended"))
+        self._lost(error)
+
+
+async def _all_of(queue: asyncio.Queue[News]) -> list[News]:
+    """Return what has come, one at least."""
+    news = [await queue.get()]
+    while not queue.empty():
+        news.append(queue.get_nowait())
+    return news
+
+
+def _frames(news: Sequence[News]) -> bytes:
+    """Return frames; a step comes last, since its summary is the last that is heard of a request."""
+    updates = [entry for entry in news if isinstance(entry, Update)]
+    summaries = [entry for entry in news if isinstance(entry, Summary)]
+    others = [frame_of(entry) for entry in news if isinstance(entry, (PromptScores, Refused))]
+    return b"".join([*others, frame_of(Step(updates, summaries))])

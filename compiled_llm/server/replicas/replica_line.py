@@ -1,0 +1,137 @@
+"""A client's line to replicas: each request is a call of its own, which a router sends to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import suppress
+from contextvars import Context
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from compiled_llm.client.errors import GeneratorBusyError, GeneratorError, GeneratorLostError
+from compiled_llm.protocol.frames import Frames
+from compiled_llm.protocol.messages import Cancel, FromGenerator, Preparing, Ready, Refused, Submit
+
+logger = logging.getLogger("compiled_llm.server")
+
+_LOOKING = 1.0
+"""Seconds between two looks whether a replica is there."""
+_AGAIN = 0.1
+"""Seconds until another is asked, if one has ended."""
+PATIENCE = 10.0
+"""Seconds in which a replica has to answer that it is there; a busy one may take some."""
+
+
+class Replicas(Protocol):
+    """Several generators behind a router."""
+
+    async def ready(self) -> Ready:
+        """Return what one of them says of its model.
+
+        Raises:
+            GeneratorError: the one that was asked has ended.
+        """
+        ...
+
+    def answer(self, submit: Submit) -> AsyncIterator[bytes]:
+        """Yield what comes of a request, in frames of the protocol; whoever leaves the loop ends it.
+
+        Raises:
+            GeneratorLostError: the one that has answered has ended.
+            GeneratorBusyError: all have as many requests as they take.
+        """
+        ...
+
+
+class ReplicaLine:
+    """Brings messages to replicas and back, in an event loop; ``start``, ``send`` and ``close`` any thread may call."""
+
+    def __init__(self, replicas: Replicas, loop: asyncio.AbstractEventLoop, patience: float = PATIENCE) -> None:
+        """Ask nothing yet.
+
+        Args:
+            replicas: that answer.
+            loop: in which they are asked.
+            patience: seconds after which they are lost, if none answers.
+        """
+        self._replicas = replicas
+        self._loop = loop
+        self._patience = patience
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the numbers of requests; 0 looks who is there
+
+    def start(
+        self, handle: Callable[[Iterable[FromGenerator]], None], lost: Callable[[GeneratorLostError], None]
+    ) -> None:
+        """Look whether replicas are there, and have what they say handled in the event loop."""
+        self._handle, self._lost = handle, lost
+        self._call(self._begin, 0, self._look)
+
+    def send(self, message: Struct) -> None:
+        """Begin or end a request."""
+        match message:
+            case Submit():
+                self._call(self._begin, message.request, self._answer, message)
+            case Cancel(request, None):  # fronts never end one of several answers
+                self._call(self._cancel, request)
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._call(self._end)
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        # In a context of its own: Ray would give all that is asked for one request of HTTP one name, and answer one.
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments, context=Context())
+
+    # ---- in the event loop
+
+    def _begin(self, number: int, work: Callable[..., Coroutine[Any, Any, None]], *arguments: object) -> None:
+        self._tasks[number] = task = self._loop.create_task(work(*arguments))
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    def _cancel(self, request: int) -> None:
+        if (task := self._tasks.pop(request, None)) is not None:
+            task.cancel()
+            # Which is the client's doing, and nobody else's fault.
+            self._handle([Refused(request, "invalid", "the client has left")])
+
+    def _end(self) -> None:
+        for task in tuple(self._tasks.values()):
+            task.cancel()
+
+    async def _answer(self, submit: Submit) -> None:
+        frames: Frames[FromGenerator] = Frames(FromGenerator)
+        try:
+            async for data in self._replicas.answer(submit):
+                self._handle(frames.feed(data))
+        except GeneratorBusyError as error:
+            self._handle([Refused(submit.request, "full", str(error))])
+        except GeneratorError as error:
+            self._handle([Refused(submit.request, "unavailable", str(error))])
+        except Exception:
+            logger.exception("compiled_llm: a request to a replica has failed")
+            self._handle([Refused(submit.request, "failed", "an error of the server, which its log has")])
+
+    async def _look(self) -> None:
+        """Say what the first replica that is there says, and when none is there any more."""
+        self._handle([Preparing("waiting for a replica")])
+        ready = await self._found()
+        while ready is not None:
+            self._handle([ready])
+            await asyncio.sleep(_LOOKING)
+            ready = await self._found()
+        self._lost(GeneratorLostError(f"no replica has answered for {self._patience:g} s"))
+
+    async def _found(self) -> Ready | None:
+        with suppress(asyncio.TimeoutError):
+            return await asyncio.wait_for(self._asked(), self._patience)
+        return None
+
+    async def _asked(self) -> Ready:
+        while True:
+            with suppress(GeneratorError):
+                return await self._replicas.ready()
+            await asyncio.sleep(_AGAIN)

@@ -1,0 +1,196 @@
+"""From a front through a replica to a generator and back: the line, the relay, and what happens if one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_llm import SamplingParams
+from compiled_llm.client import GeneratorBusyError, GeneratorError, GeneratorLostError
+from compiled_llm.client.connection import Connection
+from compiled_llm.engine.engine import Engine
+from compiled_llm.protocol.messages import Ready, Submit
+from compiled_llm.server.replicas import replica_client
+from compiled_llm.server.replicas.relay import Relay
+from compiled_llm.server.replicas.replica_client import ReplicaClient
+from compiled_llm.server.replicas.replica_line import ReplicaLine
+from support.generators import PATIENCE, Loop
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+class OneReplica:
+    """A replica in this process, and what may happen to it."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+        self.gone: Exception | None = None
+        self.never = asyncio.Event()
+        self.open = 0
+
+    async def ready(self) -> Ready:
+        if self.gone is not None:
+            await self.never.wait()
+        return await self.relay.ready
+
+    async def answer(self, submit: Submit) -> AsyncIterator[bytes]:
+        if self.gone is not None:
+            raise self.gone
+        self.open += 1
+        try:
+            async for data in self.relay.answer(submit):
+                yield data
+                if self.gone is not None:
+                    raise self.gone
+        finally:
+            self.open -= 1
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_client, "ReplicaLine", lambda replicas, loop: ReplicaLine(replicas, loop, 0.3))
+    monkeypatch.setattr("compiled_llm.server.replicas.replica_line._LOOKING", 0.05)
+
+
+def play(path: Path, game: Callable[[OneReplica, ReplicaClient], Coroutine[Any, Any, None]]) -> list[Exception]:
+    """Play with a client of one replica; why its generator has gone, if it has."""
+    lost: list[Exception] = []
+
+    async def playing() -> None:
+        connection = await asyncio.to_thread(Connection, path)
+        replica = OneReplica(Relay(connection, lost.append))
+        client = ReplicaClient(replica)
+        await client.connect()
+        try:
+            await game(replica, client)
+        finally:
+            client.close()
+            await asyncio.sleep(0.01)
+            connection.close()
+
+    asyncio.run(asyncio.wait_for(playing(), PATIENCE))
+    return lost
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_answers_are_those_of_the_engine(generator: Loop, path: Path, engine: Engine) -> None:
+    prompts, scored = [[5, 6, 7], [8, 9], [10]], SamplingParams(temperature=0, max_tokens=5, logprobs=2, n=2)
+    expected = engine.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    wanted = engine.submit([5, 6, 7], scored).result()
+
+    async def game(replica: OneReplica, client: ReplicaClient) -> None:
+        outputs = await client.generate(prompts, GREEDY)  # type: ignore[arg-type]
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+        (output,) = await client.generate([5, 6, 7], scored)
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted.outputs]
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        assert [len(entry) >= 2 for entry in logprobs] == [True] * 5
+        asked = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+        (output,) = await client.generate([3] * 600, asked)
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == 600
+        with pytest.raises(ValueError, match="tokens"):
+            await client.submit([5] * 100_000, GREEDY)
+        with pytest.raises(GeneratorError, match="one by one"):
+            await client.stats()
+        assert replica.open == 0
+
+    play(path, game)
+
+
+def test_two_fronts_may_give_their_requests_the_same_numbers(generator: Loop, path: Path) -> None:
+    async def game(replica: OneReplica, client: ReplicaClient) -> None:
+        other = ReplicaClient(replica)
+        await other.connect()
+        handles = [one.submit([token], GREEDY) for token in (5, 9) for one in (client, other)]
+        tokens = [(await handle).token_ids for handle in handles]
+        assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
+        other.close()
+
+    play(path, game)
+
+
+def test_a_client_that_leaves_ends_its_request_alone(generator: Loop, path: Path, engine: Engine) -> None:
+    async def game(replica: OneReplica, client: ReplicaClient) -> None:
+        stays, leaves = client.submit([5, 6], LONG), client.submit([7, 8], LONG)
+        await until(lambda: any(answer.tokens for answer in leaves.answers))
+        leaves.cancel()
+        with pytest.raises(ValueError, match="the client has left"):
+            await leaves
+        assert len((await stays).token_ids) == 400
+        await until(lambda: engine.stats().running == 0 and replica.open == 0)
+
+    play(path, game)
+
+
+def test_a_front_that_ends_takes_its_requests_along(generator: Loop, path: Path, engine: Engine) -> None:
+    async def game(replica: OneReplica, client: ReplicaClient) -> None:
+        handle = client.submit([5, 6], LONG)
+        await until(lambda: any(answer.tokens for answer in handle.answers))
+        client.close()
+        await until(lambda: engine.stats().running == 0 and replica.open == 0)
+
+    play(path, game)
+
+
+@pytest.mark.parametrize(
+    ("gone", "kind"),
+    [
+        (GeneratorLostError("the replica has ended"), GeneratorError),
+        (GeneratorBusyError("too many"), GeneratorBusyError),
+        (KeyError("/a/path"), GeneratorError),
+    ],
+)
+def test_a_replica_that_fails_ends_what_it_had_with_an_error(
+    generator: Loop, path: Path, gone: Exception, kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def game(replica: OneReplica, client: ReplicaClient) -> None:
+        handle = client.submit([5, 6], LONG)
+        await until(lambda: any(answer.tokens for answer in handle.answers))
+        replica.gone = gone
+        with pytest.raises(kind) as raised:
+            await handle
+        assert "/a/path" not in str(raised.value)
+        replica.gone = None
+        assert len((await client.submit([5, 6], GREEDY)).token_ids) == 6
+
+    with caplog.at_level(logging.ERROR, "compiled_llm.server"):
+        play(path, game)
+    assert ("has failed" in caplog.text) == isinstance(gone, KeyError)
+
+
+def test_if_no_replica_answers_for_long_there_is_none(generator: Loop, path: Path) -> None:
+    async def game(replica: OneReplica, client: ReplicaClient) -> None:
+        began = time.monotonic()
+        replica.gone = GeneratorLostError("the replica has ended")
+        error = await client.wait_until_lost()
+        assert str(error) == "no replica has answered for 0.3 s"
+        assert time.monotonic() - began < 5
+        with pytest.raises(GeneratorLostError):
+            client.submit([5], GREEDY)
+
+    play(path, game)
+
+
+def test_a_replica_whose_generator_has_gone_says_so_once(generator: Loop, path: Path) -> None:
+    async def game(replica: OneReplica, client: ReplicaClient) -> None:
+        handle = client.submit([5, 6], LONG)
+        await until(lambda: any(answer.tokens for answer in handle.answers))
+        generator.call(lambda: [connection.close() for connection in generator.generator._connections])
+        with pytest.raises(GeneratorError, match="the process that runs the model has ended"):
+            await handle
+
+    (error,) = play(path, game)
+    assert isinstance(error, GeneratorLostError)

@@ -1,0 +1,63 @@
+"""What ``ray_app`` takes: the options of ``compiled-llm serve``, for generators or for fronts."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from inspect import signature
+from pathlib import Path
+
+import pytest
+
+from compiled_llm.commands.serve import serve
+from compiled_llm.server import ray_app
+from compiled_llm.server.replicas.options import MAX_QUEUE, MAX_ROWS, OF_FRONTS, OF_GENERATORS, OF_RAY, Options
+
+
+def test_every_option_of_the_command_is_one_or_is_rays_to_have() -> None:
+    parameters = signature(serve).parameters
+    assert parameters.keys() == OF_GENERATORS | OF_FRONTS | OF_RAY | {"model"}
+    assert parameters["max_rows"].default == MAX_ROWS
+
+
+def test_generators_get_theirs_as_the_command_takes_them() -> None:
+    options = Options("demo", {"mode": "eager", "warmup": [1, 8], "quiet": True, "kv_memory": None, "max_rows": 8})
+    assert options.arguments() == [
+        *("serve", "demo", f"--max-queue={MAX_QUEUE}", "--drain-seconds=1"),
+        *("--mode=eager", "--warmup=1,8", "--quiet", "--max-rows=8"),
+    ]
+    assert options.most_requests == 8 + MAX_QUEUE
+
+
+def test_fronts_get_theirs(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a" * 20)
+    given = {"api_key_file": keys, "allowed_host": "llm.example", "served_model_name": ["a", "b"], "salt_caches": True}
+    settings = Options("/models/tiny", given).settings()
+    assert (settings.api_keys, settings.names, settings.salts_caches) == (("a" * 20,), ("a", "b"), True)
+    assert "llm.example" in settings.hosts
+    assert settings.behind_proxy
+    assert Options("/models/tiny", {}).settings().names == ("tiny",)  # clients see no folders
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("port", "ray_app: port: is for one server"), ("max_row", "ray_app: max_row: there is no such option")],
+)
+def test_an_option_that_is_none_is_refused_by_name(option: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ray_app("demo", **{option: 1})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_it_says_what_to_install() -> None:
+    with pytest.raises(RuntimeError, match=r"ray_app: Ray Serve is not installed: pip install '.\[ray\]'"):
+        ray_app("demo")
+
+
+def test_to_import_it_takes_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys, compiled_llm.server; print([name for name in ('ray', 'torch', 'fastapi') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
