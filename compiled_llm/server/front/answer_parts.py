@@ -64,7 +64,7 @@ class ParsedReader:
             delimiters: of these fields.
             several_calls: whether calls after the first one are told of.
         """
-        self._parser = parser
+        self._parser: Any = parser
         self._most_calls = None if several_calls else 1
         self._calls = 0
         self._untold = ""
