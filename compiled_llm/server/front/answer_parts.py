@@ -33,6 +33,11 @@ class Parts:
     content: str = ""
     calls: list[Call] = field(default_factory=list)
 
+    @property
+    def is_content(self) -> bool:
+        """Whether there is nothing but content, which may be none."""
+        return not (self.reasoning or self.calls)
+
 
 class PartsReader(Protocol):
     """Reads one answer as it comes."""

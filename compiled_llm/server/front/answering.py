@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from compiled_llm.engine.output import Completion
 from compiled_llm.server.front.answers import Answers
-from compiled_llm.server.front.events import DONE, event_stream
+from compiled_llm.server.front.events import DONE, EventStream
 
 
 class Told(Protocol):
@@ -40,7 +40,7 @@ async def answered(told: Told, answers: Answers, stream: bool, end: bytes = DONE
     try:
         if stream:
             await answers.begun()
-            return event_stream(told.stream(), answers, end)
+            return EventStream(told.stream(), answers, end)
         completions = await answers.ended()
     except BaseException:
         answers.close()

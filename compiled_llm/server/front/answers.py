@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from starlette.requests import Request
 
@@ -64,8 +65,7 @@ class Answers:
             over = False
             while not over:
                 event.clear()
-                over = all(handle.done for handle in self.handles)
-                self._check()
+                over = self._are_over()
                 yield
                 if not over:
                     await event.wait()
@@ -99,13 +99,21 @@ class Answers:
         tokens, ends = answer.received.tokens, answer.received.ends
         return len(tokens) - (bool(tokens) and tokens[-1] in ends and not self._keeps_ends)
 
-    def _check(self) -> None:
+    def _are_over(self) -> bool:
+        """Whether all have ended; looked at before what they are read for, and in each step of each.
+
+        Raises:
+            Exception: why one was refused, or has failed.
+        """
+        over = True
         for handle in self.handles:
+            over &= handle.done
             if handle.refused is not None:
                 raise handle.refused
             for answer in handle.answers:
                 if answer.done and answer.error is not None:
                     raise answer.error
+        return over
 
     def usage(self, reasoning: int = 0) -> Usage:
         """Return how many tokens they have taken, once they have ended; ``reasoning`` of them to think."""
@@ -117,8 +125,7 @@ class Answers:
         return [Choice(number, handle, answer, self._told) for number, (handle, answer) in enumerate(every)]
 
 
-@dataclass(frozen=True)
-class News:
+class News(NamedTuple):
     """What is new of an answer.
 
     Attributes:
@@ -132,6 +139,11 @@ class News:
     tokens: list[int]
     logprobs: list[list[Entry]] | None
     finish_reason: FinishReason | None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether there is nothing to tell but a text."""
+        return self.logprobs is None and self.finish_reason is None
 
 
 class Choice:

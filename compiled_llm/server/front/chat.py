@@ -26,7 +26,7 @@ from compiled_llm.server.front.chat_response import (
     Delta,
 )
 from compiled_llm.server.front.errors_of_openapi import ERRORS
-from compiled_llm.server.front.events import event
+from compiled_llm.server.front.events import TextEvent, event
 from compiled_llm.server.front.front import front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.reading import Reading
@@ -98,13 +98,14 @@ class _Told:
 
     async def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
+        texts = [self._text_event(choice) for choice in choices]
         yield [self._chunk([_begins(choice)]) for choice in choices]
         async for _ in self._answers.changes():
             yield [
-                self._chunk([new])
+                new
                 for choice in choices
                 if (news := choice.news()) is not None
-                for new in self._news(choice.index, news)
+                for new in self._news(choice.index, news, texts[choice.index])
             ]
         if self._body.wants_usage:
             yield [self._chunk([], usage=self._usage())]
@@ -114,10 +115,13 @@ class _Told:
             usage = usage or {"usage": None}
         return event(ChatChunk(object="chat.completion.chunk", choices=choices, **usage, **self._head))
 
-    def _news(self, index: int, news: News) -> list[ChunkChoice]:
-        """Return a chunk for each part of which there is something new; the last one says why the answer has ended."""
-        reading = self._readings[index]
-        deltas = reading.deltas(news.text, over=news.finish_reason is not None)
+    def _news(self, index: int, news: News, text: TextEvent) -> list[bytes]:
+        """Return an event for each part of which there is something new; the last one says why the answer has ended."""
+        reading, over = self._readings[index], news.finish_reason is not None
+        parts = reading.read(news.text, over)
+        if news.is_text and parts.is_content:
+            return [text(parts.content)] if parts.content else []
+        deltas = reading.deltas(parts, over)
         if not deltas and self._body.logprobs:  # of tokens whose text comes later
             deltas = [Delta(content="")]
         new = [ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None) for delta in deltas]
@@ -125,7 +129,13 @@ class _Told:
             first.logprobs = self._logprobs(news.logprobs)
         if news.finish_reason is not None:
             new[-1].finish_reason = reading.reason(news.finish_reason)
-        return new
+        return [self._chunk([choice]) for choice in new]
+
+    def _text_event(self, choice: Choice) -> TextEvent:
+        nothing: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+        return TextEvent(
+            lambda text: self._chunk([ChunkChoice(index=choice.index, delta=Delta(content=text), **nothing)])
+        )
 
     def _logprobs(self, places: Any) -> Any:
         if not self._body.logprobs:

@@ -16,7 +16,7 @@ from compiled_llm.server.front.completion_logprobs import CompletionScores
 from compiled_llm.server.front.completion_request import CompletionRequest
 from compiled_llm.server.front.completion_response import CompletionChoice, CompletionLogprobs, TextCompletion
 from compiled_llm.server.front.errors_of_openapi import ERRORS
-from compiled_llm.server.front.events import event
+from compiled_llm.server.front.events import TextEvent, event
 from compiled_llm.server.front.front import beside, front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.usage import finish_reason_of
@@ -78,17 +78,23 @@ class _Told:
 
     async def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
-        scores = [self._scores() for _ in choices]
+        scores, texts = [self._scores() for _ in choices], [self._text_event(choice) for choice in choices]
         if self._body.echo:
-            yield [self._chunk(CompletionChoice(**_none(choice), text=self._echo(choice.index))) for choice in choices]
+            yield [texts[choice.index](self._echo(choice.index)) for choice in choices]
         async for _ in self._answers.changes():
             yield [
-                self._chunk(self._news(choice, news, scores[choice.index]))
+                texts[choice.index](news.text)
+                if news.is_text
+                else self._chunk(self._news(choice, news, scores[choice.index]))
                 for choice in choices
                 if (news := choice.news()) is not None
             ]
         if self._body.wants_usage:
             yield [event(TextCompletion(choices=[], usage=self._answers.usage(), **self._head))]
+
+    def _text_event(self, choice: Choice) -> TextEvent:
+        nothing: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+        return TextEvent(lambda text: self._chunk(CompletionChoice(index=choice.index, text=text, **nothing)))
 
     def _chunk(self, choice: CompletionChoice) -> bytes:
         usage: dict[str, Any] = {"usage": None} if self._body.wants_usage else {}
@@ -108,7 +114,3 @@ class _Told:
         number = index // self._body.answers
         prompt = self._body.prompts()[number]
         return prompt if isinstance(prompt, str) else self._model.vocabulary.text(prompt)
-
-
-def _none(choice: Choice) -> dict[str, Any]:
-    return {"index": choice.index, "logprobs": None, "finish_reason": None}

@@ -29,9 +29,9 @@ class Reading:
         self._calls += len(parts.calls)
         return parts
 
-    def deltas(self, text: str, over: bool) -> list[Delta]:
-        """Return what is new, one of each kind; one at least of what is over."""
-        parts, first = self.read(text, over), self._calls
+    def deltas(self, parts: Parts, over: bool) -> list[Delta]:
+        """Return what was read last, one of each kind; one at least of what is over."""
+        first = self._calls
         deltas = [Delta(reasoning_content=parts.reasoning)] if parts.reasoning else []
         if parts.content:
             deltas.append(Delta(content=parts.content))
