@@ -23,7 +23,7 @@ def arguments_of(text: str) -> str:
     """Return arguments of a call as they are, if they are a JSON object."""
     try:
         found = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise PydanticCustomError("value_error", "is no JSON object")
@@ -107,5 +107,6 @@ def _plain(message: Message, names: dict[str, str]) -> dict[str, Any]:
         plain |= {"reasoning_content": reasoning, "thinking": reasoning}  # by the names that templates have for it
     if message.role == "tool":
         name = message.name or names.get(message.tool_call_id or "")
-        plain |= {"tool_call_id": message.tool_call_id, **({} if name is None else {"name": name})}
+        given = {"tool_call_id": message.tool_call_id, "name": name}
+        plain |= {key: value for key, value in given.items() if value is not None}
     return plain

@@ -92,6 +92,7 @@ def test_a_model_calls_what_it_has_to(calling: RunningFront, choice: Any) -> Non
 def test_tools_that_are_at_odds_are_refused_by_name(speaking: tuple[Script, RunningFront]) -> None:
     _, front = speaking
     call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": "now"}}
+    deep = {"name": "time", "arguments": "[" * 100_000}
     for given, param, said in [
         ({"tools": [TIME, TIME]}, "tools", "two have the name 'time'"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "there is no such tool"),
@@ -103,6 +104,11 @@ def test_tools_that_are_at_odds_are_refused_by_name(speaking: tuple[Script, Runn
         ({"tools": [{"type": "function", "function": {"name": "a", "description": "\ud800"}}]}, "tools", "UTF-16"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [call]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "is no JSON object",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{**call, "function": deep}]}]},
             "messages[0].tool_calls[0].function.arguments",
             "is no JSON object",
         ),
