@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -79,9 +80,8 @@ class Constrained:
 
     def present(self) -> Constrained:
         """Return those that have not ended."""
-        if not any(each.request.done for each in self.members):
-            return self
-        return Constrained([each for each in self.members if not each.request.done])
+        running = [each.request.finish_reason is None for each in self.members]
+        return self if all(running) else Constrained(list(itertools.compress(self.members, running)))
 
 
 class LateChoice:

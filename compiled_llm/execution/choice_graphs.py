@@ -5,12 +5,14 @@ Shapes: D rows, B rows of a bucket, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.recorder import Captured, Recorder
@@ -44,16 +46,18 @@ class ChoiceGraphs:
         self._records = records
         self._recorder: Recorder | None = None
         self._buckets: dict[int, Captured[Tensor]] = {}
+        self._masking: dict[int, Captured[Tensor]] = {}  # these write masks into the table before they choose
         self._tables: SamplingTables | None = None
         self._logits = torch.empty(0, 0, device=device)
         self._columns = torch.empty(0, dtype=torch.int64, device=device)
+        self._masks = torch.empty(0, 0, dtype=torch.int32, device=device)
         self._user: weakref.ref[object] | None = None
         self._held = _Held(0, [], [])
 
     @property
     def nbytes(self) -> int:
         """Size of what the graphs read, in bytes."""
-        return self._logits.nbytes + self._columns.nbytes
+        return self._logits.nbytes + self._columns.nbytes + self._masks.nbytes
 
     @property
     def buckets(self) -> list[int]:
@@ -63,7 +67,7 @@ class ChoiceGraphs:
     def release(self) -> None:
         """Give everything back."""
         self._forget()
-        for tensor in (self._logits, self._columns):
+        for tensor in (self._logits, self._columns, self._masks):
             free(tensor)
 
     # ---- capture
@@ -86,15 +90,23 @@ class ChoiceGraphs:
         with torch.inference_mode(False):
             self._logits = torch.zeros(most, tables.counts.shape[1], dtype=dtype, device=self._device)
             self._columns = torch.zeros(2 * most, dtype=torch.int64, device=self._device)
+            self._masks = torch.zeros(most, tables.allowed.shape[1], dtype=torch.int32, device=self._device)
         for bucket in buckets:
             self._columns[: 2 * bucket].view(2, bucket)[0] = padding
-            self._launch(bucket)
-            self._buckets[bucket] = self._recorder.capture(lambda rows=bucket: self._launch(rows))  # type: ignore[misc]
+            self._masked_launch(bucket)
+            self._buckets[bucket] = self._recorder.capture(functools.partial(self._launch, bucket))
+            self._masking[bucket] = self._recorder.capture(functools.partial(self._masked_launch, bucket))
 
     def _forget(self) -> None:
         self._buckets.clear()
+        self._masking.clear()
         self._tables = self._recorder = self._user = None
         self._held = _Held(0, [], [])
+
+    def _masked_launch(self, bucket: int) -> Tensor:
+        assert self._tables is not None
+        self._tables.allowed.index_copy_(0, self._columns[:bucket], self._masks[:bucket])
+        return self._launch(bucket)
 
     def _launch(self, bucket: int) -> Tensor:
         assert self._tables is not None
@@ -141,8 +153,8 @@ class ChoiceGraphs:
         """Return ``[rows, V]``, those that are kept here."""
         return self._logits[:rows]
 
-    def place(self, bucket: int, slots: list[int], positions: list[int], padding: int, staging: Staging) -> Tensor:
-        """Have slots and positions of rows stand where a bucket's graph reads them, and return the slots ``[n]`` there.
+    def place(self, bucket: int, slots: list[int], positions: list[int], padding: int, staging: Staging) -> None:
+        """Have slots and positions of rows stand where a bucket's graph reads them, the rest being padding.
 
         Mostly they do already: each replay has moved the positions on.
         """
@@ -153,11 +165,22 @@ class ChoiceGraphs:
             self._held = _Held(0, [], [])
             staging.upload([(numbers.reshape(-1), columns)])
             self._held = wanted
-        return columns[: len(slots)]
 
-    def choose(self, bucket: int) -> Tensor:
-        """Choose for the rows that have places, from what is kept here; returns ``[B]``, until the next call."""
+    def mask(self, masks: NDArray[np.int32], staging: Staging) -> None:
+        """Have masks ``[n, words]`` stand where the graphs read those of the rows that have places."""
+        staging.upload_lent(masks, self._masks)
+
+    def choose(self, bucket: int, masked: bool) -> Tensor:
+        """Choose for the rows that have places, from what is kept here.
+
+        Args:
+            bucket: that they have places in.
+            masked: all of them have got masks, which go into the table first.
+
+        Returns:
+            ``[B]``, until the next call.
+        """
         held, self._held = self._held, _Held(0, [], [])
-        tokens = self._buckets[bucket].replay()
+        tokens = (self._masking if masked else self._buckets)[bucket].replay()
         self._held = held._replace(positions=[position + 1 for position in held.positions])
         return tokens

@@ -167,43 +167,53 @@ class DeferredChoice:
         rows, graphs = self.rows, self._state.choice_graphs
         whole = not edited and self._kept == len(rows)
         bucket = graphs.bucket_of(self, len(rows), self._state.slots.tables) if whole else None
-        parts, chosen_from = self._unchosen, None
-        slots, positions = self._state.slots.numbers(rows), [row.position for row in rows]
         self._state.arena.flush()
         if bucket is not None:
-            there = graphs.place(bucket, slots, positions, self._state.slots.padding, self._state.staging)
-            self._write_masks(masks, rows, there)
-            logits, tokens = graphs.logits(len(rows)), graphs.choose(bucket)[: len(rows)]
+            step = Step(rows, graphs.logits(len(rows)), self._replayed(bucket, rows, masks))
         else:
-            (numbers,) = self._state.staging.to_device([np.array([*slots, *positions], dtype=np.int64)])
-            there, at = numbers.split(len(rows))
-            self._write_masks(masks, rows, there)
-            logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
-            chosen_from = _replaced(logits, rows, edited)
-            tokens = choose(chosen_from, there, at, self._state.slots.tables, deferred=True)
-        self._unchosen = []  # only now: if that fails, whoever tries again is told of the same
+            step = self._launched(rows, masks, edited)
+        parts, self._unchosen = self._unchosen, []  # only now: if that fails, whoever tries again is told of the same
         for row in rows:
             row.has_next = row.slot is not None
-        self._observe(parts, tokens, chosen_from if edited else None)
+        self._observe(parts, step)
         self._leave_graphs()
-        return Step(rows, logits, tokens)
+        return step
 
-    def _write_masks(self, masks: Masks | None, rows: Sequence[Row], slots: Tensor) -> None:
-        """Write new masks into the table; the slots of ``rows`` are on the device already."""
-        new = None if masks is None else self._state.slots.masks_of(*masks)
-        if masks is None or new is None:
-            return
-        at, bits = new
-        if masks.rows != rows or len(at) != len(rows):
-            (slots,) = self._state.staging.to_device([at])
-        self._state.slots.tables.allowed.index_copy_(0, slots, self._state.staging.masks_to_device(bits))
+    def _replayed(self, bucket: int, rows: Sequence[Row], masks: Masks | None) -> Tensor:
+        """Choose by the graph of a bucket, which writes the masks, too, if all rows get some; returns ``[D]``."""
+        graphs, slots, staging = self._state.choice_graphs, self._state.slots, self._state.staging
+        new = None if masks is None else slots.masks_of(*masks)
+        all_new = new is not None and masks is not None and masks.rows == rows and len(new[0]) == len(rows)
+        graphs.place(bucket, slots.numbers(rows), [row.position for row in rows], slots.padding, staging)
+        if new is not None and all_new:
+            graphs.mask(new[1], staging)
+        elif new is not None:
+            self._write_masks(*new)
+        return graphs.choose(bucket, all_new)[: len(rows)]
+
+    def _launched(self, rows: Sequence[Row], masks: Masks | None, edited: Mapping[Row, Tensor]) -> Step:
+        """Choose without a graph."""
+        slots, parts = self._state.slots, self._unchosen
+        if masks is not None and (new := slots.masks_of(*masks)) is not None:
+            self._write_masks(*new)
+        at = np.array([row.position for row in rows], dtype=np.int64)
+        there, positions = self._state.staging.to_device([slots.of(rows, len(rows)), at])
+        logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
+        chosen_from = _replaced(logits, rows, edited)
+        tokens = choose(chosen_from, there, positions, slots.tables, deferred=True)
+        return Step(rows, logits, tokens, chosen_from if edited else None)
+
+    def _write_masks(self, slots: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
+        at, bits = self._state.staging.to_device([slots, masks.reshape(-1)])
+        self._state.slots.tables.allowed.index_copy_(0, at, bits.view(masks.shape))
 
     @staticmethod
-    def _observe(parts: Sequence[_Unchosen], tokens: Tensor, edited: Tensor | None) -> None:
+    def _observe(parts: Sequence[_Unchosen], step: Step) -> None:
         start = 0
         for rows, logits, observer in parts:
             own = slice(start, start + len(rows))
-            _shown(Step(rows, logits, tokens[own], None if edited is None else edited[own]), observer)
+            edited = None if step.edited is None else step.edited[own]
+            _shown(Step(rows, logits, step.tokens[own], edited), observer)
             start += len(rows)
 
 

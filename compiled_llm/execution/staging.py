@@ -33,7 +33,7 @@ class Staging:
         self._lent_event = torch.cuda.Event() if self._events else None
 
     def lend(self, rows: int, columns: int) -> NDArray[np.int32]:
-        """Return an array ``[rows, columns]`` that ``masks_to_device`` copies from where it lies.
+        """Return an array ``[rows, columns]`` that ``upload_lent`` copies from where it lies.
 
         What the caller does not write is what was last written there, or zeros. It is the caller's until somebody calls
         this again, which waits for its copy to be done.
@@ -46,14 +46,14 @@ class Staging:
         lent: NDArray[np.int32] = self._lent[:rows].numpy()
         return lent
 
-    def masks_to_device(self, masks: NDArray[np.int32]) -> Tensor:
-        """Return a new device tensor with the content of an array ``[n, words]``, which may be the one that is lent."""
-        lent = self._lent[: len(masks)]
-        if self._lent_event is None or masks.ctypes.data != lent.data_ptr() or masks.shape != lent.shape:
-            return self.to_device([masks.reshape(-1)])[0].view(masks.shape)
-        there = lent.to(self._device, non_blocking=True)
+    def upload_lent(self, rows: NDArray[np.int32], target: Tensor) -> None:
+        """Copy ``rows`` ``[n, words]``, which may be what is lent, into the beginning of a tensor on the device."""
+        lent, target = self._lent[: len(rows)], target[: len(rows)]
+        if self._lent_event is None or rows.ctypes.data != lent.data_ptr() or rows.shape != lent.shape:
+            self.upload([(rows.reshape(-1), target.view(-1))])
+            return
+        target.copy_(lent, non_blocking=True)
         self._lent_event.record()
-        return there
 
     def upload(self, pairs: Sequence[tuple[NDArray[Any], Tensor]]) -> None:
         """Copy each array into the beginning of its device tensor (1-D, same dtype), in stream order."""
