@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -269,3 +270,38 @@ def test_a_deadline_holds_while_a_request_waits_for_the_weights(engine: Engine, 
     assert not handle.done
     handle.cancel()
     updating.end()
+
+
+@pytest.mark.whole
+def test_every_answer_is_of_one_set_of_weights(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    """Requests come all the time, of all priorities and lengths, and some are cancelled; weights change to and fro."""
+    tiny_qwen3(0, eos_token_id=None).save_pretrained(tmp_path)
+    prompts = [[*PROMPT, number] for number in range(4)]
+    allowed = [[huggingfaces(seed, prompt, 60) for seed in (0, 1)] for prompt in prompts]
+    over, found = threading.Event(), []
+
+    def ask(seed: int) -> None:
+        draws = random.Random(seed)
+        while not over.is_set():
+            number, length = draws.randrange(4), draws.randrange(1, 60)
+            params = SamplingParams(temperature=0.0, max_tokens=length, n=draws.choice((1, 1, 3)), ignore_eos=True)
+            handle = engine.submit(prompts[number], params, priority=draws.randrange(-2, 3))
+            if draws.random() < 0.2:
+                handle.cancel()
+            found.append((number, [answer.token_ids for answer in handle.result(timeout=WAIT).outputs]))
+
+    askers = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for asker in askers:
+        asker.start()
+    for step in range(12):
+        engine.update_weights((folder, tmp_path)[step % 2])
+    over.set()
+    for asker in askers:
+        asker.join(WAIT)
+    seen = set()
+    for number, answers in found:
+        old, new = ([tokens == whole[: len(tokens)] for tokens in answers] for whole in allowed[number])
+        assert all(old) or all(new)
+        seen.add(all(new) and not all(old))
+    assert seen == {False, True}
+    assert len(found) > 24
