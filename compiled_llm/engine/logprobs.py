@@ -66,6 +66,35 @@ class Logprobs(Sequence[dict[int, Logprob]]):
         return f"<{type(self).__name__} of {len(self)} tokens>"
 
 
+class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
+    """The entries of a prompt's tokens, made when they are looked at; None in place of the first."""
+
+    def __init__(self, behind: Logprobs) -> None:
+        """Keep those of the tokens ``behind`` the first."""
+        self._behind = behind
+
+    def __len__(self) -> int:
+        """Of how many tokens they are, the first included."""
+        return 1 + len(self._behind)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
+
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob] | None] | None:
+        """Return a token's entries, by token id; of a slice, a list of them."""
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        return self._behind[place - 1] if place else None
+
+    def __repr__(self) -> str:
+        """Of how many tokens they are."""
+        return f"<{type(self).__name__} of {len(self)} tokens>"
+
+
 def logprobs_of(scored: ScoredTokens, row: int, token: int, most: int) -> dict[int, Logprob]:
     """Return the entries of one place: the token that stands there first, then the ``most`` likeliest ones.
 
@@ -89,11 +118,11 @@ def token_logprobs(request: Request, tokens: Sequence[int], count: int = 0) -> L
     return None if request.logprobs is None else Logprobs(request.scored, tokens, request.logprobs, count)
 
 
-def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
+def prompt_logprobs(request: Request) -> PromptLogprobs | None:
     """Return the entries of each of a prompt's tokens, as far as they were computed; None if nobody wants them."""
     if request.prompt_logprobs is None:
         return None
-    return [None, *Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs)]
+    return PromptLogprobs(Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs))
 
 
 def prepare_logprobs(device_model: DeviceModel) -> None:

@@ -86,7 +86,7 @@ class RequestOutput:
     queue_seconds: float | None
     first_token_seconds: float | None
     seconds: float
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(default=None, repr=False)
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = field(default=None, repr=False)
 
     @property
     def token_ids(self) -> list[int]:
