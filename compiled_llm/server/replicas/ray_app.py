@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from compiled_llm.server.front.settings import FrontSettings
 
 GENERATOR = "generator"
+_MOST_OF_A_FRONT = 2**16
+"""Requests that Ray gives a front at once: replicas say how many they take, and answer others with 429."""
 _ROUTER = "compiled_llm.server.replicas.ray_router.LeadingPagesRouter"
 
 
@@ -69,7 +71,6 @@ def ray_app(
     settings, serve = told.settings(), _serve()
     from compiled_llm.server.replicas.ray_replica import Replica
 
-    gpus = (0 if options.get("device") == "cpu" else 1) if num_gpus is None else num_gpus
     routing = {
         "most_longer": most_longer,
         "least_share": least_share,
@@ -77,22 +78,26 @@ def ray_app(
         "most_leading": most_leading,
         "most_pages": most_pages,
     }
+    gpus = (0 if options.get("device") == "cpu" else 1) if num_gpus is None else num_gpus
     replica: dict[str, Any] = {
         "num_replicas": replicas,
         "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus},
         "max_ongoing_requests": told.most_requests,
         "logging_config": {"enable_access_log": False},  # fronts have one
         "request_router_config": {"request_router_class": _ROUTER, "request_router_kwargs": routing},
-        **(replica_options or {}),
     }
-    front: dict[str, Any] = {
-        "num_replicas": fronts,
-        "max_ongoing_requests": told.most_requests * replicas,
-        **(front_options or {}),
-    }
-    generators = serve.deployment(Replica, name=GENERATOR, **replica).bind(told.arguments())
-    front_of_app = serve.ingress(_application(settings))()
-    return serve.deployment(front_of_app, name="front", **front).bind(generators)
+    front = {"num_replicas": fronts, "max_ongoing_requests": _MOST_OF_A_FRONT}
+    generators = serve.deployment(Replica, name=GENERATOR, **_with(replica, replica_options)).bind(told.arguments())
+    ingress = serve.ingress(_application(settings))()
+    return serve.deployment(ingress, name="front", **_with(front, front_options)).bind(generators)
+
+
+def _with(options: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return options of a deployment; what a user gives goes first, and Ray takes no number beside a range."""
+    ours = {name: value for name, value in options.items() if given is None or name not in given}
+    if given is not None and "autoscaling_config" in given:
+        ours.pop("num_replicas", None)
+    return {**ours, **(given or {})}
 
 
 def _serve() -> Any:

@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+from compiled_llm.client import Client
 from compiled_llm.server import ray_app
 from support.fronts import chat_tokenizer
 from support.generators import PATIENCE
@@ -103,6 +104,13 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
+def sockets() -> list[str]:
+    """Of the generators."""
+    command = ["ps", "-ewwo", "args"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line.partition("--uds ")[2].split()[0] for line in lines if "--leashed" in line and "/model0/tiny" in line]
+
+
 def generators() -> list[int]:
     lines = subprocess.run(["ps", "-ewwo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
     return [int(line.split()[0]) for line in lines if "--leashed" in line and "/model0/tiny" in line]
@@ -173,6 +181,28 @@ def test_more_of_prompts_is_cached_than_if_replicas_are_drawn(
     assert drawn < 0.9 * ours
 
 
+def test_a_client_that_leaves_has_its_request_ended(client: httpx.Client) -> None:
+    def running() -> int:
+        found = 0
+        for path in sockets():
+            with Client(path) as talks:
+                found += talks.stats().running
+        return found
+
+    body = {"prompt": [5, 6, 7], "max_tokens": 3900, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+        assert running() == 1
+    began = time.monotonic()
+    until(lambda: running() == 0)
+    assert time.monotonic() - began < 2
+
+
+def test_replicas_may_be_as_many_as_ray_sees_fit() -> None:
+    scaled = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}, "ray_actor_options": {"num_cpus": 2}}
+    assert ray_app("demo", replica_options=scaled, front_options=scaled) is not None
+
+
 def test_if_a_generator_is_killed_its_requests_end_and_another_comes(client: httpx.Client) -> None:
     body = {"prompt": [5, 6, 7], "max_tokens": 3000, "ignore_eos": True, "stream": True}
     victims, last = generators(), ""
@@ -187,3 +217,12 @@ def test_if_a_generator_is_killed_its_requests_end_and_another_comes(client: htt
     assert statuses <= {200, 503}
     until(lambda: complete(client, "a").status_code == 200)
     until(lambda: len(generators()) == 2)
+
+
+def test_a_replica_that_is_killed_takes_its_generator_along(client: httpx.Client) -> None:
+    until(lambda: len(generators()) == 2)
+    victim = generators()[0]
+    listed = subprocess.run(["ps", "-o", "ppid=", str(victim)], capture_output=True, text=True, check=True).stdout
+    os.kill(int(listed), signal.SIGKILL)
+    until(lambda: victim not in generators())
+    until(lambda: complete(client, "a").status_code == 200)
