@@ -276,7 +276,7 @@ def test_observers_see_each_row_once_with_its_token(batch, seed):
 
 def test_captured_choices_are_replayed_and_more_of_them_are_captured(batch, seed):
     graphs, replayed = batch.device_model.state.choice_graphs, []
-    graphs.choose = lambda bucket: replayed.append(bucket) or ChoiceGraphs.choose(graphs, bucket)
+    graphs.choose = lambda bucket, masked: replayed.append(bucket) or ChoiceGraphs.choose(graphs, bucket, masked)
     rows = begun(batch, seed, 5, 2, 4)
     batch.run(decode=rows)
     batch.choose()
