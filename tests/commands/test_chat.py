@@ -121,8 +121,7 @@ def test_a_template_that_takes_no_system_message_says_so_at_once() -> None:
     with pytest.raises(ValueError, match="chat: the model's chat template refuses this: no system"):
         Conversation(tokenizer, "Be brief")
     conversation = Conversation(tokenizer, None)
-    conversation.ask("a question")
-    conversation.answer("")
+    conversation.add("a question without an answer", "")
     assert conversation.messages == []
 
 
@@ -200,13 +199,17 @@ def test_the_command_in_a_terminal(model_folder: Path) -> None:
         chat.until("/help says what can be done, Ctrl-D ends the chat")
         chat.until("> ")
         chat.type("Hi there\n")
-        chat.until("\n")
+        chat.until(huggingfaces(model_folder, "<user: Hi there>", 5)[:3])
         chat.type(CTRL_C)
         chat.until("stopped")
+        chat.until("> ")
         chat.type("/stats\n")
         chat.until("(cancelled)")
-        chat.type(CTRL_C)
-        chat.type(CTRL_C)
+        chat.until("> ")
+        interrupt(chat)
+        chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
+        chat.until("> ")
+        interrupt(chat)
         assert chat.ended() == 0
         assert "Traceback" not in chat.shown
 
@@ -222,9 +225,10 @@ def test_in_a_pipe_ctrl_c_and_a_closed_pipe_end_it(model_folder: Path, closed: b
         assert process.stdout.read(1)
         if closed:
             process.stdout.close()
+            errors = process.stderr.read()
         else:
             process.send_signal(signal.SIGINT)
-        errors = process.stderr.read()
+            _, errors = process.communicate(timeout=60)
         assert process.wait(60) == (1 if closed else 130), errors
     assert "Traceback" not in errors
     assert "Exception ignored" not in errors

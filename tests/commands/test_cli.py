@@ -347,7 +347,7 @@ def test_h_is_help(command: list[str]) -> None:
     assert (asked.exit_code, asked.output) == (0, CliRunner().invoke(app, [*command, "--help"], env=WIDE).output)
 
 
-@pytest.mark.parametrize("command", ["", "generate", "explain", "doctor", "bench", "bench latency"])
+@pytest.mark.parametrize("command", ["", "generate", "chat", "explain", "doctor", "bench", "bench latency"])
 def test_help_needs_neither_torch_nor_transformers_nor_matplotlib(command: str) -> None:
     code = """
 import sys

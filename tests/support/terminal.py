@@ -53,8 +53,9 @@ class Terminal:
 
     def ended(self) -> int:
         """Wait for its end, and return the exit code."""
+        deadline = time.monotonic() + PATIENCE
         while self._read():
-            pass
+            assert time.monotonic() < deadline, f"it does not end: {self.shown}"
         return self.process.wait(PATIENCE)
 
 

@@ -91,14 +91,14 @@ class Chat:
     # ---- answers
 
     def _answer(self, question: str) -> bool:
-        prompt = self._conversation.ask(question)
+        prompt = self._conversation.prompt(question)
         answer: list[str] = []
         try:
             handle = self._partner.submit(prompt, self._params_for(len(prompt)))
             interrupted = write_answer(handle, self._writing(answer), self._terminal.interactive, self._terminal.quiet)
             self._last = handle.result()
         finally:
-            self._conversation.answer("".join(answer))
+            self._conversation.add(question, "".join(answer))
             if answer:
                 self._terminal.write("\n")
         if interrupted:

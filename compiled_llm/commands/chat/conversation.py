@@ -10,7 +10,7 @@ class Conversation:
 
     Attributes:
         system: the system message; None for none.
-        messages: what was said since the chat began, the question that is being answered last.
+        messages: questions and answers since the chat began.
     """
 
     def __init__(self, tokenizer: Any, system: str | None) -> None:
@@ -29,22 +29,18 @@ class Conversation:
         self._tokenizer = tokenizer
         self._tokens([{"role": "user", "content": "Hi"}])  # whether it takes the system message is told at once
 
-    def ask(self, question: str) -> list[int]:
-        """Add a question, and return the chat's token ids, with the beginning of an answer at the end.
+    def prompt(self, question: str) -> list[int]:
+        """Return the token ids of the chat with a further question, and the beginning of an answer at the end.
 
         Raises:
-            ValueError: the template does not take it; it is not added.
+            ValueError: the template does not take it.
         """
-        tokens = self._tokens([*self.messages, {"role": "user", "content": question}])
-        self.messages.append({"role": "user", "content": question})
-        return tokens
+        return self._tokens([*self.messages, {"role": "user", "content": question}])
 
-    def answer(self, text: str) -> None:
-        """Add the answer to the last question; one that is empty takes the question along."""
-        if text:
-            self.messages.append({"role": "assistant", "content": text})
-        else:
-            self.messages.pop()
+    def add(self, question: str, answer: str) -> None:
+        """Go on with a question and its answer; without an answer, as if nobody had asked."""
+        if answer:
+            self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def take_back(self) -> str | None:
         """Remove the last question with its answer, and return the question; None if there is none."""
