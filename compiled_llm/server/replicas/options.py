@@ -20,6 +20,27 @@ OF_RAY = frozenset({"drain_seconds", "host", "leashed", "operations_uds", "port"
 MAX_ROWS, MAX_QUEUE = 256, 2048
 
 
+class Routing(NamedTuple):
+    """How prompts are routed: the arguments of ``ray_app`` that the router gets."""
+
+    most_longer: int
+    least_share: float
+    page_size: int
+    most_leading: int
+    most_pages: int
+
+    def check(self) -> None:
+        """Check them here: an error in a router would keep requests waiting.
+
+        Raises:
+            ValueError: one is impossible.
+        """
+        for name, value in self._asdict().items():
+            least = 0 if name in ("most_longer", "least_share") else 1
+            if value < least:
+                raise ValueError(f"ray_app: {name}={value}: must be at least {least}")
+
+
 class Options(NamedTuple):
     """Options of ``compiled-llm serve``, with underscores."""
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from compiled_llm.server.replicas.options import Options
+from compiled_llm.server.replicas.options import Options, Routing
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -68,23 +68,18 @@ def ray_app(
     """
     told = Options(model, options)
     told.check()
+    routing = Routing(most_longer, least_share, page_size, most_leading, most_pages)
+    routing.check()
     settings, serve = told.settings(), _serve()
     from compiled_llm.server.replicas.ray_replica import Replica
 
-    routing = {
-        "most_longer": most_longer,
-        "least_share": least_share,
-        "page_size": page_size,
-        "most_leading": most_leading,
-        "most_pages": most_pages,
-    }
     gpus = (0 if options.get("device") == "cpu" else 1) if num_gpus is None else num_gpus
     replica: dict[str, Any] = {
         "num_replicas": replicas,
         "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus},
         "max_ongoing_requests": told.most_requests,
         "logging_config": {"enable_access_log": False},  # fronts have one
-        "request_router_config": {"request_router_class": _ROUTER, "request_router_kwargs": routing},
+        "request_router_config": {"request_router_class": _ROUTER, "request_router_kwargs": routing._asdict()},
     }
     front = {"num_replicas": fronts, "max_ongoing_requests": _MOST_OF_A_FRONT}
     generators = serve.deployment(Replica, name=GENERATOR, **_with(replica, replica_options)).bind(told.arguments())
@@ -93,11 +88,13 @@ def ray_app(
 
 
 def _with(options: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return options of a deployment; what a user gives goes first, and Ray takes no number beside a range."""
-    ours = {name: value for name, value in options.items() if given is None or name not in given}
-    if given is not None and "autoscaling_config" in given:
-        ours.pop("num_replicas", None)
-    return {**ours, **(given or {})}
+    """Return options of a deployment, with those that a user gives before ours."""
+    given, ours = dict(given or {}), dict(options)
+    if "autoscaling_config" in given:
+        del ours["num_replicas"]  # Ray takes no number beside a range
+    if "ray_actor_options" in given:  # who asks for memory still wants the GPU
+        given["ray_actor_options"] = {**ours.get("ray_actor_options", {}), **given["ray_actor_options"]}
+    return {**ours, **given}
 
 
 def _serve() -> Any:

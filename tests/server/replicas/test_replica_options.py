@@ -13,6 +13,7 @@ import pytest
 from compiled_llm.commands.serve import serve
 from compiled_llm.server import ray_app
 from compiled_llm.server.replicas.options import MAX_QUEUE, MAX_ROWS, OF_FRONTS, OF_GENERATORS, OF_RAY, Options
+from compiled_llm.server.replicas.ray_app import _with
 
 
 def test_every_option_of_the_command_is_one_or_is_rays_to_have() -> None:
@@ -43,11 +44,22 @@ def test_fronts_get_theirs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [("port", "ray_app: port: is for one server"), ("max_row", "ray_app: max_row: there is no such option")],
+    [
+        ("port", "ray_app: port: is for one server"),
+        ("max_row", "ray_app: max_row: there is no such option"),
+        ("page_size", "ray_app: page_size=0: must be at least 1"),
+        ("most_longer", "ray_app: most_longer=-1: must be at least 0"),
+    ],
 )
 def test_an_option_that_is_none_is_refused_by_name(option: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ray_app("demo", **{option: 1})
+        ray_app("demo", **{option: -1 if option == "most_longer" else 0})
+
+
+def test_a_replica_that_asks_for_more_of_ray_keeps_its_gpu() -> None:
+    assert _with({"ray_actor_options": {"num_gpus": 1}}, {"ray_actor_options": {"memory": 5}}) == {
+        "ray_actor_options": {"num_gpus": 1, "memory": 5}
+    }
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
