@@ -40,7 +40,9 @@ def complaint(error: Exception) -> str:
     return printable(as_typed(" ".join(str(error).split())))
 
 
-_ARGUMENT = re.compile(r"""\b(mode|backend|max_new_tokens|dtype|device|kv_memory|uds)=('[^']*'|"[^"]*"|[^\s,;:)]+)""")
+_ARGUMENT = re.compile(
+    r"""\b(mode|backend|max_new_tokens|dtype|device|kv_memory|(?:operations_)?uds)=('[^']*'|"[^"]*"|[^\s,;:)]+)"""
+)
 
 
 def as_typed(message: str) -> str:

@@ -73,7 +73,7 @@ class Operations:
         """
         self._generator = generator
         self._path = path
-        self._listening = listen(path)
+        self._listening = listen(path, of="operations_")
         self._engine: Engine | None = None
         self._ready: Ready | None = None
         self._weights: str | None = None

@@ -20,8 +20,12 @@ _PATIENCE = 5.0
 """Seconds in which another process has made, or removed, its socket."""
 
 
-def listen(path: Path) -> socket.socket:
+def listen(path: Path, of: str = "") -> socket.socket:
     """Return a socket that listens at a path, for this user alone; a folder that is missing is made so, too.
+
+    Args:
+        path: of the socket.
+        of: what the name of the argument begins with that says it, for errors; it ends with ``uds``.
 
     Raises:
         ValueError: the path is too long, or lies in a folder where others could replace the socket.
@@ -29,12 +33,14 @@ def listen(path: Path) -> socket.socket:
         OSError: the folder cannot be read or written.
     """
     if len(os.fsencode(path)) > _LONGEST:
-        raise ValueError(f"uds={str(path)!r}: the path of a socket can have {_LONGEST} bytes; give a shorter one")
+        raise ValueError(f"{of}uds={str(path)!r}: the path of a socket can have {_LONGEST} bytes; give a shorter one")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_folder(path.parent)
     with _alone_in(path.parent):
-        if not _remove_stale(path):
-            raise RuntimeError(f"uds={str(path)!r}: a generator listens there already; stop it, or give another path")
+        if not _remove_stale(path, of):
+            raise RuntimeError(
+                f"{of}uds={str(path)!r}: a generator listens there already; stop it, or give another path"
+            )
         return _bound(path)
 
 
@@ -76,7 +82,7 @@ def _locked(handle: int) -> bool:
     return True
 
 
-def _remove_stale(path: Path) -> bool:
+def _remove_stale(path: Path, of: str = "") -> bool:
     """Remove a socket that nobody listens at; whether there is none now.
 
     Raises:
@@ -87,7 +93,7 @@ def _remove_stale(path: Path) -> bool:
     except FileNotFoundError:
         return True
     if not stat.S_ISSOCK(kind):
-        raise RuntimeError(f"uds={str(path)!r}: a file lies there that is no socket; give another path")
+        raise RuntimeError(f"{of}uds={str(path)!r}: a file lies there that is no socket; give another path")
     if _somebody_listens(path):
         return False
     path.unlink()
