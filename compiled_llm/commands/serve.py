@@ -221,7 +221,7 @@ def serve(
         with_front = uds is None or http.given
         check_package("msgspec", "server")
         if with_front or operations_uds is not None:
-            for package in ("fastapi", "prometheus_client", "uvicorn"):
+            for package in ("fastapi", "httptools", "prometheus_client", "uvicorn"):
                 check_package(package, "server")
         check_driver(device.value)
         sizes = integers("--warmup", warmup)

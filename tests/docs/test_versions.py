@@ -89,7 +89,7 @@ def test_page_names_the_ranges_that_pip_is_told() -> None:
     ranges = {"Python": SpecifierSet(metadata("compiled-llm")["Requires-Python"])}
     titles = {"PyTorch": "torch", "transformers": "transformers", "FlashInfer (extra `cuda`)": "flashinfer-python"}
     titles.update({"xgrammar (extra `structured`)": "xgrammar", "FastAPI (extra `server`)": "fastapi"})
-    others = ("jinja2", "msgspec", "prometheus-client", "pydantic", "uvicorn")
+    others = ("httptools", "jinja2", "msgspec", "prometheus-client", "pydantic", "uvicorn")
     titles.update({f"{name} (extra `server`)": name for name in others})
     if "ray" in (metadata("compiled-llm").get_all("Provides-Extra") or []):
         titles["Ray (extra `ray`)"] = "ray"

@@ -300,7 +300,7 @@ def serve(
     client in a process of its own, and over HTTP to other servers. '' leaves a part out: --rates ''.
     """
     with bench_run(json, markdown, plot, commit, verbose) as run:
-        for package in ("msgspec", "fastapi", "prometheus_client", "uvicorn"):
+        for package in ("msgspec", "fastapi", "httptools", "prometheus_client", "uvicorn"):
             check_package(package, "server")
         from compiled_llm.commands.bench.serving import serve as experiment
         from compiled_llm.commands.bench.serving.load import LoadOptions

@@ -44,6 +44,7 @@ OPTIONAL = (
     Package("msgspec", "msgspec", "server", "what `serve` and its clients say to each other"),
     Package("fastapi", "fastapi", "server", "answers HTTP"),
     Package("uvicorn", "uvicorn", "server", "listens for HTTP"),
+    Package("httptools", "httptools", "server", "takes requests of HTTP apart"),
     Package("pydantic", "pydantic", "server", "reads requests of HTTP"),
     Package("jinja2", "jinja2", "server", "writes chats as the model reads them"),
     Package("prometheus_client", "prometheus-client", "server", "writes /metrics"),

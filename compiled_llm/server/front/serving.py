@@ -15,9 +15,9 @@ from compiled_llm.server.front.app import application
 from compiled_llm.server.front.front import Front
 from compiled_llm.server.front.generator_link import GeneratorLink
 from compiled_llm.server.front.generator_process import GeneratorProcess
+from compiled_llm.server.front.http_protocol import LimitedHttpTools
 from compiled_llm.server.front.settings import FrontSettings
 
-_HEADER_BYTES = 64 * 2**10
 _KEEP_ALIVE_SECONDS = 30
 _QUEUE = 2048
 """Connections that wait to be accepted, at most."""
@@ -82,7 +82,7 @@ def server_of(settings: FrontSettings, path: Path) -> tuple[uvicorn.Server, Fron
         ssl_keyfile=settings.ssl_keyfile,
         timeout_graceful_shutdown=int(settings.drain_seconds),
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        h11_max_incomplete_event_size=_HEADER_BYTES,
+        http=LimitedHttpTools,
         lifespan="on",
         ws="none",
         log_config=None,

@@ -6,11 +6,13 @@ import importlib.util
 import json
 import re
 import socket
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from support.fronts import RunningFront
+from support.generators import PATIENCE
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -134,6 +136,25 @@ def test_other_kinds_of_bodies(front: RunningFront) -> None:
 def test_half_requests(front: RunningFront, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", front.port)) as peer:
         peer.sendall(sent)
+    assert_answers(front)
+
+
+@pytest.mark.parametrize("lines", [b"X-A: " + b"a" * 2**16, b"X-A: b\r\n" * 2**14])
+def test_a_head_that_does_not_end(front: RunningFront, lines: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", front.port), timeout=PATIENCE) as peer:
+        peer.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + lines)
+        with suppress(ConnectionResetError):  # if the rest was never read
+            assert peer.recv(2**16).startswith(b"HTTP/1.1 400")
+            assert peer.recv(2**16) == b"", "closed"
+    assert_answers(front)
+
+
+def test_a_long_body_has_no_long_head(front: RunningFront) -> None:
+    content = b'{"prompt": "a"' + b" " * (3 * 2**15) + b"}"
+    assert front.http.post(TEXT, content=content, headers={"content-type": "application/json"}).status_code in (
+        200,
+        413,
+    )
     assert_answers(front)
 
 
