@@ -14,6 +14,7 @@ from compiled_llm.commands.errors import as_typed
         ("backend=''; choose one of 'auto'", "--backend ''; choose one of 'auto'"),
         ("max_new_tokens=50: with a prompt of 3", "--max-new-tokens 50: with a prompt of 3"),
         ("load it with dtype=torch.bfloat16, or move it", "load it with --dtype bfloat16, or move it"),
+        ("operations_uds='a': a file lies there", "--operations-uds a: a file lies there"),
         ("device='cuda', but torch sees none", "--device cuda, but torch sees none"),
         ("page_size=0: must be positive; device_map={}", "page_size=0: must be positive; device_map={}"),
     ],

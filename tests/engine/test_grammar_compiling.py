@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,24 @@ def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, compiler: Comp
     assert engine.stats().waiting == 2
     compiler.go_on.set()
     assert {answer.text for answer in waiting.result(PATIENCE).outputs} <= {"slowa", "slowb"}
+
+
+def test_new_weights_wait_for_requests_that_wait_for_their_grammar(
+    engine: Engine, compiler: Compiler, tmp_path: Path
+) -> None:
+    engine._model.save_pretrained(tmp_path)  # the same ones
+    early = engine.submit([5, 6], matching("slow[ab]", n=2))
+    assert compiler.begun.wait(PATIENCE)
+    updating = threading.Thread(target=engine.update_weights, args=(tmp_path,))
+    updating.start()
+    while engine._driver.handles.held._early is None:
+        pass
+    late = engine.submit([5], matching("slow[ab]"))  # compiled at the same moment, and kept
+    compiler.go_on.set()
+    updating.join(PATIENCE)
+    assert all(request.done for request in early.requests)
+    assert {answer.text for answer in early.result(PATIENCE).outputs} <= {"slowa", "slowb"}
+    assert late.result(PATIENCE).text in ("slowa", "slowb")
 
 
 def test_equal_forms_are_compiled_once(engine: Engine, compiler: Compiler) -> None:
