@@ -16,9 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import compiled_llm
+from compiled_llm.client import GeneratorLostError
 from compiled_llm.commands.app import app
 from compiled_llm.commands.chat.conversation import Conversation
+from compiled_llm.commands.chat.generator import Generator
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.params import SamplingParams
 from support import talking_partner
 from support.characters import character_tokenizer
 from support.generators import COMMAND, generating
@@ -32,14 +35,23 @@ def chatted(*arguments: str, lines: str = "") -> Any:
 
 
 @pytest.fixture
-def socket(model_folder: Path) -> Iterator[Path]:
-    """A generator of the model."""
+def engine(model_folder: Path) -> Iterator[Engine]:
     model: Any = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(model_folder), mode="eager", progress=False)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    with tempfile.TemporaryDirectory(prefix="uds-") as folder, Engine(model, tokenizer=tokenizer, max_rows=2) as engine:
-        path = Path(folder) / "socket"
-        with generating(engine, path, tokenizer=model_folder):
-            yield path
+    with Engine(model, tokenizer=AutoTokenizer.from_pretrained(model_folder), max_rows=2) as engine:
+        yield engine
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        yield Path(folder) / "socket"
+
+
+@pytest.fixture
+def socket(model_folder: Path, engine: Engine, path: Path) -> Iterator[Path]:
+    """A generator of the model."""
+    with generating(engine, path, tokenizer=model_folder):
+        yield path
 
 
 def huggingfaces(folder: Path, text: str, tokens: int) -> str:
@@ -102,6 +114,22 @@ def test_options_that_are_impossible_are_refused_at_once(arguments: list[str], s
     done = chatted(*arguments)
     assert (done.stdout, done.exit_code) == ("", 2)
     assert done.stderr.startswith(f"error: {said}")
+
+
+def test_a_generator_that_is_started_again_is_found(model_folder: Path, engine: Engine, path: Path) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0.0)
+    with generating(engine, path, tokenizer=model_folder):
+        partner = Generator(path, quiet=True)
+        first = partner.submit([5, 6], params).result(60)
+    while True:  # until the client has heard of it
+        try:
+            partner.submit([5, 6], params).result(60)
+        except GeneratorLostError as error:
+            if "there is no such socket" in str(error):
+                break
+    with generating(engine, path, tokenizer=model_folder):
+        assert partner.submit([5, 6], params).result(60).token_ids == first.token_ids
+        partner.close()
 
 
 def test_a_socket_without_a_generator_is_named(tmp_path: Path) -> None:

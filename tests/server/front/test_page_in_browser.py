@@ -128,6 +128,19 @@ def test_what_a_model_writes_is_text(tab: Browser) -> None:
     assert tab.run("try { document.body.innerHTML = '<b>'; false } catch (error) { true }")  # the policy forbids it
 
 
+def test_reasoning_is_folded_and_not_a_part_of_the_chat(tab: Browser) -> None:
+    tab.run(
+        "turn = {question: 'Why?', answer: '', shown: byId('log')}; turns.push(turn); shown = new ShownAnswer(turn); 0"
+    )
+    for delta in ({"reasoning_content": "<i>hm"}, {"reasoning_content": ", well"}, {"content": "Because."}):
+        tab.run(f"shown.take({{choices: [{{delta: {json.dumps(delta)}}}]}}); 0")
+    tab.run("shown.end(); 0")
+    assert tab.run("document.querySelector('details').open") is False
+    assert tab.run("document.querySelector('details > div').textContent") == "<i>hm, well"
+    assert tab.text("article.assistant > p") == "Because."
+    assert tab.run("messages({question: 'And?'})")[1] == {"role": "assistant", "content": "Because."}
+
+
 def test_an_error_is_shown_and_can_be_tried_again(tab: Browser) -> None:
     tab.type("#max-tokens", "99999")
     asked(tab, "the quick fox")
