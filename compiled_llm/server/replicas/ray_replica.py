@@ -64,6 +64,7 @@ class Replica:
         """End the actor with its generator: it would refuse all that comes, and be chosen for its short queue."""
         if not self._ends:
             logger.error("compiled_llm: the replica ends: %s", error)
+            shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(1)
 
     async def ready(self) -> Ready:
