@@ -44,7 +44,7 @@ class Client(BaseClient):
         super().__init__(path, tokenizer)
         self._connect()
         if wait:
-            self.wait_until_ready()
+            self._until_ready(None)
 
     def wait_until_ready(self, timeout: float | None = None) -> Ready:
         """Wait until the generator takes requests, and return what it says of its model.
@@ -57,6 +57,9 @@ class Client(BaseClient):
             GeneratorLostError: it has ended, or nobody has taken its place within 5 seconds.
         """
         self._reconnect(RETURNS_WITHIN if timeout is None else min(timeout, RETURNS_WITHIN))
+        return self._until_ready(timeout)
+
+    def _until_ready(self, timeout: float | None) -> Ready:
         session = self._session
         if not session.listeners.wait_until(session.is_decided, timeout):
             raise session.not_ready_after(timeout)

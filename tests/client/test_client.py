@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +24,21 @@ from compiled_llm.client.plain import plain_params, token_ids
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.frames import Frames, frame_of
-from compiled_llm.protocol.messages import FromClient, Preparing, Problem, Ready, Submit, Welcome
+from compiled_llm.protocol.messages import (
+    Ended,
+    FromClient,
+    Leaving,
+    Preparing,
+    Problem,
+    PromptScores,
+    Ready,
+    Refused,
+    Step,
+    Submit,
+    Summary,
+    Update,
+    Welcome,
+)
 from support.characters import character_tokenizer
 
 WELCOME, READY = Welcome(1, "a test", 1), Ready("a model", 100, [2], 1000, 8)
@@ -51,6 +67,7 @@ def answering(path: Path, *answers: Any) -> Iterator[list[Any]]:
 
     def serve() -> None:
         connection, _ = listening.accept()
+        listening.close()  # nobody is answered again
         frames: Frames[Any] = Frames(FromClient)
         with connection, suppress(OSError):  # who does not like what he hears leaves
             for answer in answers:
@@ -230,3 +247,34 @@ def test_a_client_that_is_closed_says_so(path: Path) -> None:
         for call in (lambda: client.submit([1]), client.stats, handle.result, client.wait_until_ready):
             with pytest.raises(GeneratorLostError, match="the client is closed; make another one"):
                 call()
+
+
+def damaged(draw: random.Random) -> bytes:
+    """What a generator sends of two requests, with some bytes changed, or cut."""
+    sent: list[Any] = [
+        Step([Update(1, 0, [5, 6]), Update(2, 1, [7], [[(7, -0.5, 1)]])]),
+        PromptScores(1, [[(3, -1.0, 1)]]),
+        Step([Update(1, 0, [8], None, Ended("stop", 8))], [Summary(1, 0, 0.1, 0.2, 0.3)]),
+        Refused(2, "full", "too many"),
+        Preparing("loading"),
+        Leaving("told to end"),
+    ]
+    whole = bytearray().join(map(frame_of, sent))
+    for _ in range(draw.randint(0, 5)):
+        whole[draw.randrange(len(whole))] = draw.getrandbits(8)
+    return bytes(whole[: draw.randint(0, len(whole))])
+
+
+def test_what_a_generator_sends_amiss_ends_requests_and_hangs_nobody(path: Path, seed: int) -> None:
+    draw, lost = random.Random(seed), 0
+    for _ in range(60):
+        with answering(path, WELCOME, READY, damaged(draw)), suppress(GeneratorError), Client(path) as client:
+            with suppress(GeneratorError):
+                for handle in [client.submit([1, 2], SamplingParams(n=number, logprobs=0)) for number in (1, 2)]:
+                    with suppress(GeneratorError):
+                        handle.result(60)
+            while client._session.lost is None:
+                time.sleep(0.001)
+            lost += 1
+        path.unlink()
+    assert lost > 10

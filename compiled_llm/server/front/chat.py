@@ -25,17 +25,17 @@ from compiled_llm.server.front.chat_response import (
     ChunkChoice,
     Delta,
 )
-from compiled_llm.server.front.errors_of_openapi import ERRORS
 from compiled_llm.server.front.events import TextEvent, event
 from compiled_llm.server.front.front import front_of, new_id
 from compiled_llm.server.front.generator_link import Model
+from compiled_llm.server.front.openapi_responses import ANSWERS
 from compiled_llm.server.front.reading import Reading
 from compiled_llm.server.front.usage import Usage, finish_reason_of
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ERRORS)
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ANSWERS)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     """Answer a chat: the next message of the assistant."""
     front = front_of(request)

@@ -15,16 +15,16 @@ from compiled_llm.server.front.chat_logprobs import entries_of
 from compiled_llm.server.front.completion_logprobs import CompletionScores
 from compiled_llm.server.front.completion_request import CompletionRequest
 from compiled_llm.server.front.completion_response import CompletionChoice, CompletionLogprobs, TextCompletion
-from compiled_llm.server.front.errors_of_openapi import ERRORS
 from compiled_llm.server.front.events import TextEvent, event
 from compiled_llm.server.front.front import beside, front_of, new_id
 from compiled_llm.server.front.generator_link import Model
+from compiled_llm.server.front.openapi_responses import ANSWERS
 from compiled_llm.server.front.usage import finish_reason_of
 
 router = APIRouter()
 
 
-@router.post("/v1/completions", response_model=TextCompletion, responses=ERRORS)
+@router.post("/v1/completions", response_model=TextCompletion, responses=ANSWERS)
 async def create_completion(body: CompletionRequest, request: Request) -> Any:
     """Continue a text, or several."""
     front = front_of(request)

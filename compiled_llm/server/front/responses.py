@@ -16,10 +16,10 @@ from compiled_llm.server.front.answers import Answers, News
 from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of
 from compiled_llm.server.front.chat_prompt import chat_prompt
 from compiled_llm.server.front.chat_response import TokenLogprob
-from compiled_llm.server.front.errors_of_openapi import ERRORS
 from compiled_llm.server.front.events import named_event
 from compiled_llm.server.front.front import front_of, new_id
 from compiled_llm.server.front.generator_link import Model
+from compiled_llm.server.front.openapi_responses import ANSWERS
 from compiled_llm.server.front.reading import Reading
 from compiled_llm.server.front.responses_output import Output
 from compiled_llm.server.front.responses_request import FlatNamedTool, ResponsesRequest
@@ -29,7 +29,7 @@ from compiled_llm.server.front.usage import FinishReason, finish_reason_of
 router = APIRouter()
 
 
-@router.post("/v1/responses", response_model=ResponseBody, responses=ERRORS)
+@router.post("/v1/responses", response_model=ResponseBody, responses=ANSWERS)
 async def create_response(body: ResponsesRequest, request: Request) -> Any:
     """Answer a text, or a chat."""
     front = front_of(request)

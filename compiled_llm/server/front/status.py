@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from compiled_llm.server.front.api_error import ApiError
-from compiled_llm.server.front.errors_of_openapi import ERRORS
 from compiled_llm.server.front.front import Front, front_of
+from compiled_llm.server.front.openapi_responses import ERRORS
 
 router = APIRouter()
 

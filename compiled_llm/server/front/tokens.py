@@ -10,9 +10,9 @@ from pydantic import BaseModel, Field
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.chat_message import Message, plain_messages
 from compiled_llm.server.front.chat_prompt import chat_prompt
-from compiled_llm.server.front.errors_of_openapi import ERRORS
 from compiled_llm.server.front.fields import Body
 from compiled_llm.server.front.front import beside, front_of
+from compiled_llm.server.front.openapi_responses import ERRORS
 from compiled_llm.server.front.tool_fields import Offer, Tools
 
 router = APIRouter()

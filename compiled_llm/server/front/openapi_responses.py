@@ -1,4 +1,4 @@
-"""How errors stand in the OpenAPI document."""
+"""How errors and events stand in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -38,3 +38,9 @@ _DESCRIPTIONS = {
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": description} for status, description in _DESCRIPTIONS.items()
 }
+
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "The answer, whole or as it comes."},
+    **ERRORS,
+}
+"""Of what answers as a whole, or as events."""
