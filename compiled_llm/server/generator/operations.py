@@ -86,8 +86,10 @@ class Operations:
             self._route("/update_weights", Update, self._update_weights),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
-        options: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False}
-        self._server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=int(_PATIENCE), **options))
+        # h11: unlike httptools, it takes no head without an end.
+        options: dict[str, Any] = {"http": "h11", "lifespan": "off", "ws": "none", "log_config": None}
+        options |= {"access_log": False, "timeout_graceful_shutdown": int(_PATIENCE)}
+        self._server = uvicorn.Server(uvicorn.Config(app, **options))
         self._thread = threading.Thread(
             target=self._server.run, args=([self._listening],), name="compiled_llm operations", daemon=True
         )
