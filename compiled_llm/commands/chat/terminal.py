@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from contextlib import suppress
 
@@ -38,7 +39,7 @@ class Terminal:
         if self.interactive:
             with suppress(ImportError):  # Python may be built without it
                 import readline  # noqa: F401  # input() edits lines and remembers them
-        elif hasattr(sys.stdin, "reconfigure"):
+        elif isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")
 
     def question(self) -> str | None:
