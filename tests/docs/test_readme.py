@@ -35,9 +35,10 @@ def test_readmes_code_prints_what_it_shows(demo_model_dir: Path, tmp_path: Path,
 
 @pytest.mark.slow
 def test_readmes_command_prints_what_it_shows(demo_model_dir: Path) -> None:
-    (command,) = re.findall(r"^compiled-llm (.+)$", README.read_text(), re.MULTILINE)
+    command, served = re.findall(r"^compiled-llm (.+)$", README.read_text(), re.MULTILINE)
     done = CliRunner().invoke(app, [*shlex.split(command), "--mode", "eager", "--device", "cpu"])
     assert (done.exit_code, done.stdout) == (0, SHOWN[1])
+    assert served == "serve demo"  # tests/server/front/test_acceptance.py does so
 
 
 def test_nobody_is_told_to_install_what_no_index_has() -> None:

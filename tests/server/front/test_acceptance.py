@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shlex
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +22,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.params import SamplingParams
 from support.fronts import serving
 from support.generators import PATIENCE
+from support.pages import CHECKOUT
 
 OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "40000 tokens")
 QUESTION: Any = [{"role": "user", "content": "Name the capital of France, and say what it is known for."}]
@@ -35,8 +39,6 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="uds-") as folder:
         path = Path(folder) / "socket"
         with serving("demo", "--uds", str(path), *OPTIONS) as (_, url):
@@ -51,6 +53,15 @@ def engine(demo_model_dir: Path) -> Iterator[Engine]:
     model = compiled_llm.wrap(loaded, mode="eager", progress=False, kv_memory="20000 tokens")
     with Engine(model, tokenizer=AutoTokenizer.from_pretrained(demo_model_dir)) as engine:
         yield engine
+
+
+def test_readmes_curl_is_answered(served: Served) -> None:
+    (line,) = re.findall(r"^curl (.+)$", (CHECKOUT / "README.md").read_text(), re.MULTILINE)
+    address, _, header, _, body = shlex.split(line)
+    name, _, value = header.partition(": ")
+    url = served.url + address.removeprefix("localhost:8000")
+    answer = httpx.post(url, content=body, headers={name: value}, timeout=3 * PATIENCE)
+    assert "Paris" in answer.json()["choices"][0]["message"]["content"]
 
 
 def chats(served: Served) -> openai.AsyncOpenAI:
