@@ -167,20 +167,23 @@ def _biased(logits, token, biases, recent, edits, position):
     """Add the biases that hold to tokens that come in whole tiles; each tile looks at its own biases alone."""
     groups: tl.constexpr = token.shape[0] // _TILE
     logits, token = tl.reshape(logits, (groups, _TILE)), tl.reshape(token, (groups, _TILE))
-    first_token = tl.min(token, axis=1)
-    begin = _entries_below(biases, edits // _BIASED, first_token)
-    count = _entries_below(biases, edits // _BIASED, first_token + _TILE) - begin
+    first_token, total = tl.min(token, axis=1), edits // _BIASED
+    at = _entries_below(biases, total, first_token)
+    own = tl.load(biases + at, mask=at < total, other=_NO_TOKEN)
+    exists = own < first_token + _TILE  # a second search for the end would take as long as all else here
     followed = (edits // _FOLLOWING) & _MOST_FOLLOWED
-    for number in range(tl.max(count, axis=0)):
-        bias, exists = biases + begin + number, number < count
+    while tl.max(exists.to(tl.int32), axis=0) != 0:
+        bias = biases + at
         value = tl.load(bias + _MOST_BIASES, mask=exists, other=0).to(tl.float32, bitcast=True)
         holds = exists & (tl.load(bias + 2 * _MOST_BIASES, mask=exists, other=0) <= position)
         holds = holds & (position < tl.load(bias + 3 * _MOST_BIASES, mask=exists, other=0))
         for back in range(1, followed + 1):
             wanted = tl.load(bias + (3 + back) * _MOST_BIASES, mask=exists, other=-1)
             holds = holds & ((wanted < 0) | (wanted == tl.load(recent + ((position - back) & _MOST_FOLLOWED))))
-        chosen = tl.load(bias, mask=holds, other=-1)
-        logits += tl.where(token == chosen[:, None], value[:, None], 0.0)
+        logits += tl.where(token == tl.where(holds, own, -1)[:, None], value[:, None], 0.0)
+        at += 1
+        own = tl.load(biases + at, mask=at < total, other=_NO_TOKEN)
+        exists = own < first_token + _TILE
     return tl.reshape(logits, (groups * _TILE,))
 
 
