@@ -75,7 +75,8 @@ class BaseClient:
 
     def _replace(self, link: Link) -> None:
         self.close()
-        self._link, self._finalizer = link, weakref.finalize(self, link.close)
+        self._link = link
+        self._finalizer = weakref.finalize(self, link.close)
         if self._tokenizer_given is True:  # the next generator may have another model
             for name in ("_tokenizer", "_decoding"):
                 self.__dict__.pop(name, None)

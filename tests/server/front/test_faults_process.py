@@ -125,7 +125,7 @@ def asking(url: str, path: Path) -> Iterator[Callable[[int], list[Future[str]]]]
 
 
 def test_a_generator_that_is_killed_twenty_times(model_folder: Path, path: Path, seed: int) -> None:
-    draw, said = random.Random(seed), set()
+    draw, said, before = random.Random(seed), set(), ([""], 0)
     command = (sys.executable, "-c", MANY_RESTARTS)
     with serving(model_folder, "--uds", str(path), *OPTIONS, command=command) as (process, url):
         until(lambda: ready(url))
@@ -186,7 +186,7 @@ def test_clients_that_are_killed_leave_nothing(model_folder: Path, seed: int) ->
     draw = random.Random(seed)
     with serving(model_folder, *OPTIONS) as (process, url):
         until(lambda: ready(url))
-        generator, before = generator_of(process.pid), None
+        generator, before, now = generator_of(process.pid), [], []
         for _ in range(6):
             killed = [
                 subprocess.Popen(
@@ -204,7 +204,6 @@ def test_clients_that_are_killed_leave_nothing(model_folder: Path, seed: int) ->
             assert_nothing_is_left(url)
             now = [(len(files_of(pid)), threads_of(pid)) for pid in (process.pid, generator)]
             before = before or now
-        assert before is not None
         for (files, threads), (files_then, threads_then) in zip(now, before, strict=True):
             assert (files <= files_then + 1, threads <= threads_then + 1) == (True, True)
 
