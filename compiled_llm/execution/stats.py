@@ -65,6 +65,8 @@ class Stats:
         page_size: tokens in a page.
         memory: bytes on the device: ``weights``, ``pages``, ``workspace`` (the backend's), ``buffers`` (page tables and
             sampling settings) and ``graphs`` (what recording CUDA graphs took from the allocator).
+        recording_table: a dict for each CUDA graph that we have recorded, those that were evicted too: the fields of
+            ``RecordingRow``. ``model.compiled.recordings`` shows the same as a table.
     """
 
     mode: Mode = "cuda-graphs"
@@ -90,6 +92,7 @@ class Stats:
     most_pages: int = 0
     page_size: int = 0
     memory: dict[str, int] = field(default_factory=dict)
+    recording_table: list[dict[str, object]] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float | None:

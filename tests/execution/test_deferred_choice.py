@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm.compilation.graphs.rolling import Cost
 from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution import choice_graphs, device_state
@@ -147,14 +148,16 @@ class ReplayedRecorder:
 
     def capture(self, launch: Callable[[], torch.Tensor]) -> Any:
         output = launch()
-        return SimpleNamespace(replay=lambda: output.copy_(launch()))
+        return SimpleNamespace(replay=lambda: output.copy_(launch()), cost=Cost(), release=lambda: None)
 
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU capture choices."""
     monkeypatch.setattr(choice_graphs, "Recorder", ReplayedRecorder)
-    monkeypatch.setattr(device_state, "ChoiceGraphs", lambda device, records: ChoiceGraphs(device, records=True))
+    monkeypatch.setattr(
+        device_state, "ChoiceGraphs", lambda device, records, rolling: ChoiceGraphs(device, True, rolling)
+    )
 
 
 @pytest.fixture(params=["launched", "captured"])
