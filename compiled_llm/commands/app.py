@@ -126,7 +126,10 @@ def generate(
     device: Annotated[
         Device, typer.Option(help="auto: CUDA if there is a device.", rich_help_panel=_MODEL)
     ] = Device.auto,
-    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.", rich_help_panel=_OUTPUT)] = 64,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option("--max-new-tokens", "--max-tokens", help="Stop after this many tokens.", rich_help_panel=_OUTPUT),
+    ] = 64,
     stop: Annotated[
         list[str] | None,
         typer.Option(

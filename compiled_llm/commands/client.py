@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from compiled_llm.commands.connecting import wait_until_ready
 from compiled_llm.commands.early_checks import check_package
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.printable import printable
 from compiled_llm.commands.prompt import check_quoted, read_prompt
+from compiled_llm.commands.request import SamplingFlags, check_range
 
 if TYPE_CHECKING:
-    from compiled_llm.client import Client
     from compiled_llm.client.handle import RemoteHandle
     from compiled_llm.engine.output import RequestOutput
 
@@ -53,18 +54,44 @@ def client(
             rich_help_panel=_INPUT,
         ),
     ] = False,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.", rich_help_panel=_SAMPLING)] = 0.0,
+    sample: Annotated[
+        bool | None,
+        typer.Option(
+            "--sample/--greedy",
+            help="Sample each token, or take the most likely one. Greedy unless an option below is given.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Above 1 flattens the distribution, below 1 sharpens it.", rich_help_panel=_SAMPLING),
+    ] = None,
     top_k: Annotated[
-        int, typer.Option(help="Sample among the k most likely tokens; 0 for all.", rich_help_panel=_SAMPLING)
-    ] = 0,
+        int | None, typer.Option(help="Sample among the k most likely tokens; 0 for all.", rich_help_panel=_SAMPLING)
+    ] = None,
     top_p: Annotated[
-        float,
+        float | None,
         typer.Option(help="Sample among the fewest tokens that add up to this probability.", rich_help_panel=_SAMPLING),
-    ] = 1.0,
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample among tokens at least this fraction as likely as the likeliest.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Above 1 makes earlier tokens less likely; works with --greedy too.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="The same seed gives the same text.", rich_help_panel=_SAMPLING)
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.", rich_help_panel=_OUTPUT)] = 256,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option("--max-new-tokens", "--max-tokens", help="Stop after this many tokens.", rich_help_panel=_OUTPUT),
+    ] = 256,
     stop: Annotated[
         list[str] | None,
         typer.Option(
@@ -73,7 +100,9 @@ def client(
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no figures.", rich_help_panel=_OUTPUT)] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show no progress and no figures.", rich_help_panel=_OUTPUT)
+    ] = False,
 ) -> None:
     """Send a prompt to a generator (`compiled-llm serve`), and write its answer to stdout as it comes."""
     with readable_errors():
@@ -83,31 +112,18 @@ def client(
             raise ValueError("--system is a part of the chat template: give --chat as well")
         if chat and ids:
             raise ValueError("--ids: token ids are no chat; leave out --chat, or give its text")
+        check_range("max_new_tokens", max_new_tokens)
+        flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        params = flags.params(max_new_tokens, stop or [])
         text = read_prompt(prompt, file)
         from compiled_llm.client import Client
-        from compiled_llm.engine.params import SamplingParams
 
-        params = SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, stop=stop or None
-        )
         with Client(path, tokenizer=None if ids else True, wait=False) as generator:
-            _wait(generator, quiet)
+            wait_until_ready(generator, quiet)
             handle = generator.submit(_prompt(text, chat, system, ids), params)
             _write(_pieces(handle, ids))
             if not quiet:
                 Console(stderr=True, highlight=False).print(_figures(handle.result()), style="dim", soft_wrap=True)
-
-
-def _wait(generator: Client, quiet: bool) -> None:
-    """Wait until the generator is ready, and say meanwhile what it does."""
-    said = ""
-    while generator.doing != "ready":
-        try:
-            generator.wait_until_ready(0.2)
-        except TimeoutError:
-            if generator.doing != said and not quiet:
-                typer.echo(f"compiled_llm: the generator is not ready: {generator.doing}", err=True)
-            said = generator.doing
 
 
 def _prompt(text: str, chat: bool, system: str | None, ids: bool) -> Any:

@@ -6,9 +6,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compiled_llm.config import WrapConfig
+
+if TYPE_CHECKING:
+    from compiled_llm.engine.params import SamplingParams
 
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_new_tokens": (lambda value: value >= 1, "at least 1"),
@@ -58,6 +61,14 @@ class SamplingFlags:
         """Return the keyword arguments of ``generate``."""
         settings = {name: value for name, value in self._given().items() if name != "seed"}
         return {"do_sample": self.draws, **settings}
+
+    def params(self, max_tokens: int, stop: Sequence[str]) -> SamplingParams:
+        """Return the settings of an engine's request."""
+        from compiled_llm.engine.params import SamplingParams
+
+        settings = self.options()
+        drawn: dict[str, Any] = {"seed": self.seed} if settings.pop("do_sample") else {"temperature": 0.0}
+        return SamplingParams(**drawn, **settings, max_tokens=max_tokens, stop=list(stop) or None)
 
     def _given(self) -> dict[str, float]:
         values = dataclasses.asdict(self)

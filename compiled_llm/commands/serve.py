@@ -70,7 +70,15 @@ def serve(
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="Listen at this Unix socket, which only your user may open; alone, without HTTP.",
+            help="Listen at this Unix socket, which only your user may open; without an option of HTTP there alone.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
+    operations_uds: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Take /sleep, /wake and new weights by HTTP over this Unix socket, which only your user may open.",
             rich_help_panel=_SERVING,
         ),
     ] = None,
@@ -197,14 +205,6 @@ def serve(
     device: Annotated[
         Device, typer.Option(help="auto: CUDA if there is a device.", rich_help_panel=_RUNNING)
     ] = Device.auto,
-    operations_uds: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Take /sleep, /wake and new weights by HTTP over this Unix socket, which only your user may open.",
-            rich_help_panel=_SERVING,
-        ),
-    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=_SERVING)] = False,
     leashed: Annotated[bool, typer.Option(hidden=True, help="End with whoever holds stdin open.")] = False,
 ) -> None:
@@ -261,7 +261,8 @@ def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashe
     generator = Generator(uds)
     operations = _operations(generator, served.operations_uds)
     say = _silent if served.quiet else _say
-    say(f"listening at {uds}")
+    if not leashed:  # the front says where it listens
+        say(f"listening at {uds}")
 
     def prepare(report: Callable[[str], None]) -> tuple[Engine, Ready]:
         engine, ready = _prepared(served, source, report)

@@ -98,7 +98,7 @@ def run_with_front(
         with listen(settings) as listening:
             if say is not None:
                 _show_log()
-                _introduce(settings, listening.getsockname()[1], say)
+                _introduce(settings, listening.getsockname()[1], uds, say)
             generator = GeneratorProcess(
                 [*arguments, "--uds", str(path), "--leashed", "--drain-seconds", _DRAIN_SECONDS]
             )
@@ -106,11 +106,13 @@ def run_with_front(
                 raise RuntimeError(f"serve: {why}")
 
 
-def _introduce(settings: FrontSettings, port: int, say: Callable[[str], None]) -> None:
+def _introduce(settings: FrontSettings, port: int, uds: Path | None, say: Callable[[str], None]) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     say(f"serving {settings.names[0]} at {settings.scheme}://{host}:{port}/v1")
     if settings.page:
         say(f"to chat, open {settings.scheme}://{host if settings.has_name else 'localhost'}:{port}/ in a browser")
+    if uds is not None:
+        say(f"listening at {uds}, too")
     if not settings.is_local and settings.ssl_certfile is None:
         say("anybody on the way can read the API key and the requests: give --ssl-certfile and --ssl-keyfile")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ from compiled_llm.commands.bench.serving.server_process import running
 from compiled_llm.commands.bench.serving.workloads import Asked
 from compiled_llm.commands.bench.tables import tables_of
 from compiled_llm.commands.bench.timing import Percentiles
-from compiled_llm.commands.bench.workers.http_client import answer_of
+from compiled_llm.commands.bench.workers.http_client import Answer, HttpClient, answer_of
 from compiled_llm.commands.bench.workload import Workload
 from support.bench import CPU, PNG, invoke, new_report, new_setup
 from support.fronts import RunningFront, fronting
@@ -241,6 +242,32 @@ def test_a_response_is_read_however_it_is_cut(size: int) -> None:
 def test_a_response_without_an_answer_says_why(data: bytes, said: str) -> None:
     with pytest.raises(RuntimeError, match=said):
         answer_of([(0.0, data)])
+
+
+def test_a_connection_that_the_server_has_closed_meanwhile_is_made_again() -> None:
+    accepted: list[asyncio.StreamWriter] = []
+
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
+        writer.write(response(*EVENTS, USAGE))
+
+    async def ask_thrice() -> list[Answer]:
+        server = await asyncio.start_server(answer_once, "127.0.0.1", 0)
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "x")
+        first = await client.answer([1], 2, 0.0)
+        accepted[0].close()
+        second = await asyncio.wait_for(client.answer([1], 2, 0.0), 10)
+        accepted[1].close()
+        await asyncio.sleep(0.05)  # the client has learned of it
+        third = await asyncio.wait_for(client.answer([1], 2, 0.0), 10)
+        accepted[2].close()
+        server.close()
+        return [first, second, third]
+
+    assert [answer.tokens for answer in asyncio.run(ask_thrice())] == [2, 2, 2]
+    assert len(accepted) == 3
 
 
 def test_tokens_that_come_at_once_are_one_piece() -> None:

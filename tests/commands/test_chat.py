@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import compiled_llm
-from compiled_llm.client import GeneratorLostError
 from compiled_llm.commands.app import app
 from compiled_llm.commands.chat.conversation import Conversation
 from compiled_llm.commands.chat.generator import Generator
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.server.generator.facts import ready_of
 from support import talking_partner
 from support.characters import character_tokenizer
-from support.generators import COMMAND, generating
+from support.generators import COMMAND, Loop, generating
 from support.terminal import CTRL_C, CTRL_D, Terminal, terminal
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
@@ -121,15 +122,15 @@ def test_a_generator_that_is_started_again_is_found(model_folder: Path, engine: 
     with generating(engine, path, tokenizer=model_folder):
         partner = Generator(path, quiet=True)
         first = partner.submit([5, 6], params).result(60)
-    while True:  # until the client has heard of it
-        try:
-            partner.submit([5, 6], params).result(60)
-        except GeneratorLostError as error:
-            if "there is no such socket" in str(error):
-                break
-    with generating(engine, path, tokenizer=model_folder):
-        assert partner.submit([5, 6], params).result(60).token_ids == first.token_ids
-        partner.close()
+    while not partner._client._link.broken:  # until the client has heard of it
+        time.sleep(0.01)
+    loop = Loop(path)
+    ready = ready_of(engine._model, engine, "tiny", engine._tokenizer, str(model_folder))
+    begins = threading.Timer(0.5, loop.generator.open, (engine, ready))
+    begins.start()
+    assert partner.submit([5, 6], params).result(60).token_ids == first.token_ids, "it waits until it is ready"
+    partner.close()
+    loop.close()
 
 
 def test_a_socket_without_a_generator_is_named(tmp_path: Path) -> None:

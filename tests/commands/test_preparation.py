@@ -11,6 +11,7 @@ from compiled_llm.commands import preparation
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.commands.request import Request, SamplingFlags
 from compiled_llm.config import WrapConfig
+from compiled_llm.engine.params import SamplingParams
 from compiled_llm.execution.stats import Stats
 
 
@@ -53,3 +54,10 @@ def test_the_command_ends_without_looking_for_cycles(monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit):
         main()
     assert registered[0] is gc.freeze
+
+
+def test_one_option_of_sampling_is_enough_to_draw() -> None:
+    assert SamplingFlags().params(8, []) == SamplingParams(temperature=0.0, max_tokens=8)
+    assert SamplingFlags(top_p=0.9, seed=1).params(8, ["."]) == SamplingParams(
+        temperature=1.0, top_p=0.9, seed=1, max_tokens=8, stop=["."]
+    )

@@ -102,7 +102,9 @@ def test_a_path_that_is_taken_is_refused_before_the_model_is_loaded(path: Path) 
         ([""], 2, "the prompt is empty"),
         (["Hi", "--system", "Be brief"], 2, "--system is a part of the chat template: give --chat as well"),
         (["1,2", "--ids", "--chat"], 2, "--ids: token ids are no chat"),
-        (["Hi", "--temperature", "-1"], 2, "temperature=-1.0 must be 0 or more"),
+        (["Hi", "--temperature", "-1"], 2, "--temperature -1.0: must be above 0; --greedy takes the most likely"),
+        (["Hi", "--greedy", "--top-p", "0.9"], 2, "--greedy draws nothing, so it does not go with --top-p"),
+        (["Hi", "--max-tokens", "0"], 2, "--max-new-tokens 0: must be at least 1"),
     ],
 )
 def test_what_cannot_be_asked_is_said(path: Path, arguments: list[str], code: int, said: str) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -114,7 +113,7 @@ def chat(
         check_range("max_new_tokens", max_new_tokens)
         options = RunningOptions(mode, backend, dtype.value, device.value, quiet)
         _check(context, model, uds, options)
-        params = _params(flags, max_new_tokens, stop or [])
+        params = flags.params(max_new_tokens, stop or [])
         terminal = Terminal(quiet)
         failed = _chat(model or DEMO, uds, options, system, params, terminal)
     raise typer.Exit(1 if failed and not terminal.interactive else 0)
@@ -131,14 +130,6 @@ def _check(context: typer.Context, model: str | None, uds: Path | None, options:
     for name in _OF_OWN_MODEL:
         if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
             raise ValueError(f"--{name}: the generator of --uds runs its model in its own way; leave it out")
-
-
-def _params(flags: SamplingFlags, max_tokens: int, stop: Sequence[str]) -> SamplingParams:
-    from compiled_llm.engine.params import SamplingParams
-
-    settings = flags.options()
-    drawn: dict[str, Any] = {"seed": flags.seed} if settings.pop("do_sample") else {"temperature": 0.0}
-    return SamplingParams(**drawn, **settings, max_tokens=max_tokens, stop=list(stop) or None)
 
 
 def _chat(

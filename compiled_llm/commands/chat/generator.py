@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compiled_llm.commands.connecting import wait_until_ready
 from compiled_llm.execution.progress import ProgressDisplay
 
 if TYPE_CHECKING:  # need the extra `server`
-    from compiled_llm.client.client import Client
     from compiled_llm.client.handle import RemoteHandle
     from compiled_llm.engine.params import SamplingParams
-    from compiled_llm.protocol.messages import Stats
-
-
-_LOOK = 0.2
-"""Seconds between two looks at what a generator does that is not ready."""
+    from compiled_llm.protocol.messages import Ready, Stats
 
 
 class Generator:
@@ -30,34 +26,25 @@ class Generator:
             GeneratorError: there is none, or it does not want to talk to this client.
             ValueError: it has no tokenizer.
         """
-        self._path = path
-        self._quiet = quiet
-        self._client = self._connected()
-
-    def _connected(self) -> Client:
         from compiled_llm.client import Client
 
-        with ProgressDisplay(not self._quiet).task("connecting to the generator") as doing:
-            client = Client(self._path, tokenizer=True, wait=False)
-            while client.doing != "ready":
-                doing(f"the generator is not ready: {client.doing}")
-                with suppress(TimeoutError):
-                    client.wait_until_ready(_LOOK)
-            ready = client.wait_until_ready()
-            doing("loading the tokenizer")
-            self.name, self.max_tokens, self.tokenizer = ready.model, ready.max_tokens, client.tokenizer
-        return client
+        self._client = Client(path, tokenizer=True, wait=False)
+        self._quiet = quiet
+        self._ready: Ready | None = None
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait until it is ready, whatever it does now."""
+        ready = wait_until_ready(self._client, self._quiet)
+        if ready is not self._ready:
+            with ProgressDisplay(not self._quiet).task("loading the tokenizer"):
+                self.tokenizer = self._client.tokenizer
+            self.name, self.max_tokens, self._ready = ready.model, ready.max_tokens, ready
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> RemoteHandle:
         """Begin to answer token ids."""
-        from compiled_llm.client import GeneratorLostError
-
-        try:
-            return self._client.submit(prompt, params)
-        except GeneratorLostError:
-            self.close()
-            self._client = self._connected()
-            return self._client.submit(prompt, params)
+        self._wait()
+        return self._client.submit(prompt, params)
 
     def stats(self) -> Stats:
         """Return how the generator is doing."""

@@ -74,6 +74,10 @@ def of_exception(error: BaseException) -> ApiError:
         return unavailable("the process that runs the model has ended, and is started again", "generator_lost")
     if isinstance(error, GeneratorError):
         return unavailable(_plain(error))
+    if isinstance(error, UnicodeEncodeError):
+        return invalid("half a character of UTF-16 is no text")
+    if isinstance(error, RecursionError):
+        return invalid("the body has too many levels, one inside the other", code="too_deep")
     if isinstance(error, ValueError):
         found = _PARAMETER.match(str(error))
         return invalid(_plain(error), None if found is None else found.group(1))

@@ -20,7 +20,7 @@ from compiled_llm.server.front.generator_link import GeneratorLink
 from compiled_llm.server.front.guard import Guard
 from compiled_llm.server.front.settings import FrontSettings
 
-_ANSWERED = (RequestValidationError, HTTPException, ApiError, GeneratorError, ValueError)
+_ANSWERED = (RequestValidationError, HTTPException, ApiError, GeneratorError, ValueError, RecursionError)
 
 
 def application(settings: FrontSettings, link: GeneratorLink) -> FastAPI:

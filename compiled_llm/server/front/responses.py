@@ -25,6 +25,7 @@ from compiled_llm.server.front.responses_output import Output
 from compiled_llm.server.front.responses_request import FlatNamedTool, ResponsesRequest
 from compiled_llm.server.front.responses_response import Incomplete, ResponseBody, ResponseUsage, Status
 from compiled_llm.server.front.usage import FinishReason, finish_reason_of
+from compiled_llm.server.front.vocabulary import check_texts
 
 router = APIRouter()
 
@@ -35,6 +36,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
     front = front_of(request)
     model = front.model_for(body.model)
     params = body.sampling()
+    for name in ("metadata", "text", "tools"):  # the response repeats them
+        check_texts(body.model_dump(include={name}), name)
     prompt = await chat_prompt(model.vocabulary, body.messages(), body.offer, add_generation_prompt=True)
     params = with_form(params, body.form, prompt)
     answers = await front.submit(request, [prompt.tokens], params, "input", body.user)

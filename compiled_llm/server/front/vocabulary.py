@@ -97,7 +97,7 @@ class Vocabulary:
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise invalid("messages: the model has no chat template; use /v1/completions", "messages")
-        _check_all(messages, "messages")
+        check_texts(messages, "messages")
         self._check_template(template or {})
         self._check_tools(tools)
         options |= {**(template or {}), **({"tools": tools} if tools else {})}
@@ -116,7 +116,7 @@ class Vocabulary:
         """Check that the model sees tools; say once that nothing finds calls in its answers, if so."""
         if not tools:
             return
-        _check_all(tools, "tools")
+        check_texts(tools, "tools")
         if not re.search(r"\btools\b", str(self.tokenizer.chat_template)):
             raise invalid("tools: is not served: the model's chat template does not write them", "tools", _NOT_SERVED)
         if not (self._has_told or (self.response_template is not None and self.response_template.has_calls)):
@@ -155,7 +155,12 @@ class Vocabulary:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
-def _check_all(value: Any, param: str) -> None:
+def check_texts(value: Any, param: str) -> None:
+    """Check all texts in what JSON can write.
+
+    Raises:
+        ApiError: one is none.
+    """
     for text in texts_of(value):
         _check(text, param)
 

@@ -35,7 +35,7 @@ def listen(path: Path, of: str = "") -> socket.socket:
     if len(os.fsencode(path)) > _LONGEST:
         raise ValueError(f"{of}uds={str(path)!r}: the path of a socket can have {_LONGEST} bytes; give a shorter one")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_folder(path.parent)
+    _check_folder(path.parent, of)
     with _alone_in(path.parent):
         if not _remove_stale(path, of):
             raise RuntimeError(
@@ -50,13 +50,13 @@ def remove(path: Path) -> None:
         _remove_stale(path)
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, of: str) -> None:
     found = folder.stat()
     others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
     if others_write or found.st_uid not in (0, os.geteuid()):
         raise ValueError(
-            f"uds: others may write into {str(folder)!r}, and could put a socket of theirs in the place of this one; "
-            "give a path in a folder of your own"
+            f"{of}uds: others may write into {str(folder)!r}, and could put a socket of theirs in the place of this "
+            "one; give a path in a folder of your own"
         )
 
 

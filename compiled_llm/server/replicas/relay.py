@@ -95,7 +95,7 @@ class Relay:
                         self._pass_on(summary)
                 case PromptScores() | Refused():
                     self._pass_on(message)
-                case Ready():
+                case Ready() if not self.ready.done():
                     self.ready.set_result(message)
 
     def _pass_on(self, news: News) -> None:

@@ -117,13 +117,20 @@ class ReplicaLine:
 
     async def _look(self) -> None:
         """Say what the first replica that is there says, and when none is there any more."""
+        try:
+            await self._look_on()
+        except Exception as error:  # whatever it was, whoever waits has to hear of it
+            logger.exception("compiled_llm: replicas cannot be asked")
+            self._lost(GeneratorLostError(f"replicas cannot be asked: {type(error).__name__}"))
+        else:
+            self._lost(GeneratorLostError(f"no replica has answered for {self._patience:g} s"))
+
+    async def _look_on(self) -> None:
+        """Say what replicas say, until none is there any more."""
         self._handle([Preparing("waiting for a replica")])
-        ready = await self._found()
-        while ready is not None:
+        while (ready := await self._found()) is not None:
             self._handle([ready])
             await asyncio.sleep(_LOOKING)
-            ready = await self._found()
-        self._lost(GeneratorLostError(f"no replica has answered for {self._patience:g} s"))
 
     async def _found(self) -> Ready | None:
         with suppress(asyncio.TimeoutError):

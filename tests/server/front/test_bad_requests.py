@@ -14,10 +14,12 @@ import pytest
 from support.fronts import RunningFront
 from support.generators import PATIENCE
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
 
 LONG_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a" * 10_000] * 7}}}
+FORM = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+TOOL = {"type": "function", "name": "x"}
 
 WRONG: list[tuple[str, Any, str]] = [
     (CHAT, {}, "messages"),
@@ -47,6 +49,10 @@ WRONG: list[tuple[str, Any, str]] = [
     (CHAT, {"messages": HI, "stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
     (TEXT, {"prompt": "\ud800"}, "prompt"),
     (TEXT, {"prompt": "a", "stop": "\ud800"}, ""),
+    (RESPONSES, {"input": "\ud800"}, "messages"),
+    (RESPONSES, {"input": "a", "metadata": {"a": "\ud800"}}, "metadata"),
+    (RESPONSES, {"input": "a", "text": {"format": {**FORM, "description": "\ud800"}}}, "text"),
+    (RESPONSES, {"input": "a", "tool_choice": "none", "tools": [{**TOOL, "description": "\ud800"}]}, "tools"),
     (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "response_format"),
     (CHAT, {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_"),
     (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
@@ -112,6 +118,16 @@ def test_bodies_that_are_no_json_or_too_long(front: RunningFront, content: bytes
         yield content
 
     assert front.http.post(TEXT, content=pieces(), headers=headers).status_code == status
+    assert_answers(front)
+
+
+@pytest.mark.parametrize("levels", [700, 950, 10_000])
+@pytest.mark.parametrize("field", ["chat_template_kwargs", "metadata"])
+def test_a_body_of_many_levels_is_no_error_of_the_server(front: RunningFront, field: str, levels: int) -> None:
+    nested = '{"a":' * levels + "1" + "}" * levels
+    content = f'{{"messages": {json.dumps(HI)}, "max_tokens": 1, "{field}": {nested}}}'
+    response = front.http.post(CHAT, content=content, headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400), response.text  # how many are too many differs between Pythons
     assert_answers(front)
 
 

@@ -184,6 +184,21 @@ def test_if_no_replica_answers_for_long_there_is_none(generator: Loop, path: Pat
     play(path, game)
 
 
+def test_if_replicas_cannot_be_asked_whoever_waits_hears_of_it(
+    generator: Loop, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def game(replica: OneReplica, client: ReplicaClient) -> None:
+        async def unknown() -> Ready:
+            raise KeyError("/a/path")
+
+        replica.ready = unknown  # type: ignore[method-assign]
+        error = await asyncio.wait_for(client.wait_until_lost(), 5)
+        assert str(error) == "replicas cannot be asked: KeyError"
+
+    play(path, game)
+    assert "replicas cannot be asked" in caplog.text
+
+
 def test_a_replica_whose_generator_has_gone_says_so_once(generator: Loop, path: Path) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:
         handle = client.submit([5, 6], LONG)

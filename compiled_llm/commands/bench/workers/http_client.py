@@ -7,6 +7,7 @@ import json
 import ssl
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -61,10 +62,18 @@ class HttpClient:
             "stream_options": {"include_usage": True},
         }
         request = self._request(json.dumps(body).encode())
-        connection = self._idle.pop() if self._idle else await self._connected()
+        return answer_of(await self._response_to(request))
+
+    async def _response_to(self, request: bytes) -> list[Read]:
+        while self._idle:
+            with suppress(_ClosedError):  # meanwhile: servers close connections that nobody uses
+                return await self._asked(self._idle.pop(), request)
+        return await self._asked(await self._connected(), request)
+
+    async def _asked(self, connection: _Connection, request: bytes) -> list[Read]:
         reads = await connection.ask(request)
         self._idle.append(connection)
-        return answer_of(reads)
+        return reads
 
     def _request(self, body: bytes) -> bytes:
         head = (
@@ -82,6 +91,13 @@ class HttpClient:
         return connection
 
 
+class _ClosedError(RuntimeError):
+    """The server has closed a connection."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__(f"the server has closed the connection: {error or 'no error'}")
+
+
 class _Connection(asyncio.Protocol):
     """Notes what comes, and when."""
 
@@ -93,7 +109,13 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     async def ask(self, request: bytes) -> list[Read]:
-        """Send a request, and return what comes, up to the end of the response."""
+        """Send a request, and return what comes, up to the end of the response.
+
+        Raises:
+            RuntimeError: the server has closed the connection; a ``_ClosedError`` if it has answered nothing.
+        """
+        if self._transport.is_closing():
+            raise _ClosedError(None)
         self._reads: list[Read] = []
         self._over = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -120,7 +142,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._over is not None and not self._over.done():
-            self._over.set_exception(RuntimeError(f"the server has closed the connection: {exc or 'no error'}"))
+            lost = _ClosedError(exc)
+            self._over.set_exception(RuntimeError(f"in the midst of an answer, {lost}") if self._reads else lost)
 
 
 def _length_in(head: bytes) -> int:

@@ -1,0 +1,39 @@
+"""What commands show while a generator is not ready."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from compiled_llm.execution.progress import ProgressDisplay
+
+if TYPE_CHECKING:  # need the extra `server`
+    from compiled_llm.client import Client
+    from compiled_llm.protocol.messages import Ready
+
+_LOOK = 0.2
+"""Seconds between two looks at what it does."""
+
+
+def wait_until_ready(client: Client, quiet: bool) -> Ready:
+    """Wait until a generator is ready, and return what it says; if it is, nothing is shown.
+
+    Args:
+        client: of the generator; if that has gone, its successor is looked for.
+        quiet: show nothing.
+
+    Raises:
+        GeneratorLostError: there is no generator.
+        GeneratorError: it does not want to talk to this client.
+    """
+    with suppress(TimeoutError):
+        return client.wait_until_ready(_LOOK)
+    with ProgressDisplay(not quiet).task(_doing(client)) as now:
+        while True:
+            with suppress(TimeoutError):
+                return client.wait_until_ready(_LOOK)
+            now(_doing(client))
+
+
+def _doing(client: Client) -> str:
+    return f"the generator is not ready: {client.doing}"
