@@ -27,11 +27,11 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
 
     Args:
         device: where models run.
-        commit: what to say if the package is in no git checkout.
+        commit: of the package; None for what git says: a copy may stand in another checkout.
     """
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "commit": _commit() or commit,
+        "commit": commit or _commit(),
         "python": platform.python_version(),
         "versions": {"compiled-llm": compiled_llm.__version__, "torch": str(torch.__version__), **_versions()},
         "cpu": {"name": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},

@@ -73,7 +73,7 @@ Runs = Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each wor
 Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file, after each result.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Draw a PNG; needs matplotlib (the extra `bench`).")]
-Commit = Annotated[str | None, typer.Option("--commit", help="The commit to record if this is no git checkout.")]
+Commit = Annotated[str | None, typer.Option("--commit", help="The commit to record, whatever git says.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Write a line to stderr for each step.")]
 VLLM = Annotated[
     str | None,
