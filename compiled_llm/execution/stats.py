@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from rich.table import Table
 
@@ -133,7 +133,9 @@ class Stats:
             yield "uncompiled", f"{self.uncompiled} prefills and decode steps: torch compiles their programs no more"
         if self._on_cuda and self.mode != "compile":
             recorded = f"{self.recordings} decode steps and {self.prefill_recordings} prefills recorded"
-            yield "CUDA graphs", f"{recorded}, {self.cudagraph_skips} skipped"
+            evicted = sum(cast(int, row["evictions"]) for row in self.recording_table)
+            made_room = f", {evicted} made room for others" if evicted else ""
+            yield "CUDA graphs", f"{recorded}, {self.cudagraph_skips} skipped{made_room}"
         if self.patterns:
             yield "patterns", ", ".join(f"{count} {pattern}" for pattern, count in self.patterns.items())
 

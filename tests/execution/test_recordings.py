@@ -306,3 +306,27 @@ def test_recordings_go_when_nobody_refers_to_them_any_more():
         assert gone() is None, "their memory would stay until garbage is collected"
     finally:
         gc.enable()
+
+
+@pytest.mark.whole
+@pytest.mark.usefixtures("without_inductor")
+def test_an_engine_runs_on_two_recordings_and_after_sleep_has_those_again(seed):
+    both = mixed_prompts([5, 20, 9, 33, 4], 128, seed).values()
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*both, strict=True)]
+    answers = []
+    for options in ({}, {"max_graphs": 2}):
+        model = compiled_llm.wrap(plain(), **OPTIONS, **options)
+        with compiled_llm.Engine(model) as engine:
+            engine.generate(prompts[3:4], compiled_llm.SamplingParams(temperature=0.0, max_tokens=3))
+            outputs = engine.generate(prompts, compiled_llm.SamplingParams(temperature=0.0, max_tokens=12))
+            answers.append([output.token_ids for output in outputs])
+            evictions = model.compiled.recordings.evictions
+            engine.sleep()
+            assert (len(model.compiled.recordings), model.compiled.stats().recording_table) == (0, [])
+            engine.wake()
+            again = engine.generate(prompts, compiled_llm.SamplingParams(temperature=0.0, max_tokens=12))
+            assert [output.token_ids for output in again] == answers[-1]
+        assert (evictions > 0) == bool(options)
+    assert answers[0] == answers[1]
+    assert model.compiled.recordings.ready == 2
+    assert model.compiled.stats().recompiles == 0
