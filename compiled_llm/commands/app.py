@@ -26,11 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench, name="bench")
-app.command()(explain)
-app.command()(chat)
-app.command()(serve)
-app.command(context_settings={"allow_extra_args": True})(client)
 
 _INPUT, _SAMPLING, _MODEL, _OUTPUT = "Input", "Sampling", "Model", "Output"
 
@@ -166,6 +161,13 @@ def generate(
             quiet=quiet,
         )
         run(request)
+
+
+app.command()(chat)
+app.command()(serve)
+app.command(context_settings={"allow_extra_args": True})(client)
+app.command()(explain)
+app.add_typer(bench, name="bench")
 
 
 @app.command()

@@ -15,6 +15,7 @@ from compiled_llm.commands.leash import end_with_parent
 from compiled_llm.commands.serve_http import HttpFlags, run_with_front
 from compiled_llm.commands.source import Source, locate
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from compiled_llm.engine.engine import Engine
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from compiled_llm.server.generator.operations import Operations
 
 _SERVING, _HTTP, _RUNNING = "Serving", "HTTP", "Running the model"
+_IMPORTING = "importing torch and transformers"
 _MOST_WAITING = 2048
 """Requests that wait behind a front, unless --max-queue says otherwise."""
 
@@ -210,8 +212,10 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's API, or to the clients of a Unix socket alone, until SIGTERM or Ctrl-C.
 
-    Clients of the socket are `compiled-llm client` and `compiled_llm.client.Client` in Python. They can connect at
-    once, and are told what is loaded and compiled until requests are taken; over HTTP, /ready says so.
+    Clients of the socket are `compiled-llm client`, `compiled-llm chat --uds`
+    and `compiled_llm.client.Client` in Python. They can connect at once, and are
+    told what is loaded and compiled until requests are taken; over HTTP, /ready
+    says so.
     """
     with readable_errors():
         http = HttpFlags(
@@ -282,11 +286,12 @@ def _operations(generator: Generator, uds: Path | None) -> Operations | None:
 
 
 def _prepared(served: Served, source: Source, report: Callable[[str], None]) -> tuple[Engine, Ready]:
-    report("importing torch and transformers")
-    import compiled_llm
-    from compiled_llm.commands.loading import fetched, load
-    from compiled_llm.execution.decode_buffers import buckets_up_to
-    from compiled_llm.server.generator.facts import ready_of
+    report(_IMPORTING)
+    with ProgressDisplay(not served.quiet).task(_IMPORTING):
+        import compiled_llm
+        from compiled_llm.commands.loading import fetched, load
+        from compiled_llm.execution.decode_buffers import buckets_up_to
+        from compiled_llm.server.generator.facts import ready_of
 
     report(f"loading {source.public_name}")
     source = fetched(source, progress=not served.quiet)
@@ -296,7 +301,7 @@ def _prepared(served: Served, source: Source, report: Callable[[str], None]) -> 
     ready = ready_of(model, engine, source.name, tokenizer, source.location, source.gguf_file)
     sizes = served.warmup or buckets_up_to(served.max_rows)
     for number, size in enumerate(sizes, start=1):
-        report(f"preparing steps of {size} requests ({number} of {len(sizes)})")
+        report(f"preparing steps of {size} request{'s' * (size > 1)} ({number} of {len(sizes)})")
         engine.warmup(size, structured=number == 1 and bool(ready.form_ends))
     return engine, ready
 

@@ -210,6 +210,26 @@ def test_what_is_not_possible_now_is_told_too(served: Served, http: httpx.Client
     assert http.get("/wake").status_code == 405
 
 
+def test_of_two_updates_the_second_is_refused(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, body = threading.Event(), threading.Event(), {"folder": "/a/folder"}
+
+    def slow(*_: object, **__: object) -> None:
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+
+    monkeypatch.setattr(served.engine, "update_weights", slow)
+    first = threading.Thread(target=post, args=(http, "/update_weights", body))
+    first.start()
+    assert begun.wait(PATIENCE)
+    second = http.post("/update_weights", json=body)
+    goes_on.set()
+    first.join(PATIENCE)
+    assert (second.status_code, "another update is in progress" in second.text) == (409, True)
+    post(http, "/update_weights", body)
+
+
 def test_before_the_generator_is_ready_it_says_so(path: Path, folder: Path) -> None:
     loop = Loop(path)
     operations = Operations(loop.generator, folder / "operations")

@@ -296,8 +296,9 @@ def serve(
 ) -> None:
     """Measure what the server's socket and HTTP cost, and how long requests wait that arrive at random.
 
-    The same requests go to the engine in process, to `compiled-llm serve` over its socket and over HTTP, each from a
-    client in a process of its own, and over HTTP to other servers. '' leaves a part out: --rates ''.
+    The same requests go to the engine in process, to `compiled-llm serve` over
+    its socket and over HTTP, each from a client in a process of its own, and over
+    HTTP to other servers. '' leaves a part out: --rates ''.
     """
     with bench_run(json, markdown, plot, commit, verbose) as run:
         for package in ("msgspec", "fastapi", "httptools", "prometheus_client", "uvicorn"):

@@ -19,7 +19,6 @@ logger = logging.getLogger("compiled_llm.server")
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies are to pass on what has come
 
-
 _MARK = "\ue000\uf8ff\ue000"
 """A text that no model's name has: characters that nobody has given a meaning."""
 

@@ -31,12 +31,11 @@ class Reading:
 
     def deltas(self, parts: Parts, over: bool) -> list[Delta]:
         """Return what was read last, one of each kind; one at least of what is over."""
-        first = self._calls
         deltas = [Delta(reasoning_content=parts.reasoning)] if parts.reasoning else []
         if parts.content:
             deltas.append(Delta(content=parts.content))
-        first -= len(parts.calls)
         if parts.calls:
+            first = self._calls - len(parts.calls)
             calls = [NewCall.of(call, index=first + number) for number, call in enumerate(parts.calls)]
             deltas.append(Delta(tool_calls=calls))
         return deltas or ([Delta()] if over else [])

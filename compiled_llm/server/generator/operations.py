@@ -78,6 +78,7 @@ class Operations:
         self._ready: Ready | None = None
         self._weights: str | None = None
         self._resting = threading.Lock()  # one falls asleep or wakes at a time
+        self._updating = threading.Lock()  # host memory has room for the weights once
         routes = [
             Route("/status", self._status, methods=["GET"]),
             self._route("/sleep", Sleep, self._sleep),
@@ -161,8 +162,13 @@ class Operations:
     def _update_weights(self, engine: Engine, body: Update) -> Answer:
         if not Path(body.folder).is_absolute():
             raise ValueError(f"folder={body.folder!r}: give an absolute path; the generator runs in another folder")
-        engine.update_weights(body.folder, requests=body.requests)
-        self._weights = body.folder
+        if not self._updating.acquire(blocking=False):
+            raise RuntimeError("update_weights: another update is in progress; wait until it has ended")
+        try:
+            engine.update_weights(body.folder, requests=body.requests)
+            self._weights = body.folder
+        finally:
+            self._updating.release()
         return {"weights": body.folder}
 
 
