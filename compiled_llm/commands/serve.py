@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from compiled_llm.commands.serve_http import HttpFlags, run_with_front
 from compiled_llm.commands.source import Source, locate
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.server.defaults import MAX_QUEUE, MAX_ROWS
 
 if TYPE_CHECKING:
     from compiled_llm.engine.engine import Engine
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 _SERVING, _HTTP, _RUNNING = "Serving", "HTTP", "Running the model"
 _IMPORTING = "importing torch and transformers"
-_MOST_WAITING = 2048
-"""Requests that wait behind a front, unless --max-queue says otherwise."""
+_MOST_ON_CPU = 8
+"""Requests at once that are compiled for before the first: on a CPU nothing is recorded, and each size takes long."""
 
 
 class Served(NamedTuple):
@@ -54,10 +55,15 @@ class Served(NamedTuple):
         """Return the options of ``Engine``."""
         return {"max_rows": self.max_rows, "max_queue": self.max_queue, "max_step_ms": self.max_step_ms}
 
+    def sizes(self, device: str, buckets: Sequence[int]) -> Sequence[int]:
+        """Return the numbers of requests to be ready for at first, of all ``buckets``, on a kind of device."""
+        most = _MOST_ON_CPU if device == "cpu" else self.max_rows
+        return self.warmup or [size for size in buckets if size <= most] or buckets
+
     def arguments(self) -> list[str]:
         """Return the command that serves it to a front's clients, of whom a few thousand may wait."""
         options = self._asdict() | {
-            "max_queue": _MOST_WAITING if self.max_queue is None else self.max_queue,
+            "max_queue": MAX_QUEUE if self.max_queue is None else self.max_queue,
             "warmup": ",".join(map(str, self.warmup)) or None,
         }
         flags = ["--quiet"] if options.pop("quiet") else []
@@ -165,7 +171,7 @@ def serve(
             "--page/--no-page", help="Have a page at / to chat on, with the server's figures.", rich_help_panel=_HTTP
         ),
     ] = True,
-    max_rows: Annotated[int, typer.Option(help="Run so many requests at once.", rich_help_panel=_SERVING)] = 256,
+    max_rows: Annotated[int, typer.Option(help="Run so many requests at once.", rich_help_panel=_SERVING)] = MAX_ROWS,
     max_queue: Annotated[
         int | None, typer.Option(help="Refuse requests while so many wait.", rich_help_panel=_SERVING)
     ] = None,
@@ -183,7 +189,8 @@ def serve(
         str,
         typer.Option(
             metavar="ROWS",
-            help="Compile for these numbers of requests before the first: 1,8,64. All up to --max-rows unless given.",
+            help="Compile for these numbers of requests before the first: 1,8,64. Unless given, all up to --max-rows, "
+            "on a CPU up to 8.",
             rich_help_panel=_SERVING,
         ),
     ] = "",
@@ -299,7 +306,7 @@ def _prepared(served: Served, source: Source, report: Callable[[str], None]) -> 
     model = compiled_llm.wrap(loaded, **served.wrap_options())
     engine = compiled_llm.Engine(model, tokenizer=tokenizer, **served.engine_options())
     ready = ready_of(model, engine, source.name, tokenizer, source.location, source.gguf_file)
-    sizes = served.warmup or buckets_up_to(served.max_rows)
+    sizes = served.sizes(model.device.type, buckets_up_to(served.max_rows))
     for number, size in enumerate(sizes, start=1):
         report(f"preparing steps of {size} request{'s' * (size > 1)} ({number} of {len(sizes)})")
         engine.warmup(size, structured=number == 1 and bool(ready.form_ends))

@@ -9,12 +9,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from compiled_llm.commands import early_checks
 from compiled_llm.commands.app import app
+from compiled_llm.commands.serve import Served
 from compiled_llm.server.front.generator_process import GeneratorProcess
 from compiled_llm.server.generator.socket_file import listen
 
@@ -118,3 +120,17 @@ def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, arg
     code, line = failed(*arguments)
     assert (code, line) == (1, "error: this command needs msgspec: pip install '.[server]' in the checkout")
     assert "msgspec" in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "sizes"),
+    [
+        ({}, "cuda", [1, 2, 4, 8, 16]),
+        ({}, "cpu", [1, 2, 4, 8]),
+        ({"warmup": [16]}, "cpu", [16]),
+    ],
+)
+def test_what_is_compiled_before_the_first_request(options: dict[str, Any], device: str, sizes: list[int]) -> None:
+    given = {"model": "demo", "mode": "eager", "max_rows": 16, "warmup": [], **options}
+    served = Served(**{name: given.get(name) for name in Served._fields})
+    assert served.sizes(device, [1, 2, 4, 8, 16]) == sizes

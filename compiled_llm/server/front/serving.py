@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from pathlib import Path
@@ -17,6 +18,8 @@ from compiled_llm.server.front.generator_link import GeneratorLink
 from compiled_llm.server.front.generator_process import GeneratorProcess
 from compiled_llm.server.front.http_protocol import LimitedHttpTools
 from compiled_llm.server.front.settings import FrontSettings
+
+logger = logging.getLogger("compiled_llm.server")
 
 _KEEP_ALIVE_SECONDS = 30
 _QUEUE = 2048
@@ -101,6 +104,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let the application end, too, when requests are ended: uvicorn would drop it, with a traceback."""
+        if (left := len(self.server_state.tasks)) and not self.force_exit:
+            logger.info("compiled_llm: requests that may end first: %d; a second signal ends them", left)
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()

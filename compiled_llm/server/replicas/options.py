@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compiled_llm.server.defaults import MAX_QUEUE, MAX_ROWS
 from compiled_llm.server.front.settings import FrontSettings, keys_in
 
 OF_GENERATORS = frozenset(
@@ -16,8 +17,6 @@ OF_FRONTS = frozenset(
 )
 OF_RAY = frozenset({"drain_seconds", "host", "leashed", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"})
 """Those of one server: where it listens and how it ends, which is Ray's to do here, and operations on it."""
-
-MAX_ROWS, MAX_QUEUE = 256, 2048
 
 
 class Routing(NamedTuple):

@@ -126,6 +126,7 @@ def test_the_second_ctrl_c_ends_requests_and_shows_no_traceback(model_folder: Pa
                 list(events)
         assert process.wait(PATIENCE) == 0
     assert "Traceback" not in log.read_text()
+    assert "requests that may end first: 1; a second signal ends them" in log.read_text()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_command(tmp_path: Path) -> None:
