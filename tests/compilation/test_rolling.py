@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from compiled_llm.compilation.graphs.rolling import Budget, Choice, Cost, Entry, Key, RollingRecordings
+from compiled_llm.compilation.graphs.rolling import UNBOUNDED, Budget, Choice, Cost, Entry, Key, RollingRecordings
 from compiled_llm.compilation.graphs.table import RecordingTable
 from compiled_llm.compilation.inputs import Shape
 
@@ -147,7 +147,7 @@ TestMemory = machine(Budget(nbytes=SHARED + 9))
 TestBoth = machine(Budget(nbytes=SHARED + 14, most=5))
 
 
-def filled(*keys: Key, budget: Budget = Budget(), replays: int = 0) -> RollingRecordings:  # noqa: B008
+def filled(*keys: Key, budget: Budget = UNBOUNDED, replays: int = 0) -> RollingRecordings:
     rolling = RollingRecordings(budget)
     for key in keys:
         rolling.make_room(key)

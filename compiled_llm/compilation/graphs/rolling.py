@@ -56,6 +56,9 @@ class Budget(NamedTuple):
     most: int | None = None
 
 
+UNBOUNDED = Budget()
+
+
 class Cost(NamedTuple):
     """What a capture took.
 
@@ -109,9 +112,17 @@ class Entry(Generic[KeptT]):
         """Return what there is to see of it."""
         ready = self.recording is not None
         return RecordingRow(
-            *(self.phase, self.tokens, self.rows, self.variant, ready, self.nbytes if ready else 0),
-            *(self.captures, self.evictions, self.replays),
-            *(round(max(0.0, self._clock() - self.used), 3), round(self.seconds, 6)),
+            phase=self.phase,
+            tokens=self.tokens,
+            rows=self.rows,
+            variant=self.variant,
+            ready=ready,
+            nbytes=self.nbytes if ready else 0,
+            captures=self.captures,
+            evictions=self.evictions,
+            replays=self.replays,
+            idle_seconds=round(max(0.0, self._clock() - self.used), 3),
+            capture_seconds=round(self.seconds, 6),
         )
 
 
@@ -126,7 +137,7 @@ class RollingRecordings:
 
     def __init__(
         self,
-        budget: Budget = Budget(),  # noqa: B008
+        budget: Budget = UNBOUNDED,
         wait: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
