@@ -304,7 +304,7 @@ def _prepared(served: Served, source: Source, report: Callable[[str], None]) -> 
     source = fetched(source, progress=not served.quiet)
     loaded, tokenizer = load(source, served.dtype, served.device, progress=not served.quiet)
     model = compiled_llm.wrap(loaded, **served.wrap_options())
-    engine = compiled_llm.Engine(model, tokenizer=tokenizer, **served.engine_options())
+    engine = compiled_llm.Engine(model, tokenizer=tokenizer, watch_model=False, **served.engine_options())
     ready = ready_of(model, engine, source.name, tokenizer, source.location, source.gguf_file)
     sizes = served.sizes(model.device.type, buckets_up_to(served.max_rows))
     for number, size in enumerate(sizes, start=1):

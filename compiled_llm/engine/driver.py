@@ -58,7 +58,7 @@ class Driver:
         """
         self._runtime = runtime
         self._settings = settings
-        self.check = ModelCheck(model, runtime)
+        self.check = ModelCheck(model, runtime, settings.watch_model)
         self.loop: Loop | None = None
         self.closed = False
         self._past = EngineStats()

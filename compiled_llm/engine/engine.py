@@ -56,6 +56,7 @@ class Engine:
         max_queue: int | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         grammar_timeout: float = 30.0,
+        watch_model: bool = True,
     ) -> None:
         """Serve a wrapped model; nothing runs yet.
 
@@ -71,6 +72,8 @@ class Engine:
                 ``"processed_logprobs"``, what tokens are drawn from: after penalties, biases, barred tokens, the
                 temperature and filters.
             grammar_timeout: seconds that a request with ``structured_outputs`` waits for its grammar to be compiled.
+            watch_model: look with each request whether the model was moved, hooked or set to train meanwhile. False
+                saves that time where nobody but this engine has the model.
 
         Raises:
             TypeError: the model is not wrapped.
@@ -93,7 +96,8 @@ class Engine:
         self._tokenizer = tokenizer
         self._decoding = None if tokenizer is None else Decoding(tokenizer)
         self._max_queue = max_queue
-        self._driver = Driver(model, self._runtime, LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode))
+        settings = LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode, watch_model)
+        self._driver = Driver(model, self._runtime, settings)
         self._grammars = Grammars(tokenizer, float(grammar_timeout), self._driver.arrive, self._driver.cancel)
         self._runtime.engine = weakref.ref(self._driver)
         self._runtime.engines.add(self._driver)

@@ -59,12 +59,14 @@ class LoopSettings(NamedTuple):
         max_step_ms: how long a step may take; None for as long as it takes.
         prefix_cache: keep pages of texts.
         logprobs_mode: of which distribution log-probabilities are.
+        watch_model: look now and then whether the model is still what it was.
     """
 
     max_rows: int
     max_step_ms: float | None = None
     prefix_cache: bool = True
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    watch_model: bool = True
 
 
 class Loop:

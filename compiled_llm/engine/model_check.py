@@ -25,9 +25,17 @@ class ModelCheck:
         lost: why the device runs nothing more in this process; None while it does.
     """
 
-    def __init__(self, model: PreTrainedModel, runtime: Runtime) -> None:
-        """Know nothing yet."""
+    def __init__(self, model: PreTrainedModel, runtime: Runtime, watching: bool = True) -> None:
+        """Know nothing yet.
+
+        Args:
+            model: wrapped.
+            runtime: its compiled side.
+            watching: False if nobody changes the model, which is then looked at once for each device side.
+        """
         self.lost: DeviceLostError | None = None
+        self._watching = watching
+        self._seen: weakref.ref[DeviceModel] | None = None
         self._model = model
         self._runtime = runtime
         self._looked = 0.0  # when the loop has
@@ -60,8 +68,19 @@ class ModelCheck:
             DeviceLostError: the device runs nothing more in this process.
             RuntimeError: it can serve no request.
         """
-        self._check_no_obstacle()
-        return self._runtime.device_model()
+        self._check_device()
+        if (device_model := self._seen_before()) is None:
+            self._check_no_obstacle()
+            device_model = self._runtime.device_model()
+            self._seen = weakref.ref(device_model)
+        return device_model
+
+    def _seen_before(self) -> DeviceModel | None:
+        """Return what runs the model if a look at it has been enough."""
+        if self._watching or self._seen is None or self._runtime.asleep:
+            return None
+        seen = self._seen()
+        return seen if seen is self._runtime.device_side.present else None
 
     def _check_no_obstacle(self) -> None:
         self._check_device()
@@ -92,7 +111,7 @@ class ModelCheck:
         submitted, self._submitted, self._begun = self._submitted, None, None
         if submitted is not None and time.monotonic() - submitted[0] < _SECONDS:
             self._begun = submitted[1]
-        return (self._begun and self._begun()) or self._runtime.device_model()
+        return (self._begun and self._begun()) or self._seen_before() or self._runtime.device_model()
 
     def look_if_due(self, device_model: DeviceModel) -> bool:
         """Look if nobody has for a while; whether that was so.
@@ -101,7 +120,7 @@ class ModelCheck:
             RuntimeError: requests that run on ``device_model`` cannot go on.
         """
         now = time.monotonic()
-        if now - self._looked < _SECONDS:
+        if now - self._looked < _SECONDS or self._seen_before() is device_model:
             return False
         begun, self._begun = self._begun, None
         if begun is None or begun() is not device_model:
