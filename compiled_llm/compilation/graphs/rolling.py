@@ -88,6 +88,7 @@ class Entry(Generic[KeptT]):
     def __init__(self, key: Key, clock: Callable[[], float]) -> None:
         """Begin with nothing captured."""
         self.key = key
+        self.phase: Phase
         self.phase, self.tokens, self.rows, self.variant = _described(key)
         self.recording: KeptT | None = None
         self.nbytes = self.captures = self.evictions = self.replays = 0
