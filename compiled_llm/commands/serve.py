@@ -271,9 +271,8 @@ def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashe
 
     generator = Generator(uds)
     operations = _operations(generator, served.operations_uds)
-    say = _silent if served.quiet else _say
-    if not leashed:  # the front says where it listens
-        say(f"listening at {uds}")
+    say = _silent if served.quiet or leashed else _say  # a front says it, once it is true of HTTP
+    say(f"listening at {uds}")
 
     def prepare(report: Callable[[str], None]) -> tuple[Engine, Ready]:
         engine, ready = _prepared(served, source, report)

@@ -90,6 +90,7 @@ class GeneratorLink:
         ready = await client.wait_until_ready()
         self._model = Model(client, ready, self._vocabulary, TokenBytes(self._vocabulary.tokenizer))
         self.was_ready = True
+        logger.info("compiled_llm: ready")
         raise await client.wait_until_lost()
 
     async def _named_vocabulary(self) -> Vocabulary:

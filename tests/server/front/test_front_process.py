@@ -115,6 +115,7 @@ def test_the_second_ctrl_c_ends_requests_and_shows_no_traceback(model_folder: Pa
     ):
         until(lambda: "compiled_llm: ready" in log.read_text())
         url = re.findall(r"at (http://\S+)/v1", log.read_text())[0]
+        assert status(url, "/ready") == 200, "it says so once it is"
         with httpx.stream("POST", url + TEXT, json=LONG, timeout=PATIENCE) as running:
             events = (line for line in running.iter_lines() if line)
             next(events)
