@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
+import itertools
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +28,7 @@ from compiled_llm.commands.bench.serving.workloads import Asked
 from compiled_llm.commands.bench.tables import tables_of
 from compiled_llm.commands.bench.timing import Percentiles
 from compiled_llm.commands.bench.workers.http_client import Answer, HttpClient, answer_of
+from compiled_llm.commands.bench.workers.silence import Silence
 from compiled_llm.commands.bench.workload import Workload
 from support.bench import CPU, PNG, invoke, new_report, new_setup
 from support.fronts import RunningFront, fronting
@@ -61,6 +66,7 @@ def test_a_server_is_measured_by_its_url(served: tuple[Path, RunningFront], tmp_
     assert all(result.first.p50 > 0 and 0 < result.pieces <= 10 for result in report.one_stream)
     (many,) = report.many_streams
     assert (many.streams, many.new, len(many.seconds)) == (3, 8, 2)
+    assert 0 < many.first_s.p50 <= many.first_s.most < max(many.seconds)
     (online,) = report.online
     assert online.rate == 8
     assert online.counts["cached tokens"] == 0, "prompts are new in each pass"
@@ -255,19 +261,74 @@ def test_a_connection_that_the_server_has_closed_meanwhile_is_made_again() -> No
 
     async def ask_thrice() -> list[Answer]:
         server = await asyncio.start_server(answer_once, "127.0.0.1", 0)
-        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "x")
-        first = await client.answer([1], 2, 0.0)
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "x", Silence(10))
+        ask = client.asking([1], 2, 0.0)
+        first = await ask()
         accepted[0].close()
-        second = await asyncio.wait_for(client.answer([1], 2, 0.0), 10)
+        second = await asyncio.wait_for(ask(), 10)
         accepted[1].close()
         await asyncio.sleep(0.05)  # the client has learned of it
-        third = await asyncio.wait_for(client.answer([1], 2, 0.0), 10)
+        third = await asyncio.wait_for(ask(), 10)
         accepted[2].close()
         server.close()
         return [first, second, third]
 
     assert [answer.tokens for answer in asyncio.run(ask_thrice())] == [2, 2, 2]
     assert len(accepted) == 3
+
+
+@contextmanager
+def standing_still(after: int) -> Iterator[str]:
+    """A server of so many answers, then of none; its URL."""
+    numbers, over = itertools.count(), threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None: ...
+
+        def do_GET(self) -> None:
+            body = json.dumps({"data": [{"id": "x"}]}).encode()
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if next(numbers) >= after:
+                over.wait()
+            usage = {"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}}
+            self.wfile.write(response(*EVENTS, usage))
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        finally:
+            over.set()
+            server.shutdown()
+
+
+def test_a_server_that_stands_still_fails_and_what_was_measured_stays(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    with standing_still(after=11) as url:
+        options = ("--patience", "0.5", "--contenders", "", "--peer-url", f"mine={url}", "--json", str(path))
+        done = invoke("serve", *SMALL, *options)
+    assert done.exit_code == 1
+    report = Report.load(path)
+    (failure,) = report.failures
+    assert failure.startswith("mine: RuntimeError: mine, 3 requests")
+    assert "nothing has come for 0.5 s, and 2 requests wait" in failure
+    assert [result.prompt for result in report.one_stream] == [6, 20]
+    assert not report.many_streams
+
+
+def test_silence_is_no_failure_while_nobody_waits() -> None:
+    silence = Silence(0.02)
+
+    async def late() -> str:
+        await asyncio.sleep(0.1)
+        return await silence.broken_by(asyncio.sleep(0, "here"))
+
+    assert asyncio.run(silence.watched(late())) == "here"
 
 
 def test_tokens_that_come_at_once_are_one_piece() -> None:
@@ -282,13 +343,15 @@ def test_tables_compare_with_the_first_contender(tmp_path: Path) -> None:
         for name, first in (("ours", 0.003), ("socket", 0.0034))
         for prompt in (10, 50)
     ]
-    many = [ManyStreams(name, 4, 100, 10, [seconds], 20, 1.0) for name, seconds in (("ours", 1.0), ("socket", 2.0))]
+    many = [
+        ManyStreams(name, 4, 100, 10, [seconds], between, 20, 1.0) for name, seconds in (("ours", 1.0), ("socket", 2.0))
+    ]
     report = new_report(one_stream=alone, many_streams=many)
     first, second = tables_of(report)
     assert first.rows[:2] == [
         ["ours", "10", "3.00 / 3.00", "+0.00", "1.00 / 2.00", "1.00"],
         ["socket", "10", "3.40 / 3.40", "+0.40", "1.00 / 2.00", "1.00"],
     ]
-    assert second.rows[1] == ["socket", "4", "20.0 / 20.0", "50.0%", "2.00 / 2.00", "2.00"]
+    assert second.rows[1] == ["socket", "4", "20.0 / 20.0", "50.0%", "2.00 / 2.00", "1.00 / 2.00", "2.00"]
     report.save(tmp_path / "results.json")
     assert Report.load(tmp_path / "results.json") == report

@@ -17,6 +17,7 @@ from compiled_llm.commands.bench.options import (
     Json,
     Markdown,
     ModelName,
+    Patience,
     Plot,
     Runs,
     ServerMode,
@@ -226,6 +227,7 @@ def online(
     ),
     contenders: EngineNames = "default",
     runs: Runs = 1,
+    patience: Patience = 60.0,
     device: DeviceName = Device.auto,
     vllm: VLLM = None,
     json: Json = None,
@@ -249,6 +251,7 @@ def online(
         ]
         chosen = known.choose(known.online(max_step_ms), contenders, device_type)
         run.begin(model, [workload.bounds for workload in asked], vllm)
+        run.setup.patience = patience
         experiment.measure(chosen, run.setup, asked, runs, run.report, run.save)
 
 
@@ -286,6 +289,7 @@ def serve(
         ),
     ] = None,
     runs: Runs = 3,
+    patience: Patience = 60.0,
     device: DeviceName = Device.auto,
     vllm: VLLM = None,
     json: Json = None,
@@ -315,6 +319,7 @@ def serve(
         load = asked.load(cuda=device_type == "cuda")
         chosen = choose(contenders, peer_url or [], mode.value, device_type)
         run.begin(model, load.bounds, vllm)
+        run.setup.patience = patience
         experiment.measure(chosen, run.setup, load, run.report, run.save)
 
 

@@ -33,6 +33,7 @@ class Setup:
         commands: how to run engines that live in environments of their own: a contender's name, and a command that
             takes a Python file and its arguments.
         log: takes one line about what is being done.
+        patience: seconds in which something has to come while requests wait.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Setup:
     workloads: Sequence[Workload]
     commands: dict[str, str] = field(default_factory=dict)
     log: Log = lambda line: None
+    patience: float = 60.0
     _model: PreTrainedModel | None = None
 
     def model(self) -> PreTrainedModel:

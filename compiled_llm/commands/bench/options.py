@@ -73,6 +73,10 @@ Runs = Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each wor
 Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file, after each result.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Draw a PNG; needs matplotlib (the extra `bench`).")]
+Patience = Annotated[
+    float,
+    typer.Option(min=0.1, help="Seconds in which something has to come while requests wait; else it has failed."),
+]
 Commit = Annotated[str | None, typer.Option("--commit", help="The commit to record, whatever git says.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Write a line to stderr for each step.")]
 VLLM = Annotated[

@@ -106,6 +106,10 @@ def _one_stream(**fields: Any) -> OneStream:
     return OneStream(**{**fields, "between_s": Percentiles(**fields["between_s"])})
 
 
+def _many_streams(**fields: Any) -> ManyStreams:
+    return ManyStreams(**{**fields, "first_s": Percentiles(**fields["first_s"])})
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "latency": Latency,
     "startup": Startup,
@@ -114,7 +118,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "offline": Offline,
     "online": _online,
     "one_stream": _one_stream,
-    "many_streams": ManyStreams,
+    "many_streams": _many_streams,
 }
 """The lists of results, and what builds a result from its fields."""
 

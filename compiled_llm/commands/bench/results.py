@@ -292,6 +292,7 @@ class ManyStreams:
         prompt: tokens of each prompt.
         new: tokens of each answer.
         seconds: of each run.
+        first_s: what passes until each request has its first token, over all runs.
         pieces: in which the answers came, in all runs.
         ready_s: what it took until it could be measured, in seconds.
     """
@@ -301,6 +302,7 @@ class ManyStreams:
     prompt: int
     new: int
     seconds: list[float]
+    first_s: Percentiles
     pieces: int
     ready_s: float
 

@@ -43,9 +43,12 @@ def many_streams_tables(results: Sequence[ManyStreams]) -> Iterator[Table]:
     if results:
         group = sorted(results, key=lambda result: result.streams)
         base = results[0].contender
-        columns = ["contender", "streams", "tokens/s", f"of {base}", "seconds", "tokens a piece"]
+        columns = ["contender", "streams", "tokens/s", f"of {base}", "seconds", "first token, ms", "tokens a piece"]
         rows = [_many_streams_row(result, base, results) for result in group]
-        note = f"Best / median of {results[0].rate.runs} runs over the whole, prompts included; shares are of medians."
+        note = (
+            f"Best / median of {results[0].rate.runs} runs over the whole, prompts included; shares are of medians. "
+            "Half of all / 99 of 100 of the first tokens, from when all are asked."
+        )
         title = f"Streams at once, prompts of {results[0].prompt} tokens, answers of {results[0].new}"
         yield Table(title, columns, rows, note)
 
@@ -59,5 +62,6 @@ def _many_streams_row(result: ManyStreams, base: str, results: Sequence[ManyStre
         pair(result.rate),
         "" if first is None else f"{result.rate.median / first.rate.median:.1%}",
         pair(Spread.of_times(result.seconds)),
+        percentiles(result.first_s),
         f"{result.together:.2f}",
     ]

@@ -36,7 +36,8 @@ def socket_client(setup: Setup, path: Path) -> Iterator[ServingSession]:
 
 
 @contextmanager
-def _client(setup: Setup, **job: str) -> Iterator[ServingSession]:
+def _client(setup: Setup, **server: str) -> Iterator[ServingSession]:
+    job = {**server, "patience": setup.patience}
     command = [sys.executable, os.fspath(WORKERS / "client_worker.py"), json.dumps(job)]
     with started(command, lambda mark: None) as peer:
         peer.wait_for("loaded")

@@ -13,6 +13,7 @@ import compiled_llm
 from compiled_llm.commands.bench.contender import Setup, free_memory
 from compiled_llm.commands.bench.serving.contender import Served, check_answers
 from compiled_llm.commands.bench.serving.workloads import Asked
+from compiled_llm.commands.bench.workers.silence import Silence
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.metrics import EngineStats
@@ -103,14 +104,20 @@ class StreamingSession(EngineSession):
         return Served(max(one[-1] for one in times), counts_since(before, self.engine.stats()), times)
 
     async def _answered(self, asked: Sequence[Asked], temperature: float) -> list[list[float]]:
-        begin = time.perf_counter()
+        silence, begin = Silence(self._setup.patience), time.perf_counter()
 
         async def answered(request: Asked) -> list[float]:
             await asyncio.sleep(begin + request.arrival - time.perf_counter())
-            handle = self.engine.submit(request.prompt, params_of(request, temperature))
-            return [time.perf_counter() - begin async for _ in handle]
+            return await silence.broken_by(times_of(request))
 
-        return await asyncio.gather(*map(answered, asked))
+        async def times_of(request: Asked) -> list[float]:
+            times = []
+            async for _ in self.engine.submit(request.prompt, params_of(request, temperature)):
+                silence.heard = now = time.perf_counter()
+                times.append(now - begin)
+            return times
+
+        return await silence.watched(asyncio.gather(*map(answered, asked)))
 
 
 def params_of(request: Asked, temperature: float) -> SamplingParams:

@@ -136,6 +136,7 @@ class Way:
             prompt=workload.prompts.most,
             new=workload.answers.most,
             seconds=[one.seconds for one in served],
+            first_s=Percentiles.of(times[0] for one in served for times in one.times),
             pieces=sum(len(times) for one in served for times in one.times),
             ready_s=ready,
         )

@@ -11,59 +11,76 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from compiled_llm.client import AsyncClient
 from compiled_llm.commands.bench.workers.http_client import Answer, HttpClient
+from compiled_llm.commands.bench.workers.silence import Silence
 from compiled_llm.engine.params import SamplingParams
+
+Ask = Callable[[], Awaitable[Answer]]
 
 
 class Client(Protocol):
     """Asks a server."""
 
-    async def answer(self, prompt: Sequence[int], new: int, temperature: float) -> Answer:
-        """Return the answer to a prompt, which is so many tokens long."""
+    async def connect(self, requests: int) -> None:
+        """Be ready for so many requests that are sent at once."""
+        ...
+
+    def asking(self, prompt: Sequence[int], new: int, temperature: float) -> Ask:
+        """Return what asks for so many tokens; what can be done before is done."""
         ...
 
 
 class SocketClient:
     """Asks a generator at its socket."""
 
-    def __init__(self, path: str) -> None:
-        """Connect to nobody yet."""
+    def __init__(self, path: str, silence: Silence) -> None:
+        """Connect to nobody yet; whatever comes breaks the silence."""
         self._client = AsyncClient(path)
+        self._silence = silence
+        self._is_connected = False
 
-    async def connect(self) -> SocketClient:
-        """Connect to the generator, which is ready."""
-        await self._client.connect()
-        return self
+    async def connect(self, requests: int) -> None:
+        """Connect to the generator, which is ready; all requests share the connection."""
+        if not self._is_connected:
+            await self._client.connect()
+            self._is_connected = True
 
-    async def answer(self, prompt: Sequence[int], new: int, temperature: float) -> Answer:
-        """Return the answer to a prompt, which is so many tokens long."""
+    def asking(self, prompt: Sequence[int], new: int, temperature: float) -> Ask:
+        """Return what asks for so many tokens."""
         params = SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True)
-        handle = self._client.submit(prompt, params)
-        times = [time.perf_counter() async for _ in handle]
+        return lambda: self._answer(prompt, params)
+
+    async def _answer(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
+        handle, times = self._client.submit(prompt, params), []
+        async for _ in handle:
+            self._silence.heard = now = time.perf_counter()
+            times.append(now)
         return Answer(times, len(times), (await handle).cached_tokens)
 
 
-async def connected(job: dict[str, Any]) -> Client:
+def client_of(job: dict[str, Any], silence: Silence) -> Client:
     """Return what asks the server that the job names."""
     if "socket" in job:
-        return await SocketClient(job["socket"]).connect()
-    return HttpClient(job["url"], job["model"])
+        return SocketClient(job["socket"], silence)
+    return HttpClient(job["url"], job["model"], silence)
 
 
-async def answered(client: Client, asked: dict[str, Any]) -> dict[str, Any]:
+async def answered(client: Client, asked: dict[str, Any], silence: Silence) -> dict[str, Any]:
     """Send requests when they are to arrive, and return what came when, in seconds from the begin."""
+    requests = zip(asked["prompts"], asked["new"], strict=True)
+    asks = [client.asking(prompt, new, asked["temperature"]) for prompt, new in requests]
+    await client.connect(asked["arrivals"].count(0.0))
     begin = time.perf_counter()
 
-    async def one(prompt: list[int], new: int, arrival: float) -> Answer:
+    async def one(ask: Ask, arrival: float) -> Answer:
         await asyncio.sleep(begin + arrival - time.perf_counter())
-        return await client.answer(prompt, new, asked["temperature"])
+        return await silence.broken_by(ask())
 
-    requests = zip(asked["prompts"], asked["new"], asked["arrivals"], strict=True)
-    answers = await asyncio.gather(*(one(*request) for request in requests))
+    answers = await silence.watched(asyncio.gather(*map(one, asks, asked["arrivals"])))
     times = [[when - begin for when in answer.times] for answer in answers]
     cached = [answer.cached for answer in answers if answer.cached is not None]
     return {
@@ -77,13 +94,16 @@ async def answered(client: Client, asked: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Connect to the server that the job names, then answer until stdin ends."""
     loop = asyncio.new_event_loop()
-    client = loop.run_until_complete(connected(json.loads(sys.argv[1])))
+    job = json.loads(sys.argv[1])
+    silence = Silence(job["patience"])
+    client = client_of(job, silence)
+    loop.run_until_complete(client.connect(0))
     gc.collect()
     gc.freeze()
     gc.disable()
     _send({"mark": "loaded"})
     for line in sys.stdin:
-        _send(loop.run_until_complete(answered(client, json.loads(line))))
+        _send(loop.run_until_complete(answered(client, json.loads(line), silence)))
         gc.collect()
     sys.stderr.flush()
     os._exit(0)  # without waiting for servers

@@ -6,10 +6,12 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+from compiled_llm.commands.bench.workers.silence import Silence
 
 Read = tuple[float, bytes]
 """What was read at once, and when."""
@@ -35,23 +37,28 @@ class Answer(NamedTuple):
 class HttpClient:
     """Asks one server; connections are kept, and each has one request at a time."""
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, silence: Silence) -> None:
         """Connect to nobody yet.
 
         Args:
             url: up to and with ``/v1``.
             model: how the server calls it.
+            silence: is broken by whatever comes.
         """
         self._url = urlsplit(url.rstrip("/"))
         self._model = model
+        self._silence = silence
         self._idle: list[_Connection] = []
 
-    async def answer(self, prompt: Sequence[int], new: int, temperature: float) -> Answer:
-        """Return the answer to a prompt, which is so many tokens long.
+    async def connect(self, requests: int) -> None:
+        """Have a connection for each of so many requests that are sent at once."""
+        await asyncio.sleep(0)  # connections learn here that they were closed while the loop did not run
+        self._idle = [connection for connection in self._idle if connection.is_open]
+        missing = range(requests - len(self._idle))
+        self._idle += await asyncio.gather(*(self._connected() for _ in missing))
 
-        Raises:
-            RuntimeError: there is none, and why.
-        """
+    def asking(self, prompt: Sequence[int], new: int, temperature: float) -> Callable[[], Awaitable[Answer]]:
+        """Return what asks for so many tokens; it raises a ``RuntimeError`` if there is no answer."""
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -62,6 +69,9 @@ class HttpClient:
             "stream_options": {"include_usage": True},
         }
         request = self._request(json.dumps(body).encode())
+        return lambda: self._answer(request)
+
+    async def _answer(self, request: bytes) -> Answer:
         return answer_of(await self._response_to(request))
 
     async def _response_to(self, request: bytes) -> list[Read]:
@@ -87,7 +97,8 @@ class HttpClient:
         port = self._url.port or (443 if secure else 80)
         context = ssl.create_default_context() if secure else None
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(_Connection, self._url.hostname or "", port, ssl=context)
+        host = self._url.hostname or ""
+        _, connection = await loop.create_connection(lambda: _Connection(self._silence), host, port, ssl=context)
         return connection
 
 
@@ -104,6 +115,13 @@ class _Connection(asyncio.Protocol):
     _transport: asyncio.WriteTransport
     _over: asyncio.Future[list[Read]] | None = None
 
+    def __init__(self, silence: Silence) -> None:
+        self._silence = silence
+
+    @property
+    def is_open(self) -> bool:
+        return not self._transport.is_closing()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
@@ -114,7 +132,7 @@ class _Connection(asyncio.Protocol):
         Raises:
             RuntimeError: the server has closed the connection; a ``_ClosedError`` if it has answered nothing.
         """
-        if self._transport.is_closing():
+        if not self.is_open:
             raise _ClosedError(None)
         self._reads: list[Read] = []
         self._over = asyncio.get_running_loop().create_future()
@@ -123,7 +141,8 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._over is not None and not self._over.done():
-            self._reads.append((time.perf_counter(), data))
+            self._silence.heard = now = time.perf_counter()
+            self._reads.append((now, data))
             if self._has_ended():
                 self._over.set_result(self._reads)
 
