@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.compilation.graphs.recordings import StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE
 from compiled_llm.execution.decode_buffers import bucket_for
@@ -89,10 +89,10 @@ class Decode:
             for _ in range(_CALLS_TO_RECORD if readiness.programs.recorded else 1):
                 self.seat([], bucket, "bucket_prepared")
                 self._state.arena.flush()
-                outputs = self._launch(bucket)
+                self._launch(bucket)
             readiness.programs.warn_if_nothing_matched(self._state.facts.model)
             if self._recordings.ours:
-                readiness.record(bucket, lambda: self._launch(bucket), self._inputs(bucket), outputs)
+                readiness.record(bucket, lambda: self._launch(bucket), self._inputs(bucket))
         self.ready.add(bucket)
 
     def claim(self, owner: Seated | None) -> None:

@@ -283,7 +283,7 @@ def prepare(
     for bucket in buckets:
         thread.call(decode.make_ready, bucket, number=_number(bucket, missing))
     for shapes in recorded:
-        thread.call(prefill.make_recorded, shapes, only_with_room=True)
+        thread.call(prefill.make_recorded, shapes)
 
 
 def _number(bucket: int, missing: Sequence[int]) -> str:

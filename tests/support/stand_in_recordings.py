@@ -14,20 +14,17 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm import WrapConfig
-from compiled_llm.compilation.graphs.recorder import Captured
+from compiled_llm.compilation.graphs.recorder import Recording
 from compiled_llm.compilation.graphs.recordings import Recordings
-from compiled_llm.compilation.graphs.rolling import Cost, RollingRecordings
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 
 
-class StandIn(Captured[Any]):
-    def __init__(self, weights: Weights, launch: Callable[[], Any]) -> None:
-        self.cost = Cost(nbytes=1000, shared=10, seconds=0.5)
+class StandIn(Recording[Any, Any]):
+    def __init__(self, weights: Weights, launch: Callable[[], Any], inputs: Any, guards: Guards) -> None:
+        self.inputs, self.guards = inputs, guards
         self._weights, self._launch, self._outputs = weights, launch, None
-        self.released = False
 
     def replay(self) -> Any:
-        assert not self.released
         assert self._weights.valid(), "a replay would read weights where they no longer are"
         new = self._launch()
         self._outputs = self._outputs or new
@@ -35,21 +32,18 @@ class StandIn(Captured[Any]):
             output.copy_(value)
         return self._outputs
 
-    def release(self) -> None:
-        self.released = True
-
 
 class StandInRecorder:
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: PreTrainedModel, compiled: bool = True) -> None:
+        self._model, self._compiled = weakref.ref(model), compiled
         self.count = 0
 
     def take_new_pool(self) -> None:
         pass
 
-    def capture(self, launch: Callable[[], Any]) -> StandIn:
+    def record(self, launch: Callable[[], Any], inputs: Any, guards: Callable[[], Guards]) -> StandIn:
         self.count += 1
-        return StandIn(Weights(self._model()), launch)
+        return StandIn(Weights(self._model()), launch, inputs, guards() if self._compiled else _NoGuards())
 
 
 class _NoGuards(Guards):
@@ -64,18 +58,11 @@ class _NoGuards(Guards):
 
 def let_a_cpu_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU record as CUDA does."""
-    own, own_record = Recordings.__init__, Recordings.record
+    own = Recordings.__init__
 
-    def init(
-        self: Recordings, model: PreTrainedModel, config: WrapConfig, device: torch.device, rolling: RollingRecordings
-    ) -> None:
-        own(self, model, config, device, rolling)
+    def init(self: Recordings, model: PreTrainedModel, config: WrapConfig, device: torch.device) -> None:
+        own(self, model, config, device)
         self.ours = self.replay = True
-        self._recorder = StandInRecorder(model)
-        self._compiled = config.mode != "eager"
-
-    def record(self: Recordings, key: Any, launch: Any, like: Any, guards: Any, filled: Any = None) -> None:
-        own_record(self, key, launch, like, guards if self._compiled else _NoGuards, filled)
+        self._recorder = StandInRecorder(model, compiled=config.mode != "eager")
 
     monkeypatch.setattr(Recordings, "__init__", init)
-    monkeypatch.setattr(Recordings, "record", record)
