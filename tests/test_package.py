@@ -73,7 +73,11 @@ def test_public_names_stay_themselves_when_every_submodule_is_imported_first(tmp
     code = """
 import importlib, inspect, pkgutil, compiled_llm
 for found in pkgutil.walk_packages(compiled_llm.__path__, "compiled_llm."):
-    importlib.import_module(found.name)
+    try:
+        importlib.import_module(found.name)
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] != "ray":  # the one extra that is not installed for tests
+            raise
 for name in compiled_llm.__all__:
     value = getattr(compiled_llm, name)
     assert inspect.isclass(value) or inspect.isfunction(value), (name, value)

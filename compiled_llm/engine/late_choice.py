@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,37 +102,41 @@ class LateChoice:
         self._watch = watch
         self._readback: Readback | None = None
         self._masks: Masks | None = None
-        self._edited: list[Request] = []
+        self._tokens: Tensor | None = None  # on the device
+        self._edited: dict[Request, Tensor] | None = None  # logits
         self._nan: Readback | None = None  # of each edited request, whether there is NaN in its logits
         self._logprobs: list[Arriving | ArrivingPrompt] = []
         self.failed: dict[Request, RequestError] = {}
 
     def choose(self, device_model: DeviceModel, persistent: PersistentBatch, writer: MaskWriter) -> None:
-        """Have the tokens chosen, those before them having been read, and wait for nothing."""
+        """Have the tokens chosen, those before them having been read, and wait for nothing.
+
+        What has been done before this failed is not done again.
+        """
         if self._readback is not None:
             return
-        present = self._requests.present()
-        masks = self._masks = _masks(present, device_model.state.staging, writer) if present.formed else None
-        edited = self._edit(device_model, persistent, present.processed)
-        device_model.thread.call(self._choose, device_model, persistent, masks, edited)
+        masks = None
+        if self._tokens is None:
+            present = self._requests.present()
+            masks = self._masks = _masks(present, device_model.state.staging, writer) if present.formed else None
+            if self._edited is None:
+                self._edited = self._edit(device_model, persistent, present.processed)
+        device_model.thread.call(self._choose, device_model, persistent, masks)
 
-    def _choose(
-        self,
-        device_model: DeviceModel,
-        persistent: PersistentBatch,
-        masks: Masks | None,
-        edited: Mapping[Row, Tensor],
-    ) -> None:
-        chosen = device_model.choose_deferred(persistent, masks, edited)
-        self._readback = device_model.readbacks.start(chosen.tokens)
+    def _choose(self, device_model: DeviceModel, persistent: PersistentBatch, masks: Masks | None) -> None:
+        logits = self._edited or {}
+        edited = {each.row: logits[each.request] for each in self._requests.processed if each.request in logits}
+        if self._tokens is None:
+            self._tokens = device_model.choose_deferred(persistent, masks, edited).tokens
         if edited:
-            nan = torch.stack([logits.isnan().any() for logits in edited.values()])
+            nan = torch.stack([own.isnan().any() for own in edited.values()])
             self._nan = device_model.readbacks.start(nan.long())
-        self._logprobs = self._watch.taken()
+        self._logprobs += self._watch.taken()
+        self._readback = device_model.readbacks.start(self._tokens)
 
     def _edit(
         self, device_model: DeviceModel, persistent: PersistentBatch, requests: Sequence[_Member]
-    ) -> dict[Row, Tensor]:
+    ) -> dict[Request, Tensor]:
         """Call the processors of requests, in this thread; who fails is left to choose from what the model said."""
         if not requests:
             return {}
@@ -141,8 +145,7 @@ class LateChoice:
         edited = {}
         for each, logits in zip(requests, given, strict=True):
             try:
-                edited[each.row] = edited_logits(each.request, logits)
-                self._edited.append(each.request)
+                edited[each.request] = edited_logits(each.request, logits)
             except RequestError as error:
                 self.failed[each.request] = error
         return edited
@@ -169,13 +172,13 @@ class LateChoice:
             self._advance_one_by_one(requests.members, chosen)
 
     def _advance_one_by_one(self, members: Sequence[_Member], tokens: Sequence[int]) -> None:
-        nan = [] if self._nan is None else self._nan.result()
-        for request in (request for request, flag in zip(self._edited, nan, strict=True) if flag):
+        edited, nan = self._edited or {}, [] if self._nan is None else self._nan.result()
+        for request in itertools.compress(edited, nan):
             self.failed.setdefault(request, _unusable(request))
         for (_, request, row, constraint), token in zip(members, tokens, strict=True):
             if token in request.ends or request in self.failed:
                 continue
-            if token == NOT_A_TOKEN and request in self._edited:
+            if token == NOT_A_TOKEN and request in edited:
                 self.failed[request] = _unusable(request)
             elif self._is_lost(row, constraint, token):
                 self.failed[request] = _lost(request)
