@@ -98,9 +98,9 @@ def main() -> None:
     options = parser.parse_args()
     found = measure(options)
     base = statistics.median(found["nothing"])
-    print("| all rows have | tokens/s | beside nothing |\n| --- | ---: | ---: |")
+    print("| all rows have | tokens/s | lost |\n| --- | ---: | ---: |")
     for kind, rates in found.items():
-        print(f"| {kind} | {statistics.median(rates):,.0f} | {100 * (statistics.median(rates) / base - 1):+.1f}% |")
+        print(f"| {kind} | {statistics.median(rates):,.0f} | {100 * (1 - statistics.median(rates) / base):.1f}% |")
     if options.json is not None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         described = {"machine": machine.describe(device, options.commit), "command": sys.argv}

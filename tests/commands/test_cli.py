@@ -382,7 +382,7 @@ def test_version() -> None:
     [
         (["generate", "x", "--max-new-tokens", "y"], 2, "--max-new-tokens"),
         (["generate", "x", "--dtype", "int8"], 2, "--dtype"),
-        (["nosuch"], 2, "no command 'nosuch'; there are explain, chat, serve, client, generate, doctor, bench"),
+        (["nosuch"], 2, "no command 'nosuch'; there are generate, chat, serve, client, explain, doctor, bench"),
         (["gen"], 2, "no command 'gen'; did you mean generate?"),
         (["dcotor"], 2, "did you mean doctor?"),
         (["bench", "lat"], 2, "did you mean latency?"),

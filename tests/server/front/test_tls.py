@@ -109,7 +109,7 @@ def test_a_certificate_that_cannot_be_shown_is_refused_before_anything_is_loaded
 def test_a_key_that_goes_out_in_the_open_is_warned_of(files: tuple[Path, Path]) -> None:
     def said(**options: object) -> bool:
         lines: list[str] = []
-        _introduce(FrontSettings(names=("tiny",), **options), 8000, lines.append)  # type: ignore[arg-type]
+        _introduce(FrontSettings(names=("tiny",), **options), 8000, None, lines.append)  # type: ignore[arg-type]
         return any("anybody on the way can read the API key and the requests" in line for line in lines)
 
     beyond = {"host": "0.0.0.0", "api_keys": (KEY,)}
