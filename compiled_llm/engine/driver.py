@@ -258,14 +258,14 @@ class Driver:
                     time.sleep(0)
 
     def _step(self, loop: Loop) -> None:
+        self._notify(loop.read_first_tokens())
         self._inbox.deliver(loop)
         looked = self.check.look_if_due(loop.device_model)
         if looked and loop.prefixes is not None and loop.device_model.watch.changed():
             loop.prefixes.clear()
         self._notify(loop.scheduler.expire(time.monotonic()))
         lock, scheduler = self._runtime.loop_lock, loop.scheduler
-        scheduler.lets_pass = self._shortage.lasting
-        scheduler.admits_until = lock.pages_wanted_since(apart_from=self)
+        scheduler.lets_pass, scheduler.admits_until = self._shortage.lasting, lock.pages_wanted_since(apart_from=self)
         self._notify(loop.step(unchanged=not looked))
         # If nobody else runs who could give pages back, caches have them, and others may well fit.
         lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)

@@ -40,6 +40,11 @@ class _Launched(NamedTuple):
     logprobs: list[Arriving | ArrivingPrompt]
     late: LateChoice | None
 
+    @property
+    def first_tokens_arrived(self) -> bool:
+        """Whether it ran prompts, and nothing has to be waited for or chosen any more."""
+        return bool(self.plan.extend) and self.late is None and all(readback.arrived for readback in self.readbacks)
+
 
 class _Prepared(NamedTuple):
     """What runs a plan: a batch, scored chunks beside it, who looks at the logits, and whose tokens are chosen late."""
@@ -148,8 +153,19 @@ class Loop:
             self.device_model.thread.call(self._launch, plan, unchanged)
             self.scheduler.launched(plan)
             self.steps += 1
-        self.stuck = not (launched or self._launched)
+        self.stuck = not (launched or self.idle or self._launched)
         return self._read_all_but(int(self.asynchronous and launched))
+
+    def read_first_tokens(self) -> list[Request]:
+        """Read a step with prompts in it if it is done: whoever waits for them need not wait for the next launch, too.
+
+        Otherwise as ``step``.
+        """
+        if not (self._launched and self._launched[0].first_tokens_arrived):
+            return []
+        changed = self._read(self._launched[0])
+        self._launched.popleft()
+        return changed
 
     def drain(self) -> list[Request]:
         """Read what has been launched; otherwise as ``step``."""

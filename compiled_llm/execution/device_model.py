@@ -174,7 +174,7 @@ class DeviceModel:
             # Recorded graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             chosen = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
-            logits, tokens = self.prefill.run(batch.extend)
+            logits, tokens = self.prefill.run(batch.extend, unchanged=unchanged)
         extended = Step(_rows([extension for extension in batch.extend if extension.ends]), logits, tokens)
         persistent.chose(extended)
         if extended.rows:

@@ -132,7 +132,7 @@ class Readiness:
 
     def was_valid(self, key: Key) -> bool:
         """Whether a step was ready and valid when the model was last looked at."""
-        return key in self.ready and key in self._valid
+        return key in self._valid and (key in self.ready or key in self.recordings)
 
     def is_valid(self, key: Key) -> bool:
         """Whether a step may still be replayed, if it is recorded; if not, all recordings are forgotten.

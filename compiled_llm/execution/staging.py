@@ -119,6 +119,11 @@ class Readback:
         if self._event is not None:
             self._event.record()
 
+    @property
+    def arrived(self) -> bool:
+        """Whether reading is known to wait for nothing."""
+        return self._event is not None and self._event.query()
+
     def result(self) -> list[int]:
         """Return tokens, once."""
         self._wait()

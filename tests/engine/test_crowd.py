@@ -20,6 +20,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.execution.staging import Readback
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
 
@@ -85,6 +86,8 @@ def expected_answers(windows: bool, requests: list[tuple[list[int], SamplingPara
 def test_a_crowd_gets_what_each_gets_alone(monkeypatch, one_thread, seed, count, windows):
     monkeypatch.setattr(Loop, "asynchronous", True)
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer than that: requests are preempted
+    early = random.Random(seed)
+    monkeypatch.setattr(Readback, "arrived", property(lambda _: early.random() < 0.5))
     draw, model = random.Random(seed), wrapped(windows, 320)
     requests = some_requests(draw, count)
     expected = expected_answers(windows, requests)

@@ -139,9 +139,11 @@ class Crowd(RuleBasedStateMachine):
 
     # ---- steps
 
-    @rule(count=st.integers(1, 6))
-    def step(self, count: int) -> None:
+    @rule(count=st.integers(1, 6), arrived=st.booleans())
+    def step(self, count: int, arrived: bool) -> None:
+        self.device.arrived = arrived
         for _ in range(count):
+            self.loop.read_first_tokens()
             self.scheduler.expire(self.now)
             self.loop.step()
             self.check()
@@ -151,6 +153,7 @@ class Crowd(RuleBasedStateMachine):
         error = KeyboardInterrupt() if interrupted else PlantedError()
         self.device.faults = {place: error}
         try:
+            self.loop.read_first_tokens()
             self.loop.step()
         except (KeyboardInterrupt, PlantedError):
             if reads:

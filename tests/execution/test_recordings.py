@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm import Engine, SamplingParams
 from compiled_llm.compilation.graphs.recordings import Recordings
 from compiled_llm.execution import prefill_room
 from compiled_llm.execution.plans import Planner
@@ -18,7 +19,7 @@ from compiled_llm.execution.prefill_room import COMPILED_ROWS, compiled_length, 
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm.model.sizes import weights_of_a_layer
 from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts
 from support.stand_in_recordings import StandIn, StandInRecorder, let_a_cpu_record
 from support.tiny_models import tiny_qwen3
 
@@ -130,18 +131,42 @@ def test_what_a_replay_gave_before_its_guards_were_found_wrong_is_thrown_away(mo
     assert not torch.equal(after, before)
 
 
+def count_looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    looks: Counter[str] = Counter()
+    for name in ("weights_valid", "guards_valid"):
+        own = getattr(Recordings, name)
+        monkeypatch.setattr(Recordings, name, lambda *given, own=own, name=name: (looks.update([name]), own(*given))[1])
+    return looks
+
+
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("watched", [False, True], ids=["nobody watches", "code of the user's runs"])
 def test_a_call_looks_at_the_model_once_and_at_each_recording_once(watched, monkeypatch, seed):
     model = compiled_llm.wrap(plain(), **OPTIONS)
     options = {"streamer": Changing(lambda: None)} if watched else {}
     greedy(model, mixed_prompts([5, 18], 128, seed), 12)
-    looks: Counter[str] = Counter()
-    for name in ("weights_valid", "guards_valid"):
-        own = getattr(Recordings, name)
-        monkeypatch.setattr(Recordings, name, lambda *given, own=own, name=name: (looks.update([name]), own(*given))[1])
+    looks = count_looks(monkeypatch)
     greedy(model, mixed_prompts([5, 18], 128, seed), 12, **options)
     assert looks == ({"weights_valid": 12, "guards_valid": 12} if watched else {"weights_valid": 1, "guards_valid": 2})
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("watched", [False, True])
+def test_an_engine_looks_with_each_request_unless_nobody_changes_the_model(watched, monkeypatch, seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    prompts = [mixed_prompts([length], 128, seed)["input_ids"][0].tolist() for length in (5, 18)]
+    expected = [alone(reference, prompt, 6) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=6)
+    with Engine(model, watch_model=watched) as engine:
+        for prompt in prompts * 2:
+            engine.generate(prompt, params)
+        looks = count_looks(monkeypatch)
+        assert [engine.generate(prompt, params)[0].token_ids for prompt in prompts] == expected
+        if watched:
+            assert looks["weights_valid"] >= 2
+            assert looks["guards_valid"] >= 4
+        else:
+            assert not looks
 
 
 @pytest.mark.usefixtures("without_inductor")

@@ -71,12 +71,13 @@ class NaiveDevice:
         version: of the weights; what pages hold was computed with one.
         faults: where the next step fails, and of what; emptied by it.
         mixed: rows that may read what other weights have computed: they run since before those were changed.
+        arrived: whether what is being read is there already.
     """
 
     device = SimpleNamespace(type="cpu")
 
     def __init__(self, pool: PoisonedPool, max_rows: int) -> None:
-        self.pool, self.version = pool, 0
+        self.pool, self.version, self.arrived = pool, 0, False
         self.faults: dict[str, BaseException] = {}
         self.free_slots = list(range(max_rows))
         self.slots: dict[int, tuple[Sampling, list[int]]] = {}
@@ -179,7 +180,7 @@ class NaiveDevice:
 
     def _start_reading(self, tokens: list[int]) -> Any:
         self.fault("reading")
-        return SimpleNamespace(result=lambda: self._read(tokens))
+        return SimpleNamespace(result=lambda: self._read(tokens), arrived=self.arrived)
 
     def _read(self, tokens: list[int]) -> list[int]:
         self.fault("read")
