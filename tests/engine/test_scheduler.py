@@ -316,3 +316,18 @@ class TestCrowd(Crowd.TestCase):  # type: ignore[misc]
 @pytest.mark.whole
 class TestLargeCrowd(Crowd.TestCase):  # type: ignore[misc]
     settings = settings(deadline=None, max_examples=500, stateful_step_count=100, database=None)
+
+
+def test_the_first_token_and_last_that_could_not_be_read_is_chosen_again():
+    crowd = Crowd()
+    crowd.start(pages=9, size=4, rows=2, budget=12, caches=False, late=True, guess=1.0)
+    crowd.add([5, 6, 7], 1, 1, None, False, 0, None, None, stops=False, late=False)
+    (request,) = crowd.requests
+    crowd.device.arrived = True
+    crowd.loop.step()
+    crowd.device.faults = {"read": KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        crowd.loop.read_first_tokens()
+    crowd.loop.restart()
+    crowd.step(3, arrived=True)
+    assert (request.tokens, request.finish_reason) == crowd.expected[request]
