@@ -15,6 +15,27 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.explain import explain
 from compiled_llm.commands.generate import run
 from compiled_llm.commands.known_commands import KnownCommands
+from compiled_llm.commands.options import (
+    MODEL,
+    OUTPUT,
+    Backend,
+    ChatTemplate,
+    MaxNewTokens,
+    MinP,
+    OnDevice,
+    Prompt,
+    PromptFile,
+    Quiet,
+    RepetitionPenalty,
+    RunningMode,
+    Sample,
+    Seed,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    WeightsDtype,
+)
 from compiled_llm.commands.prompt import check_quoted, read_prompt
 from compiled_llm.commands.request import Request, SamplingFlags
 from compiled_llm.commands.serve import serve
@@ -26,8 +47,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-_INPUT, _SAMPLING, _MODEL, _OUTPUT = "Input", "Sampling", "Model", "Output"
 
 
 def _show_version(wanted: bool) -> None:
@@ -48,98 +67,42 @@ def options(
 @app.command(context_settings={"allow_extra_args": True})
 def generate(
     context: typer.Context,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            help="The text to continue, or with --chat the message to answer. `-`, or none in a pipe, reads stdin.",
-            show_default=False,
-        ),
-    ] = None,
-    file: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", help="Read the prompt from a file; its final newline is dropped.", rich_help_panel=_INPUT
-        ),
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template.", rich_help_panel=_INPUT)
-    ] = False,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.", rich_help_panel=_INPUT)
-    ] = None,
-    sample: Annotated[
-        bool | None,
-        typer.Option(
-            "--sample/--greedy",
-            help="Sample each token, or take the most likely one. Greedy unless an option below is given.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Above 1 flattens the distribution, below 1 sharpens it.", rich_help_panel=_SAMPLING),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample among the k most likely tokens; 0 for all.", rich_help_panel=_SAMPLING)
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample among the fewest tokens that add up to this probability.", rich_help_panel=_SAMPLING),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Sample among tokens at least this fraction as likely as the likeliest.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Above 1 makes earlier tokens less likely; works with --greedy too.", rich_help_panel=_SAMPLING
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same text.", rich_help_panel=_SAMPLING)
-    ] = None,
+    prompt: Prompt = None,
+    file: PromptFile = None,
+    chat: ChatTemplate = False,
+    system: System = None,
+    sample: Sample = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
     model: Annotated[
         str,
         typer.Option(
             help="A folder, a GGUF file, a hub id, or `demo`: SmolLM2-135M, downloaded once (93 MB).",
-            rich_help_panel=_MODEL,
+            rich_help_panel=MODEL,
         ),
     ] = "demo",
-    mode: Annotated[
-        str, typer.Option(help="How to run: eager, compile, reduce-overhead or cuda-graphs.", rich_help_panel=_MODEL)
-    ] = "cuda-graphs",
-    backend: Annotated[
-        str, typer.Option(help="Whose attention kernels: auto, flashinfer or reference.", rich_help_panel=_MODEL)
-    ] = "auto",
-    dtype: Annotated[
-        Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.", rich_help_panel=_MODEL)
-    ] = Dtype.auto,
-    device: Annotated[
-        Device, typer.Option(help="auto: CUDA if there is a device.", rich_help_panel=_MODEL)
-    ] = Device.auto,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option("--max-new-tokens", "--max-tokens", help="Stop after this many tokens.", rich_help_panel=_OUTPUT),
-    ] = 64,
+    mode: RunningMode = "cuda-graphs",
+    backend: Backend = "auto",
+    dtype: WeightsDtype = Dtype.auto,
+    device: OnDevice = Device.auto,
+    max_new_tokens: MaxNewTokens = 64,
     stop: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TEXT",
             help="Stop once the new text contains TEXT, which is kept. Can be given several times.",
-            rich_help_panel=_OUTPUT,
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Write one JSON object at the end, not the text.", rich_help_panel=_OUTPUT),
+        typer.Option("--json", help="Write one JSON object at the end, not the text.", rich_help_panel=OUTPUT),
     ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Show no progress and no figures.", rich_help_panel=_OUTPUT)
-    ] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write the model's text to stdout as it is generated, then figures to stderr."""
     with readable_errors():

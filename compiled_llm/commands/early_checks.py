@@ -26,6 +26,16 @@ def check_package(module: str, extra: str) -> None:
         raise RuntimeError(f"this command needs {module}: pip install '.[{extra}]' in the checkout")
 
 
+def check_server_packages(http: bool) -> None:
+    """Check that what a generator imports is installed, and with ``http`` what serves HTTP.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    for module in ("msgspec", *(("fastapi", "httptools", "prometheus_client", "uvicorn") if http else ())):
+        check_package(module, "server")
+
+
 def _has_driver() -> bool:
     try:
         ctypes.CDLL("libcuda.so.1")

@@ -10,13 +10,14 @@ import typer
 from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.options import DeviceName, DtypeName, ModelPlace
 from compiled_llm.commands.printable import printable
 from compiled_llm.commands.source import locate
 from compiled_llm.execution.progress import ProgressDisplay
 
 
 def explain(
-    model: Annotated[str, typer.Argument(help="A folder, a GGUF file, a hub id, or `demo`.")],
+    model: ModelPlace,
     html: Annotated[Path | None, typer.Option(metavar="PATH", help="Also write the report as an HTML page.")] = None,
     timings: Annotated[
         str,
@@ -30,8 +31,8 @@ def explain(
             metavar="DIR", help="Write bytecode, guards, graphs and Inductor's code into a new folder, with an index."
         ),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.")] = Dtype.auto,
-    device: Annotated[Device, typer.Option(help="auto: CUDA if there is a device.")] = Device.auto,
+    dtype: DtypeName = Dtype.auto,
+    device: DeviceName = Device.auto,
 ) -> None:
     """Show which lines keep a model from running as one graph, and what to do; exits with 1 if there are any."""
     with readable_errors():

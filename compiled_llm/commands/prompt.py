@@ -25,6 +25,16 @@ def check_quoted(argument: str | None, others: Sequence[str]) -> None:
         raise ValueError(f"PROMPT is one argument: quote it, as in {shlex.quote(' '.join([argument or '', *others]))}")
 
 
+def check_system(system: str | None, chat: bool) -> None:
+    """Check that a system message has a chat to stand in.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if system is not None and not chat:
+        raise ValueError("--system is a part of the chat template: give --chat as well")
+
+
 def read_prompt(argument: str | None, file: str | None) -> str:
     """Return the prompt: the argument, a file's text, or what is piped in.
 
@@ -94,14 +104,18 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, system: 
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
+def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:
+    """Return a chat of one message, with the system's before it if there is one."""
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": prompt}]
+
+
 def _encode_chat(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None) -> Any:
     from jinja2 import TemplateError
 
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    messages.append({"role": "user", "content": prompt})
     try:
         return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages_of(prompt, system), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     except TemplateError as error:
         raise ValueError(f"--chat: the model's chat template refuses this: {error}") from error

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from compiled_llm.commands.prompt import check_system
 from compiled_llm.config import WrapConfig
 
 if TYPE_CHECKING:
@@ -109,8 +110,7 @@ class Request:
             ValueError: a value is impossible, or two do not go together.
         """
         check_range("max_new_tokens", self.max_new_tokens)
-        if self.system is not None and not self.chat:
-            raise ValueError("--system is a part of the chat template: give --chat as well")
+        check_system(self.system, self.chat)
         if "" in self.stop:
             raise ValueError("--stop '': an empty text stops nothing; leave it out")
         self.wrap_config("cpu")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from compiled_llm.commands.choices import Device, Dtype, integers
-from compiled_llm.commands.early_checks import check_driver, check_package
+from compiled_llm.commands.early_checks import check_driver, check_server_packages
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.leash import end_with_parent
+from compiled_llm.commands.options import MODEL, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
 from compiled_llm.commands.serve_http import HttpFlags, run_with_front
 from compiled_llm.commands.source import Source, locate
 from compiled_llm.config import WrapConfig
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from compiled_llm.server.generator.generator import Generator
     from compiled_llm.server.generator.operations import Operations
 
-_SERVING, _HTTP, _RUNNING = "Serving", "HTTP", "Running the model"
+_SERVING, _HTTP = "Serving", "HTTP"
 _IMPORTING = "importing torch and transformers"
 _MOST_ON_CPU = 8
 """Requests at once that are compiled for before the first: on a CPU nothing is recorded, and each size takes long."""
@@ -73,7 +74,7 @@ class Served(NamedTuple):
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A folder, a GGUF file, a hub id, or `demo`.")],
+    model: ModelPlace,
     uds: Annotated[
         Path | None,
         typer.Option(
@@ -91,18 +92,11 @@ def serve(
         ),
     ] = None,
     host: Annotated[
-        str | None,
-        typer.Option(
-            help="Serve HTTP at this address; 127.0.0.1 unless given.",
-            rich_help_panel=_HTTP,
-        ),
+        str | None, typer.Option(help="Serve HTTP at this address; 127.0.0.1 unless given.", rich_help_panel=_HTTP)
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(
-            help="Serve HTTP at this port; 8000 unless given, 0 for a free one.",
-            rich_help_panel=_HTTP,
-        ),
+        typer.Option(help="Serve HTTP at this port; 8000 unless given, 0 for a free one.", rich_help_panel=_HTTP),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
@@ -120,42 +114,20 @@ def serve(
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="By which clients may call this machine; * for any.",
-            rich_help_panel=_HTTP,
-        ),
+        typer.Option(metavar="NAME", help="By which clients may call this machine; * for any.", rich_help_panel=_HTTP),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="Whose pages may use the server from a browser.",
-            rich_help_panel=_HTTP,
-        ),
+        typer.Option(metavar="ORIGIN", help="Whose pages may use the server from a browser.", rich_help_panel=_HTTP),
     ] = None,
     ssl_certfile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="For HTTPS, with --ssl-keyfile.",
-            rich_help_panel=_HTTP,
-        ),
+        Path | None, typer.Option(metavar="PATH", help="For HTTPS, with --ssl-keyfile.", rich_help_panel=_HTTP)
     ] = None,
     ssl_keyfile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="For HTTPS, with --ssl-certfile.",
-            rich_help_panel=_HTTP,
-        ),
+        Path | None, typer.Option(metavar="PATH", help="For HTTPS, with --ssl-certfile.", rich_help_panel=_HTTP)
     ] = None,
     request_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="End an answer with what it has after so long.",
-            rich_help_panel=_HTTP,
-        ),
+        float | None, typer.Option(help="End an answer with what it has after so long.", rich_help_panel=_HTTP)
     ] = None,
     salt_caches: Annotated[
         bool,
@@ -199,21 +171,13 @@ def serve(
         typer.Option(
             metavar="SIZE",
             help="What pages may take: 0.8 of what is free, 8GiB, or 20000 tokens.",
-            rich_help_panel=_RUNNING,
+            rich_help_panel=MODEL,
         ),
     ] = None,
-    mode: Annotated[
-        str, typer.Option(help="How to run: eager, compile, reduce-overhead or cuda-graphs.", rich_help_panel=_RUNNING)
-    ] = "cuda-graphs",
-    backend: Annotated[
-        str, typer.Option(help="Whose attention kernels: auto, flashinfer or reference.", rich_help_panel=_RUNNING)
-    ] = "auto",
-    dtype: Annotated[
-        Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.", rich_help_panel=_RUNNING)
-    ] = Dtype.auto,
-    device: Annotated[
-        Device, typer.Option(help="auto: CUDA if there is a device.", rich_help_panel=_RUNNING)
-    ] = Device.auto,
+    mode: RunningMode = "cuda-graphs",
+    backend: Backend = "auto",
+    dtype: WeightsDtype = Dtype.auto,
+    device: OnDevice = Device.auto,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=_SERVING)] = False,
     leashed: Annotated[bool, typer.Option(hidden=True, help="End with whoever holds stdin open.")] = False,
 ) -> None:
@@ -230,10 +194,7 @@ def serve(
             *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches, page),
         )
         with_front = uds is None or http.given
-        check_package("msgspec", "server")
-        if with_front or operations_uds is not None:
-            for package in ("fastapi", "httptools", "prometheus_client", "uvicorn"):
-                check_package(package, "server")
+        check_server_packages(http=with_front or operations_uds is not None)
         check_driver(device.value)
         sizes = integers("--warmup", warmup)
         served = Served(

@@ -12,7 +12,6 @@ from compiled_llm.commands.bench.options import (
     Commit,
     ContenderNames,
     Decoding,
-    DeviceName,
     EngineNames,
     Json,
     Markdown,
@@ -27,9 +26,10 @@ from compiled_llm.commands.bench.options import (
 )
 from compiled_llm.commands.bench.run import bench_run, check_matplotlib, show_report, write_report
 from compiled_llm.commands.choices import Device, integers
-from compiled_llm.commands.early_checks import check_package
+from compiled_llm.commands.early_checks import check_server_packages
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.known_commands import KnownCommands
+from compiled_llm.commands.options import DeviceName
 
 app = typer.Typer(
     cls=KnownCommands,
@@ -305,8 +305,7 @@ def serve(
     HTTP to other servers. '' leaves a part out: --rates ''.
     """
     with bench_run(json, markdown, plot, commit, verbose) as run:
-        for package in ("msgspec", "fastapi", "httptools", "prometheus_client", "uvicorn"):
-            check_package(package, "server")
+        check_server_packages(http=True)
         from compiled_llm.commands.bench.serving import serve as experiment
         from compiled_llm.commands.bench.serving.load import LoadOptions
         from compiled_llm.commands.bench.serving.servers import choose

@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from compiled_llm.commands.choices import Device
-
 
 class Decoding(str, Enum):
     """What `--decoding` takes."""
@@ -68,7 +66,6 @@ ServerNames = Annotated[
         "server over HTTP); `all`; or `default`: all, on a CPU without vllm.",
     ),
 ]
-DeviceName = Annotated[Device, typer.Option("--device", help="auto: CUDA if there is a device.")]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each workload, after warming up.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file, after each result.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]

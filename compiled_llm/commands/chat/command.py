@@ -15,13 +15,29 @@ from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.commands.choices import Device, Dtype
 from compiled_llm.commands.early_checks import check_driver, check_package
 from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.options import (
+    MODEL,
+    OUTPUT,
+    Backend,
+    MaxNewTokens,
+    MinP,
+    OnDevice,
+    RepetitionPenalty,
+    RunningMode,
+    Sample,
+    Seed,
+    StopBefore,
+    Temperature,
+    TopK,
+    TopP,
+    WeightsDtype,
+)
 from compiled_llm.commands.request import SamplingFlags, check_range
 from compiled_llm.commands.source import DEMO, locate
 
 if TYPE_CHECKING:
     from compiled_llm.engine.params import SamplingParams
 
-_SAMPLING, _MODEL, _OUTPUT = "Sampling", "Model", "Output"
 _OF_OWN_MODEL = ("mode", "backend", "dtype", "device")
 
 
@@ -39,72 +55,25 @@ def chat(
         typer.Option(
             metavar="PATH",
             help="Chat with the generator of this Unix socket (`compiled-llm serve`), in place of a MODEL.",
-            rich_help_panel=_MODEL,
+            rich_help_panel=MODEL,
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
-    sample: Annotated[
-        bool | None,
-        typer.Option(
-            "--sample/--greedy",
-            help="Sample each token, or take the most likely one. Greedy unless an option below is given.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Above 1 flattens the distribution, below 1 sharpens it.", rich_help_panel=_SAMPLING),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample among the k most likely tokens; 0 for all.", rich_help_panel=_SAMPLING)
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample among the fewest tokens that add up to this probability.", rich_help_panel=_SAMPLING),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Sample among tokens at least this fraction as likely as the likeliest.", rich_help_panel=_SAMPLING
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Above 1 makes earlier tokens less likely; works with --greedy too.", rich_help_panel=_SAMPLING
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same text.", rich_help_panel=_SAMPLING)
-    ] = None,
-    mode: Annotated[
-        str, typer.Option(help="How to run: eager, compile, reduce-overhead or cuda-graphs.", rich_help_panel=_MODEL)
-    ] = "cuda-graphs",
-    backend: Annotated[
-        str, typer.Option(help="Whose attention kernels: auto, flashinfer or reference.", rich_help_panel=_MODEL)
-    ] = "auto",
-    dtype: Annotated[
-        Dtype, typer.Option(help="auto: float32 on the CPU, bfloat16 on CUDA.", rich_help_panel=_MODEL)
-    ] = Dtype.auto,
-    device: Annotated[
-        Device, typer.Option(help="auto: CUDA if there is a device.", rich_help_panel=_MODEL)
-    ] = Device.auto,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-new-tokens", "--max-tokens", help="End an answer after this many tokens.", rich_help_panel=_OUTPUT
-        ),
-    ] = 1024,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="End an answer before it contains TEXT. Can be given several times.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None,
+    sample: Sample = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
+    mode: RunningMode = "cuda-graphs",
+    backend: Backend = "auto",
+    dtype: WeightsDtype = Dtype.auto,
+    device: OnDevice = Device.auto,
+    max_new_tokens: MaxNewTokens = 1024,
+    stop: StopBefore = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Show no progress and no hints.", rich_help_panel=_OUTPUT)
+        bool, typer.Option("--quiet", "-q", help="Show no progress and no hints.", rich_help_panel=OUTPUT)
     ] = False,
 ) -> None:
     """Chat with a model: in a terminal, or with a question a line in a pipe. `/help` says what can be done in it."""
