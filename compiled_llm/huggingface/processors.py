@@ -50,6 +50,16 @@ from compiled_llm.huggingface.host_copies import HostCopies
 from compiled_llm.model.sizes import logits_width
 from compiled_llm_ops import MOST_BIASES, MOST_FOLLOWED, MOST_GROWING
 
+_WARPERS: tuple[type[LogitsProcessor], ...] = (
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
 # The order in which HuggingFace applies them. Ours has the same results: what bars a token bars it at any place.
 _ORDER: tuple[type[LogitsProcessor], ...] = (
     SequenceBiasLogitsProcessor,
@@ -65,27 +75,10 @@ _ORDER: tuple[type[LogitsProcessor], ...] = (
     SuppressTokensLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     Grammar,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
+    *_WARPERS,
     LogitNormalization,  # changes what scores are called, and none of the choices
 )
-_NUMBERS = (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-)
+_NUMBERS = (RepetitionPenaltyLogitsProcessor, *_WARPERS)
 
 _PENALTIES = {RepetitionPenaltyLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor}
 

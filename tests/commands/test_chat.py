@@ -190,6 +190,15 @@ def interrupt(chat: Terminal) -> None:
     chat.type(CTRL_C)
 
 
+def assert_two_interrupts_end(chat: Terminal) -> None:
+    interrupt(chat)
+    chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
+    chat.until("> ")
+    interrupt(chat)
+    assert chat.ended() == 0
+    assert "Traceback" not in chat.shown
+
+
 def test_the_second_ctrl_c_at_the_prompt_ends_the_chat(chat: Terminal) -> None:
     interrupt(chat)
     chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
@@ -197,12 +206,7 @@ def test_the_second_ctrl_c_at_the_prompt_ends_the_chat(chat: Terminal) -> None:
     chat.type("/help\n")  # between two it counts anew
     chat.until("at the prompt, the second one ends the chat")
     chat.until("> ")
-    interrupt(chat)
-    chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
-    chat.until("> ")
-    interrupt(chat)
-    assert chat.ended() == 0
-    assert "Traceback" not in chat.shown
+    assert_two_interrupts_end(chat)
 
 
 def test_an_answer_that_is_cut_says_so() -> None:
@@ -235,12 +239,7 @@ def test_the_command_in_a_terminal(model_folder: Path) -> None:
         chat.type("/stats\n")
         chat.until("(cancelled)")
         chat.until("> ")
-        interrupt(chat)
-        chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
-        chat.until("> ")
-        interrupt(chat)
-        assert chat.ended() == 0
-        assert "Traceback" not in chat.shown
+        assert_two_interrupts_end(chat)
 
 
 @pytest.mark.whole

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
+from support.fronts import chat_tokenizer
 from support.generators import Loop, generating
 from support.parity import assert_account_is_empty
 from support.text_tokenizers import byte_level
@@ -26,6 +27,15 @@ def folder() -> Iterator[Path]:
 @pytest.fixture
 def path(folder: Path) -> Path:
     return folder / "socket"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that goes on for ever, with a chat template."""
+    folder = tmp_path_factory.mktemp("served") / "tiny-model"
+    tiny_qwen3(eos_token_id=None, num_hidden_layers=1, vocab_size=380).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,9 @@ import pytest
 from compiled_llm.client import Client, GeneratorError
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.generator.process import DEVICE_LOST
-from support.fronts import chat_tokenizer, serving
-from support.generators import PATIENCE, generator_process
+from support.fronts import serving
+from support.generators import PATIENCE, generator_process, until
 from support.planted_device_loss import SCRIPT
-from support.tiny_models import tiny_qwen3
 
 OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "20000 tokens")
 TEXT = "/v1/completions"
@@ -26,19 +23,6 @@ LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
 SAID = "the device has failed (an illegal memory access was encountered)"
 
 pytestmark = pytest.mark.whole
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "tiny-model"
-    tiny_qwen3(eos_token_id=None, num_hidden_layers=1, vocab_size=380).save_pretrained(folder)
-    chat_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.01)
 
 
 def test_a_generator_ends_with_a_code_of_its_own(model_folder: Path, path: Path, tmp_path: Path) -> None:

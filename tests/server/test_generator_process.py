@@ -6,7 +6,6 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from compiled_llm.client import Client, GeneratorError, GeneratorLostError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.params import SamplingParams
 from support.characters import character_tokenizer
-from support.generators import COMMAND, PATIENCE, generator_process
+from support.generators import COMMAND, PATIENCE, generator_process, until
 from support.tiny_models import tiny_qwen3
 
 OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "20000 tokens")
@@ -53,12 +52,6 @@ def engine(model_folder: Path) -> Engine:
 
 def greedy(tokens: int, **others: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, **others)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what follows from what has happened; a test that waits for ever is ended by pytest."""
-    while not condition():
-        pass
 
 
 def assert_nothing_is_left(client: Client) -> None:

@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,14 @@ from compiled_llm.server.generator.operations import Operations
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
 PATIENCE = 60.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what follows from what has happened."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Loop:

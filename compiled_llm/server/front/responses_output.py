@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from compiled_llm.server.front.answer_parts import Call, Parts
 from compiled_llm.server.front.chat_response import TokenLogprob
@@ -17,6 +17,8 @@ from compiled_llm.server.front.responses_response import (
     ReasoningText,
     Status,
 )
+
+_Part = TypeVar("_Part", OutputText, ReasoningText)
 
 
 class Event(Protocol):
@@ -65,22 +67,16 @@ class Output:
     def _think(self, text: str) -> Iterator[bytes]:
         item = self._open
         if not isinstance(item, Reasoning):
-            yield from self._close()
             item = Reasoning(id=new_id("rs"), content=[])
-            yield from self._begin(item)
-            item.content.append(ReasoningText(text=""))
-            yield self._in_part("content_part.added", part=item.content[0].model_dump())
+            yield from self._begin(item, item.content, ReasoningText(text=""))
         item.content[0].text += text
         yield self._in_part("reasoning_text.delta", delta=text)
 
     def _say(self, text: str) -> Iterator[bytes]:
         item = self._open
         if not isinstance(item, OutputMessage):
-            yield from self._close()
             item = OutputMessage(id=new_id("msg"), content=[])
-            yield from self._begin(item)
-            item.content.append(OutputText(text=""))
-            yield self._in_part("content_part.added", part=item.content[0].model_dump())
+            yield from self._begin(item, item.content, OutputText(text=""))
         new, self._logprobs = self._logprobs, []
         item.content[0].text += text
         item.content[0].logprobs += new
@@ -98,10 +94,14 @@ class Output:
         yield self._event("response.output_item.done", output_index=len(self.items), item=item.model_dump())
         self.items.append(item)
 
-    def _begin(self, item: OutputMessage | Reasoning) -> Iterator[bytes]:
+    def _begin(self, item: OutputMessage | Reasoning, content: list[_Part], part: _Part) -> Iterator[bytes]:
+        """Close what is open, and open an item with its one part, still empty."""
+        yield from self._close()
         yield self._event("response.output_item.added", output_index=len(self.items), item=item.model_dump())
         self.items.append(item)
         self._open = item
+        content.append(part)
+        yield self._in_part("content_part.added", part=part.model_dump())
 
     def _close(self, status: Status = "completed") -> Iterator[bytes]:
         item, index = self._open, len(self.items) - 1

@@ -53,3 +53,11 @@ def speaking() -> Iterator[tuple[Script, RunningFront]]:
         path = Path(folder) / "socket"
         with scripted(path, tool_tokenizer()) as script, fronting(path) as front:
             yield script, front
+
+
+@pytest.fixture
+def script(speaking: tuple[Script, RunningFront]) -> Script:
+    """What that generator says; at first nothing."""
+    script = speaking[0]
+    script.text, script.at_once, script.reason = "", 3, "stop"
+    return script

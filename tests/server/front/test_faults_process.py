@@ -15,17 +15,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from compiled_llm.client import Client, GeneratorError
 from compiled_llm.engine.params import SamplingParams
-from support.fronts import chat_tokenizer, serving
-from support.generators import PATIENCE
+from support.fronts import serving
+from support.generators import PATIENCE, until
 from support.processes import children, files_of, threads_of
-from support.tiny_models import tiny_qwen3
 
 OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "20000 tokens")
 TEXT = "/v1/completions"
@@ -39,21 +37,6 @@ main()
 """
 
 pytestmark = pytest.mark.whole
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "tiny-model"
-    tiny_qwen3(eos_token_id=None, num_hidden_layers=1, vocab_size=380).save_pretrained(folder)
-    chat_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def ready(url: str) -> bool:

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.params import SamplingParams
-from support.fronts import chat_tokenizer, serving
-from support.generators import COMMAND, PATIENCE
-from support.tiny_models import tiny_qwen3
+from support.fronts import serving
+from support.generators import COMMAND, PATIENCE, until
 
 OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "20000 tokens")
 MESSAGES: Any = [{"role": "user", "content": "the quick fox"}]
@@ -32,24 +30,11 @@ LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
 pytestmark = pytest.mark.whole
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "tiny-model"
-    tiny_qwen3(eos_token_id=None, num_hidden_layers=1, vocab_size=380).save_pretrained(folder)
-    chat_tokenizer().save_pretrained(folder)
-    return folder
-
-
 def in_process(folder: Path, prompt: Any, **settings: Any) -> str:
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     model = compiled_llm.wrap(loaded, mode="eager", progress=False, kv_memory="20000 tokens")
     with Engine(model, tokenizer=AutoTokenizer.from_pretrained(folder)) as engine:
         return engine.generate([prompt], SamplingParams(**settings))[0].text or ""
-
-
-def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        pass
 
 
 def status(url: str, path: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -20,21 +19,9 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 
-@pytest.fixture
-def script(speaking: tuple[Script, RunningFront]) -> Script:
-    script = speaking[0]
-    script.text, script.at_once, script.reason = "", 3, "stop"
-    return script
-
-
-@pytest.fixture(scope="module")
-def client(speaking: tuple[Script, RunningFront]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{speaking[1].url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def front(speaking: tuple[Script, RunningFront]) -> RunningFront:
+    """The one that ``client`` talks to."""
     return speaking[1]
 
 

@@ -21,7 +21,7 @@ import pytest
 from compiled_llm.client import Client
 from compiled_llm.server import ray_app
 from support.fronts import chat_tokenizer
-from support.generators import PATIENCE
+from support.generators import PATIENCE, until
 from support.tiny_models import tiny_qwen3
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -95,13 +95,6 @@ def start(folder: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="module")
 def client(start: Callable[..., httpx.Client]) -> httpx.Client:
     return start(most_longer=2)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < PATIENCE
-        time.sleep(0.1)
 
 
 def sockets() -> list[str]:
