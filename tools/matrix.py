@@ -27,7 +27,7 @@ RESULTS = CHECKOUT / "docs" / "matrix.json"
 LOGS = CHECKOUT / "build" / "matrix"
 TOX = [sys.executable, "-m", "tox"]
 PACKAGES = ("torch", "transformers", "flashinfer-python")
-OF_EXTRAS = ("fastapi", "msgspec", "prometheus-client", "pydantic", "uvicorn", "xgrammar", "ray")
+OF_EXTRAS = ("fastapi", "httptools", "jinja2", "msgspec", "prometheus-client", "pydantic", "uvicorn", "xgrammar", "ray")
 """Those of `server`, `structured` and `ray`, which have environments of their own."""
 
 _ASK_FOR_VERSIONS = f"""
