@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from dataclasses import dataclass
 from types import NoneType
@@ -58,6 +59,9 @@ class WrapConfig:
             256 MiB for those that are captured; prefills that need more are launched kernel by kernel.
         progress: show on stderr what is being traced, compiled or captured; with ``mode="eager"`` there is nothing to
             wait for on a CPU, and nothing is shown.
+        artifacts: a folder that ``compiled-llm compile`` has written, on such a machine, for this model and these
+            options: what would be compiled is taken from there, and nothing is compiled. Its code is run, so nobody but
+            you and root may be able to write it.
     """
 
     mode: Mode = "cuda-graphs"
@@ -69,6 +73,7 @@ class WrapConfig:
     fuse_projections: bool | None = None
     workspace_bytes: int | None = None
     progress: bool = True
+    artifacts: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         """Check every value.
@@ -90,6 +95,13 @@ class WrapConfig:
             raise ValueError(f"progress={self.progress!r}: must be True or False")
         if not isinstance(self.fuse_projections, (bool, NoneType)):
             raise ValueError(f"fuse_projections={self.fuse_projections!r}: must be True, False or None")
+        if not isinstance(self.artifacts, (str, os.PathLike, NoneType)) or self.artifacts == "":
+            raise ValueError(f"artifacts={self.artifacts!r}: must be the path of a folder, or None")
+        if self.artifacts is not None and self.mode == "eager":
+            raise ValueError(
+                f"artifacts={os.fspath(self.artifacts)!r} hold compiled code, and mode='eager' runs none; wrap without "
+                "artifacts, or with the mode that they were written for"
+            )
         parse_kv_memory(self.kv_memory)
 
     def fuses_on(self, device: str) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,21 @@ class Env:
         logs = tuple(name.strip() for name in environ.get("COMPILED_LLM_LOGS", "").split(",") if name.strip())
         # Path.expanduser raises if there is no home.
         return cls(cache=Path(os.path.expanduser(cache)), logs=logs)
+
+
+@contextmanager
+def replaced(values: Mapping[str, str]) -> Iterator[None]:
+    """Give some variables of this process other values for the block; afterwards they are what they were, or unset."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def enable_logs(names: Iterable[str]) -> None:

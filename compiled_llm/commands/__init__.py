@@ -1,1 +1,1 @@
-"""What a user runs: `compiled-llm generate`, `chat`, `explain`, `serve`, `client`, `doctor` and `bench`."""
+"""What a user runs: `compiled-llm generate`, `chat`, `explain`, `compile`, `serve`, `client`, `doctor` and `bench`."""

@@ -11,6 +11,7 @@ from compiled_llm.commands.bench.commands import app as bench
 from compiled_llm.commands.chat.command import chat
 from compiled_llm.commands.choices import Device, Dtype
 from compiled_llm.commands.client import client
+from compiled_llm.commands.compile import compile_ahead
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.explain import explain
 from compiled_llm.commands.generate import run
@@ -18,6 +19,7 @@ from compiled_llm.commands.known_commands import KnownCommands
 from compiled_llm.commands.options import (
     MODEL,
     OUTPUT,
+    Artifacts,
     Backend,
     ChatTemplate,
     MaxNewTokens,
@@ -89,6 +91,7 @@ def generate(
     backend: Backend = "auto",
     dtype: WeightsDtype = Dtype.auto,
     device: OnDevice = Device.auto,
+    artifacts: Artifacts = None,
     max_new_tokens: MaxNewTokens = 64,
     stop: Annotated[
         list[str] | None,
@@ -120,6 +123,7 @@ def generate(
             backend=backend,
             dtype=dtype.value,
             device=device.value,
+            artifacts=artifacts,
             as_json=as_json,
             quiet=quiet,
         )
@@ -128,6 +132,7 @@ def generate(
 
 app.command()(chat)
 app.command()(serve)
+app.command(name="compile")(compile_ahead)
 app.command(context_settings={"allow_extra_args": True})(client)
 app.command()(explain)
 app.add_typer(bench, name="bench")

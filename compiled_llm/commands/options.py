@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -86,6 +87,15 @@ RunningMode = Annotated[
 Backend = Annotated[
     str,
     typer.Option("--backend", help="Whose attention kernels: auto, flashinfer or reference.", rich_help_panel=MODEL),
+]
+Artifacts = Annotated[
+    Path | None,
+    typer.Option(
+        "--artifacts",
+        metavar="DIR",
+        help="Compile nothing: take it from what `compile` has written.",
+        rich_help_panel=MODEL,
+    ),
 ]
 _DTYPE = "auto: float32 on the CPU, bfloat16 on CUDA."
 _DEVICE = "auto: CUDA if there is a device."

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.commands.prompt import check_system
@@ -85,6 +86,7 @@ class Request:
         prompt: the text to continue, or with ``chat`` the message to answer.
         system: the system message of the chat, if there is one.
         stop: texts that end the answer.
+        artifacts: what was compiled before, if it is to be taken from there.
         as_json: write one JSON object in place of the text.
         quiet: show neither progress nor figures.
     """
@@ -102,6 +104,7 @@ class Request:
     device: str
     as_json: bool
     quiet: bool
+    artifacts: Path | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked before a model is loaded.
@@ -122,7 +125,8 @@ class Request:
         compiles: each finds the other's in the cache. On CUDA pages for one row leave others most of the memory.
         """
         rows = {"max_batch_size": 1} if device == "cuda" else {}
-        return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **rows}
+        artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
+        return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **rows, **artifacts}
 
     def wrap_config(self, device: str) -> WrapConfig:
         """Return the options of ``wrap`` on a kind of device, checked."""

@@ -12,7 +12,7 @@ from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.early_checks import check_driver, check_server_packages
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.leash import end_with_parent
-from compiled_llm.commands.options import MODEL, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
+from compiled_llm.commands.options import MODEL, Artifacts, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
 from compiled_llm.commands.serve_http import HttpFlags, run_with_front
 from compiled_llm.commands.source import Source, locate
 from compiled_llm.config import WrapConfig
@@ -45,12 +45,14 @@ class Served(NamedTuple):
     max_step_ms: float | None
     warmup: list[int]
     operations_uds: Path | None
+    artifacts: Path | None
     quiet: bool
 
     def wrap_options(self) -> dict[str, Any]:
         """Return the options of ``wrap``."""
         memory = {} if self.kv_memory is None else {"kv_memory": _number_or_text(self.kv_memory)}
-        return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **memory}
+        artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
+        return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **memory, **artifacts}
 
     def engine_options(self) -> dict[str, Any]:
         """Return the options of ``Engine``."""
@@ -178,6 +180,7 @@ def serve(
     backend: Backend = "auto",
     dtype: WeightsDtype = Dtype.auto,
     device: OnDevice = Device.auto,
+    artifacts: Artifacts = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=_SERVING)] = False,
     leashed: Annotated[bool, typer.Option(hidden=True, help="End with whoever holds stdin open.")] = False,
 ) -> None:
@@ -199,7 +202,8 @@ def serve(
         sizes = integers("--warmup", warmup)
         served = Served(
             *(model, mode, backend, dtype.value, device.value, kv_memory),
-            *(max_rows, max_queue, max_step_ms, sizes, _absolute(operations_uds), quiet),
+            *(max_rows, max_queue, max_step_ms, sizes),
+            *(_absolute(operations_uds), _absolute(artifacts), quiet),
         )
         _check(served, drain_seconds)
         source = locate(model, progress=not quiet)

@@ -1,7 +1,8 @@
 """Private parts of torch that we depend on, one function each, and what we change for the whole process.
 
 Those of transformers stand in ``compat.huggingface``, ``compat.tokenizers`` and ``compat.continuous_batching``, that of
-xgrammar in ``compat.xgrammar``.
+xgrammar in ``compat.xgrammar``, that of Triton (``knobs.cache.manager_class`` and its ``FileCacheManager``) in
+``compat.triton``.
 
 | what | for | ends when |
 | --- | --- | --- |
@@ -22,7 +23,7 @@ transforms and tracing | the same |
 | ``exc.FailOnRecompileLimitHit`` | going on uncompiled | a function can be told to |
 | ``exc.TorchDynamoException``, ``BackendCompilerFailed`` | naming the line that cannot be compiled | they are public |
 | ``utils.get_traced_code`` | noticing that a class's method was replaced | Dynamo guards methods of classes |
-| ``utils.get_compilation_metrics`` | why something recompiled | torch reports it per function |
+| ``utils.get_compilation_metrics`` | why something recompiled, how long tracing took | torch reports it per function |
 | ``convert_frame._bytecode_hooks`` | explaining under depyf's hook | depyf's code always runs |
 | Inductor's ``trace`` options, the logger of ``_inductor.debug`` | its code, kernels by node | an API gives them |
 | ``custom_graph_pass`` of Inductor | a pass of ours in its graphs | torch documents it |
@@ -37,7 +38,10 @@ transforms and tracing | the same |
 | ``torch._inductor.config.cpp.cxx`` | which C++ compilers Inductor looks for | torch reports it |
 | ``_subclasses.FakeTensorMode``, ``utils._pytree`` | running a model without computing | torch documents it |
 | ``cpp_builder``, ``cache_dir_utils`` of Inductor | what ``doctor`` shows | torch reports it |
-| the counters of ``fxgraph_cache_…`` | whether code came from Inductor's cache | torch reports it |
+| the counters of ``fxgraph_cache_…`` and ``autograd_cache_bypass`` | whether code came from Inductor's cache, and can \
+be kept there | torch reports it |
+| ``TORCHINDUCTOR_CACHE_DIR`` is read anew by each compile | code from a folder of artifacts | Inductor takes its \
+cache as an option |
 | the names of functions in ``async_compile``, ``graph``, ``compile_fx`` and ``triton_heuristics`` of Inductor | what \
 takes so long | torch tells how far it is |
 | ``cpu_vec_isa.VecISA._avx_py_load`` | running nothing of the current folder | torch's probes leave it out |
@@ -56,6 +60,12 @@ Changed for the whole process:
 | the two methods of ``TritonKernel`` above | the first graph that is compiled | Inductor's kernels always wait first |
 | what a forked process begins with (``os.register_at_fork``) | the import | threads survive a fork |
 | ``VecISA._avx_py_load`` | the first graph that is compiled | torch's probes leave out the current folder |
+| ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR``, while a graph is taken from artifacts | each such graph | \
+Inductor takes its cache as an option |
+| ``triton.knobs.cache.manager_class`` | the first artifacts that hold kernels of Triton | Triton looks in several \
+folders |
+| ``JitSpec.aot_path`` and ``build`` of FlashInfer | the first artifacts that hold kernels of FlashInfer | a folder of \
+built kernels can be named |
 | ``KINETO_LOG_LEVEL`` and two variables of CUPTI, if unset | the first profile | CUPTI can restart |
 """
 

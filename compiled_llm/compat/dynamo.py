@@ -24,6 +24,7 @@ BackendError = BackendCompilerFailed
 """A ``DynamoError``: the function was traced, and what compiles its graph has failed."""
 
 F = TypeVar("F", bound=Callable[..., Any])
+E = TypeVar("E", bound=BaseException)
 
 
 def dynamo_watches() -> bool:
@@ -212,6 +213,28 @@ def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:
         for metric in get_compilation_metrics()
         if metric.recompile_reason and str(metric.compile_id).partition("/")[0] in frames
     }
+
+
+def tracing_seconds(functions: Sequence[Callable[..., Any]]) -> float:
+    """Return how long Dynamo took over functions made by ``own_copy``, what their backend took left out.
+
+    Dynamo keeps the last 64 compiles.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.utils import get_compilation_metrics
+
+    entries = [entry for function in functions for entry in _debug_get_cache_entry_list(function.__code__)]
+    ours = {str(entry.compile_id) for entry in entries}
+    metrics = [metric for metric in get_compilation_metrics() if str(metric.compile_id) in ours]
+    whole = sum(metric.entire_frame_compile_time_s or 0.0 for metric in metrics)
+    return whole - sum(metric.backend_compile_time_s or 0.0 for metric in metrics)
+
+
+def reason_of(error: BaseException, kind: type[E]) -> E | None:
+    """Return the error of a kind that made a backend fail, from below what Dynamo and Inductor wrap around it."""
+    while isinstance(error, BackendCompilerFailed):
+        error = error.inner_exception
+    return error if isinstance(error, kind) else None
 
 
 @contextmanager

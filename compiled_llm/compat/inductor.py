@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from compiled_llm.env import replaced
+
 
 def traced_by_inductor(folder: str) -> dict[str, Any]:
     """Return options with which Inductor writes what it makes of a graph, in a new folder in ``folder/torchinductor``.
@@ -170,6 +172,34 @@ def inductor_cache() -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
+
+
+def cache_variables(folder: Path) -> dict[str, str]:
+    """Return the environment in which Inductor, and Triton for it, keep all that they make in a folder."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+
+
+@contextmanager
+def inductor_cache_at(folder: Path) -> Iterator[None]:
+    """Let Inductor look for code in this folder alone while the block runs; one thread after the other.
+
+    It reads the place from the environment each time, here and in the processes that it starts, and takes it from
+    nowhere else. What another thread compiles meanwhile, outside such a block, lands in the folder as well.
+    """
+    import torch._dynamo.package  # noqa: F401 (remembers the place that it finds when it is imported)
+
+    with _one_cache, replaced(cache_variables(folder)):
+        yield
+
+
+_one_cache = threading.RLock()
+
+
+def uncached_graphs() -> int:
+    """Return how many graphs of this process Inductor has compiled and cannot keep."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fxgraph_cache_bypass"] + counters["aot_autograd"]["autograd_cache_bypass"])
 
 
 def compiled_anew() -> int:

@@ -76,16 +76,25 @@ from compiled_llm.compat.dynamo import (
     own_copy as own_copy,
 )
 from compiled_llm.compat.dynamo import (
+    reason_of as reason_of,
+)
+from compiled_llm.compat.dynamo import (
     recompile_reasons as recompile_reasons,
 )
 from compiled_llm.compat.dynamo import (
     traced_code as traced_code,
+)
+from compiled_llm.compat.dynamo import (
+    tracing_seconds as tracing_seconds,
 )
 from compiled_llm.compat.inductor import (
     MAY_BEGIN_EARLY as MAY_BEGIN_EARLY,
 )
 from compiled_llm.compat.inductor import (
     build_probes_early as build_probes_early,
+)
+from compiled_llm.compat.inductor import (
+    cache_variables as cache_variables,
 )
 from compiled_llm.compat.inductor import (
     compile_with_inductor as compile_with_inductor,
@@ -106,6 +115,9 @@ from compiled_llm.compat.inductor import (
     inductor_cache as inductor_cache,
 )
 from compiled_llm.compat.inductor import (
+    inductor_cache_at as inductor_cache_at,
+)
+from compiled_llm.compat.inductor import (
     inductor_quiet as inductor_quiet,
 )
 from compiled_llm.compat.inductor import (
@@ -119,6 +131,9 @@ from compiled_llm.compat.inductor import (
 )
 from compiled_llm.compat.inductor import (
     traced_by_inductor as traced_by_inductor,
+)
+from compiled_llm.compat.inductor import (
+    uncached_graphs as uncached_graphs,
 )
 from compiled_llm.compat.modes import (
     hooks_on_all_modules as hooks_on_all_modules,

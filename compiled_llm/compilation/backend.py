@@ -13,6 +13,7 @@ from compiled_llm.compilation.piecewise import Examples, cut, join, without_symb
 
 Compiled = Callable[..., Any]
 Pass = Callable[[fx.Graph], object]
+CompileGraph = Callable[[fx.GraphModule, Sequence[Any], Mapping[str, Any]], Compiled]
 
 
 class Inductor:
@@ -22,7 +23,14 @@ class Inductor:
         piecewise: whether equal regions are compiled once.
     """
 
-    def __init__(self, options: Mapping[str, Any], passes: Sequence[Pass] = (), *, piecewise: bool) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        passes: Sequence[Pass] = (),
+        *,
+        piecewise: bool,
+        compile_graph: CompileGraph | None = None,
+    ) -> None:
         """Prepare.
 
         Args:
@@ -30,9 +38,11 @@ class Inductor:
             passes: each rewrites the whole graph in place, before Inductor sees any of it.
             piecewise: compile equal regions once. Each region costs the host close to 0.1 ms a call, which the replay
                 of a CUDA graph does not pay.
+            compile_graph: what compiles a graph, or finds it compiled; Inductor with its own cache if None.
         """
         self._options = dict(options)
         self._passes = passes
+        self._compile_graph = compile_graph
         self.piecewise = piecewise
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
@@ -42,7 +52,7 @@ class Inductor:
             rewrite(module.graph)
         if not self.piecewise:
             module.recompile()
-            return compile_with_inductor(module, inputs, self._options)
+            return self._compiled(module, inputs)
         return self._compile_piecewise(module)
 
     def _compile_piecewise(self, module: fx.GraphModule) -> Compiled:
@@ -61,4 +71,7 @@ class Inductor:
 
     def _compile_region(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         note_examples(module.graph, inputs)
-        return compile_with_inductor(module, inputs, self._options)
+        return self._compiled(module, inputs)
+
+    def _compiled(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        return (self._compile_graph or compile_with_inductor)(module, inputs, self._options)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from compiled_llm.compat import BackendError, DynamoError, RecompileLimitError, graph_count, is_compiled_for
+from compiled_llm.compat import BackendError, DynamoError, RecompileLimitError, graph_count, is_compiled_for, reason_of
+from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
 from compiled_llm.compilation.backend import Inductor
 from compiled_llm.compilation.compile_error import CompileError
 
@@ -51,7 +52,9 @@ class Bounded:
                 return self._compiled(*arguments)
             except RecompileLimitError:
                 self._note_limit()
-            except BackendError:  # nothing in the model's forward
+            except BackendError as error:  # nothing in the model's forward
+                if (missing := reason_of(error, NotInArtifactsError)) is not None:
+                    raise missing from None
                 raise
             except DynamoError as error:
                 raise CompileError.of(self._function.__name__, error) from None

@@ -13,8 +13,13 @@ from compiled_llm.compat import CustomGraphPass
 class CompilingNotice(CustomGraphPass):
     """A pass that changes nothing: Inductor runs its passes on a graph only if its caches hold no code for it."""
 
-    def __init__(self) -> None:
-        """Tell nobody yet."""
+    def __init__(self, always: Callable[[], object] | None = None) -> None:
+        """Tell nobody yet.
+
+        Args:
+            always: is told each time; what it raises keeps the graph from being compiled.
+        """
+        self._always = always
         self._tell: Callable[[], object] | None = None
 
     @contextmanager
@@ -28,6 +33,8 @@ class CompilingNotice(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Tell it."""
+        if self._always is not None:
+            self._always()
         if self._tell is not None:
             self._tell()
 

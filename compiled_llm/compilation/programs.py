@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import build_probes_early, forget_when_gone, graph_count, own_copy
+from compiled_llm.compat import build_probes_early, forget_when_gone, graph_count, own_copy, tracing_seconds
+from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.backend import Inductor, Pass
 from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.graphs.validity import Guards
@@ -56,7 +57,12 @@ class Programs:
     outlines_layers = True
 
     def __init__(
-        self, config: WrapConfig, facts: ModelFacts, device: torch.device, weights: FusedWeights | None = None
+        self,
+        config: WrapConfig,
+        facts: ModelFacts,
+        device: torch.device,
+        weights: FusedWeights | None = None,
+        artifacts: Artifacts | None = None,
     ) -> None:
         """Prepare; compiling happens at the first call of each program.
 
@@ -65,6 +71,7 @@ class Programs:
             facts: what is known of the model.
             device: where the model lives.
             weights: those that one matmul reads; they must be ``intact`` at each call.
+            artifacts: what was compiled before, in place of compiling.
         """
         self._class = facts.model_class
         self._class_forward = facts.model_class.forward
@@ -77,9 +84,10 @@ class Programs:
         self._passes: list[Pass] = []
         self._warned = False
         self.recorded = config.uses_trees_on(device.type)
-        if device.type == "cpu" and config.mode != "eager":
+        self._artifacts = artifacts
+        if device.type == "cpu" and config.mode != "eager" and artifacts is None:
             build_probes_early()  # beside the tracing of the first program, which takes longer
-        self.compiling = CompilingNotice()
+        self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)
         self.prefill_function = own_copy(prefill_step)
         self.decode_one_function = own_copy(decode_step)
         self.decode_many_function = own_copy(decode_step)
@@ -105,7 +113,12 @@ class Programs:
         passes = passes_for(self._config, self._device, self._fused, decodes)
         self._passes += passes
         options = {**options, "post_grad_custom_post_pass": self.compiling}
-        backend = Inductor(options, [self._code.note, *passes], piecewise=self._config.records_on(self._device.type))
+        backend = Inductor(
+            options,
+            [self._code.note, *passes],
+            piecewise=self._config.records_on(self._device.type),
+            compile_graph=None if self._artifacts is None else self._artifacts.compile,
+        )
         if self.outlines_layers and self._config.traces_layers_once_on(self._device.type):
             self._outlines[function] = Outline(function, self._known_state)
         return compiled(function, self._config, backend)
@@ -240,6 +253,10 @@ class Programs:
         if isinstance(inputs, PrefillInputs):
             return self._embedded if inputs.ids.dim() == 3 else self._prefill
         return self._decode_one if inputs.slots.shape[0] == 1 else self._decode_many
+
+    def tracing_seconds(self) -> float:
+        """Return how long Dynamo has traced."""
+        return tracing_seconds([*self.functions.values()])
 
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling import choose
 from compiled_llm.config import WrapConfig
@@ -76,6 +77,7 @@ class DeviceModel:
         programs: Programs | None = None,
         max_rows: int = 0,
         weights: FusedWeights | None = None,
+        artifacts: Artifacts | None = None,
     ) -> None:
         """Allocate pages and buffers; nothing is compiled yet.
 
@@ -87,6 +89,7 @@ class DeviceModel:
             programs: what to run in place of what ``config`` says.
             max_rows: make room for so many rows, if that is more than ``config`` says.
             weights: which of the model's lie side by side, if they have been laid out before.
+            artifacts: what was compiled before, in place of compiling.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -118,7 +121,7 @@ class DeviceModel:
             shapes=shapes.all() if config.records_on(self.device.type) else [],
         )
         self._planner.load()
-        self.readiness = Readiness(self.state, weights, thread, self.events, programs)
+        self.readiness = Readiness(self.state, weights, thread, self.events, programs, artifacts)
         self.prefill = Prefill(self.state, self.readiness, self._planner, shapes)
         self.decode = Decode(self.state, self.readiness, self._planner)
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.device_model import DeviceModel
@@ -48,6 +49,7 @@ class DeviceSide:
         modules: InnerModules,
         events: Events,
         holders: Iterable[Holder],
+        artifacts: Artifacts | None = None,
     ) -> None:
         """Allocate nothing yet.
 
@@ -57,13 +59,15 @@ class DeviceSide:
             modules: those inside the model.
             events: what to note things in.
             holders: all that hold it beside those that have rows.
+            artifacts: what was compiled before, in place of compiling; all of its room for rows is made.
         """
         self._facts = facts
         self._config = config
         self._modules = modules
         self._events = events
         self._holders = holders
-        self._max_rows = config.max_batch_size
+        self._artifacts = artifacts
+        self._max_rows = config.max_batch_size if artifacts is None else artifacts.rows
         self._positions = MaxPositions()
         self.present: DeviceModel | None = None
         # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
@@ -135,6 +139,7 @@ class DeviceSide:
             programs=None if kept is None else kept.programs,
             max_rows=self._max_rows,
             weights=None if kept is None else kept.weights,
+            artifacts=self._artifacts,
         )
 
     def forget_other_threads(self) -> bool:

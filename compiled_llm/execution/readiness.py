@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from compiled_llm.compat import compiling_stage
+from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.recordings import Key, Recordings, StepInputs, StepOutputs
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Programs
@@ -43,6 +44,7 @@ class Readiness:
         thread: Executor,
         events: Events,
         programs: Programs | None = None,
+        artifacts: Artifacts | None = None,
     ) -> None:
         """Begin with nothing ready.
 
@@ -52,11 +54,13 @@ class Readiness:
             thread: where everything here runs.
             events: what to note waiting in.
             programs: what to run in place of what the config says.
+            artifacts: what was compiled before, in place of compiling.
         """
         self._state = state
         self._thread = thread
         self.events = events
         self.weights = weights
+        self._artifacts = artifacts
         self.programs = programs or self._new_programs()
         self.recordings = Recordings(state.facts.model, state.config, state.device)
         self.ready: set[Key | str] = set()
@@ -167,7 +171,7 @@ class Readiness:
 
     def _new_programs(self) -> Programs:
         state = self._state
-        return Programs(state.config, state.facts, state.device, self.weights)
+        return Programs(state.config, state.facts, state.device, self.weights, self._artifacts)
 
     # ---- make it so
 

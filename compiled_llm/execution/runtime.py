@@ -9,6 +9,8 @@ from numbers import Integral
 from typing import Any, Protocol
 
 from compiled_llm.compat.forks import in_forked_processes
+from compiled_llm.compilation.artifacts.artifacts import Artifacts
+from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import DeviceModel
@@ -22,6 +24,7 @@ from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.model.checks import check_process
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.modules import InnerModules
+from compiled_llm_ops.backends import backend_named
 
 
 class Engine(Holder, Protocol):
@@ -48,13 +51,18 @@ class Runtime:
         loop_lock: lets one decoding loop run at a time.
         counters: what ran where; read them through ``stats``.
         events: what happened on the device side; read it through ``explain``.
+        artifacts: what was compiled before, in place of compiling; None without.
         device_side: what lies on the device, if it is not asleep.
         engine: returns what runs the loop of an engine on this model; None if there is none.
         engines: of all engines on this model.
     """
 
     def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
-        """Remember the model; nothing big is allocated before the first use or ``warmup``."""
+        """Remember the model; nothing big is allocated before the first use or ``warmup``.
+
+        Raises:
+            ValueError: the artifacts cannot be used.
+        """
         self.facts = facts
         self.config = config
         self.counters = Counters()
@@ -63,7 +71,8 @@ class Runtime:
         self.loop_lock = LoopLock()
         self.engine: Callable[[], object | None] = _no_engine
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self.device_side = DeviceSide(facts, config, self.modules, self.events, self.engines)
+        self.artifacts = _artifacts_for(facts, config)
+        self.device_side = DeviceSide(facts, config, self.modules, self.events, self.engines, self.artifacts)
         self._forked = False
         _runtimes.add(self)
 
@@ -122,6 +131,8 @@ class Runtime:
             uploads=self.events.uploads.total(),
             graphs=sum(graphs.values()),
             compile_seconds=round(self.events.preparing.seconds, 3),
+            tracing_seconds=round(device_model.readiness.programs.tracing_seconds(), 3),
+            builds={} if self.artifacts is None else self.artifacts.builds(),
             recompiles=sum(max(0, count - 1) for count in graphs.values()),
             uncompiled=sum(self.uncompiled().values()),
             cudagraph_skips=recordings.skips,
@@ -163,7 +174,13 @@ class Runtime:
                 raise ValueError(f"{name}: {size!r} is not a whole number between 1 and max_batch_size={limit}")
 
     def make_room(self, rows: int) -> None:
-        """Let the device side have room for so many rows; one that has less is made anew when it is next needed."""
+        """Let the device side have room for so many rows; one that has less is made anew when it is next needed.
+
+        Raises:
+            ValueError: the artifacts have less room.
+        """
+        if self.artifacts is not None:
+            self.artifacts.check_rows(rows)
         self.device_side.make_room(rows)
 
     def device_model(self) -> DeviceModel:
@@ -247,6 +264,16 @@ class Runtime:
     def runner(self) -> Runner:
         """Return a new runner."""
         return Runner(self.device_model())
+
+
+def _artifacts_for(facts: ModelFacts, config: WrapConfig) -> Artifacts | None:
+    if config.artifacts is None:
+        return None
+    here = made_for(facts.model, facts.model_class, config)
+    backend = backend_named(config.backend_on(facts.model.device.type))
+    artifacts = Artifacts.read(config.artifacts, here, backend)
+    artifacts.check_rows(config.max_batch_size)
+    return artifacts
 
 
 def _no_engine() -> None:

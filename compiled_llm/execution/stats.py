@@ -48,6 +48,10 @@ class Stats:
             ``inputs_embeds`` were given.
         compile_seconds: how long tracing, compiling, building kernels and recording took, in ``warmup`` or in calls
             that waited for it.
+        tracing_seconds: how much of that Dynamo took to trace graphs, which no artifacts spare.
+        builds: with ``artifacts``, what had to be built nevertheless: ``graphs``, ``C++ kernels``, ``Triton kernels``
+            and ``FlashInfer kernels``, the last two over the whole process since the model was wrapped; 0 of each if
+            all is well. Empty without.
         graph_breaks: always 0: programs compile whole or raise.
         recompiles: graphs compiled again although they existed.
         uncompiled: prefills and decode steps that ran uncompiled, because torch had compiled their program as often as
@@ -78,6 +82,8 @@ class Stats:
     uploads: int = 0
     graphs: int = 0
     compile_seconds: float = 0.0
+    tracing_seconds: float = 0.0
+    builds: dict[str, int] = field(default_factory=dict)
     graph_breaks: int = 0
     recompiles: int = 0
     uncompiled: int = 0
@@ -126,6 +132,9 @@ class Stats:
     def _graph_rows(self) -> Iterator[tuple[str, str]]:
         compiled = f"{self.graphs} graphs in {self.compile_seconds:.1f} s"
         yield "compiled", f"{compiled}, {self.graph_breaks} graph breaks, {self.recompiles} recompiles"
+        if self.builds:
+            built = {name: count for name, count in self.builds.items() if count}
+            yield "artifacts", f"{_named(built) or 'nothing'} had to be built"
         if self.uncompiled:
             yield "uncompiled", f"{self.uncompiled} prefills and decode steps: torch compiles their programs no more"
         if self._on_cuda and self.mode != "compile":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -94,6 +95,12 @@ class Backend(Protocol):
 
     def compiler(self) -> str | None:
         """Return the path of the compiler that it builds kernels with; None if there is none, or it needs none."""
+
+    def find_kernels_in(self, folder: Path) -> None:
+        """Look for built kernels, each ``NAME/NAME.so``, in a folder before any is built, from now on."""
+
+    def kernels_built(self) -> int:
+        """Return how many kernels this process has built, in case it was told of a folder before."""
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
         """Return why there is no kernel for a geometry, whose head size is not padded yet; None if there is one."""

@@ -334,7 +334,7 @@ def test_help_shows_every_option_in_its_panel() -> None:
     options = [
         "Input --file --chat --system",
         "Sampling --sample --temperature --top-k --top-p --min-p --repetition-penalty --seed",
-        "Model --model --mode --backend --dtype --device",
+        "Model --model --mode --backend --dtype --device --artifacts",
         "Output --max-new-tokens --stop --json --quiet",
     ]
     for panel, names in zip(panels, options, strict=True):
@@ -347,7 +347,7 @@ def test_h_is_help(command: list[str]) -> None:
     assert (asked.exit_code, asked.output) == (0, CliRunner().invoke(app, [*command, "--help"], env=WIDE).output)
 
 
-@pytest.mark.parametrize("command", ["", "generate", "chat", "explain", "doctor", "bench", "bench latency"])
+@pytest.mark.parametrize("command", ["", "generate", "chat", "explain", "compile", "doctor", "bench", "bench latency"])
 def test_help_needs_neither_torch_nor_transformers_nor_matplotlib(command: str) -> None:
     code = """
 import sys
@@ -382,7 +382,11 @@ def test_version() -> None:
     [
         (["generate", "x", "--max-new-tokens", "y"], 2, "--max-new-tokens"),
         (["generate", "x", "--dtype", "int8"], 2, "--dtype"),
-        (["nosuch"], 2, "no command 'nosuch'; there are generate, chat, serve, client, explain, doctor, bench"),
+        (
+            ["nosuch"],
+            2,
+            "no command 'nosuch'; there are generate, chat, serve, compile, client, explain, doctor, bench",
+        ),
         (["gen"], 2, "no command 'gen'; did you mean generate?"),
         (["dcotor"], 2, "did you mean doctor?"),
         (["bench", "lat"], 2, "did you mean latency?"),

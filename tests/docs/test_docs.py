@@ -63,7 +63,11 @@ def namespace(
     write_gguf(tmp_path / GGUF, tiny_llama(eos_token_id=None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     wrap = compiled_llm.wrap
-    monkeypatch.setattr(compiled_llm, "wrap", lambda model, **options: wrap(model, **{"mode": "eager", **options}))
+    # No page waits for artifacts to be compiled: tests/compilation/test_artifacts.py does.
+    monkeypatch.setattr(
+        *(compiled_llm, "wrap"),
+        lambda model, artifacts=None, **options: wrap(model, **{"mode": "eager", **options}),
+    )
     monkeypatch.setattr(compiled_llm, "demo", lambda: loaded(tiny_folder))
     found = {"__name__": "__main__"}
     exec(beginning_of(page), found)

@@ -13,6 +13,7 @@ from support.pages import CHECKOUT, DOCS
 # a loop of their own.
 SPEAKING = (
     *("config.py", "model/*.py", "kvcache/*.py", "execution/*.py", "engine/*.py", "huggingface/*.py"),
+    "compilation/artifacts/*.py",
     *("client/*.py", "protocol/*.py", "server/generator/*.py", "server/front/*.py", "server/replicas/*.py"),
 )
 # What makes errors that clients of HTTP see; they are not always raised where they are made.

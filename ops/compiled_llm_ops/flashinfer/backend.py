@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from compiled_llm_ops.flashinfer import install
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.plan import FlashInferPlan
 from compiled_llm_ops.flashinfer.planner import plan_bytes
+from compiled_llm_ops.flashinfer.prebuilt import find_kernels_in, kernels_built
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, captured_split_bytes, split_bytes, worth_splitting
 from compiled_llm_ops.flashinfer.versions import QUERY_DTYPES, missing_kernel, padded_head_dim
 from compiled_llm_ops.flashinfer.workspace import Workspace, max_blocks_of
@@ -33,6 +35,14 @@ class FlashInfer:
     def compiler(self) -> str | None:
         """Return the nvcc that FlashInfer would run; None if its kernels are installed already built."""
         return None if install.has_built_kernels() else install.find_nvcc()
+
+    def find_kernels_in(self, folder: Path) -> None:
+        """Look there before they are built."""
+        find_kernels_in(folder)
+
+    def kernels_built(self) -> int:
+        """Return how many were built since the first ``find_kernels_in``."""
+        return kernels_built()
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
         """Return why there is no kernel for a geometry."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -59,6 +60,13 @@ class Reference:
     def compiler(self) -> str | None:
         """Build nothing."""
         return None
+
+    def find_kernels_in(self, folder: Path) -> None:
+        """Look for nothing: there is nothing to build."""
+
+    def kernels_built(self) -> int:
+        """Return 0."""
+        return 0
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
         """Everything can be computed."""

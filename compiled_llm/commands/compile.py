@@ -1,0 +1,123 @@
+"""`compiled-llm compile`: artifacts, so that later processes compile nothing.
+
+What imports torch is imported inside, once everything that compiles in this process keeps its work in the new folder.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compiled_llm.commands.choices import Device, Dtype, integers
+from compiled_llm.commands.early_checks import check_driver
+from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.options import Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
+from compiled_llm.commands.source import Source, locate
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.server.defaults import MAX_ROWS
+
+if TYPE_CHECKING:
+    from compiled_llm.compilation.artifacts.manifest import Manifest
+
+_PREPARED = "What it is compiled for"
+
+
+def compile_ahead(
+    model: ModelPlace,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="A new folder for what is compiled.")],
+    max_rows: Annotated[
+        int, typer.Option(help="Room for so many requests at once, as `serve --max-rows`.", rich_help_panel=_PREPARED)
+    ] = MAX_ROWS,
+    warmup: Annotated[
+        str,
+        typer.Option(
+            metavar="ROWS",
+            help="Build kernels for these numbers of requests: 1,8,64. Unless given, all up to --max-rows, on a CPU 1 "
+            "and 2, whose code serves all.",
+            rich_help_panel=_PREPARED,
+        ),
+    ] = "",
+    mode: RunningMode = "cuda-graphs",
+    backend: Backend = "auto",
+    dtype: WeightsDtype = Dtype.auto,
+    device: OnDevice = Device.auto,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Compile a model into a folder, from which later processes start without compiling anything.
+
+    They name it: `compiled-llm serve MODEL --artifacts DIR`, or in Python
+    `compiled_llm.wrap(model, artifacts=DIR)`. It is for this machine's kind of
+    device, for these versions and options; others refuse it, and say why.
+    """
+    with readable_errors():
+        if mode == "eager":
+            raise ValueError("mode='eager' compiles nothing; give another one")
+        options = {"mode": mode, "backend": backend, "progress": not quiet}
+        WrapConfig.from_options(options)
+        if max_rows < 1:
+            raise ValueError(f"--max-rows {max_rows}: must be at least 1")
+        sizes = integers("--warmup", warmup)
+        if wrong := [size for size in sizes if size > max_rows]:
+            raise ValueError(f"--warmup {wrong[0]}: there is room for {max_rows} requests; raise --max-rows")
+        check_driver(device.value)
+        target = output.expanduser().absolute()
+        source = locate(model, progress=not quiet)
+        manifest = _write(source, target, options, dtype.value, device.value, max_rows, sizes)
+        size = sum(entry.nbytes for entry in manifest.files.values())
+        typer.echo(f"compiled_llm: {len(manifest.files)} files, {size / 2**20:,.1f} MiB, in {target}", err=True)
+
+
+def _write(
+    source: Source, target: Path, options: dict[str, Any], dtype: str, device: str, max_rows: int, sizes: list[int]
+) -> Manifest:
+    with ProgressDisplay(options["progress"]).task("importing torch and transformers"):
+        from compiled_llm.commands.loading import fetched, load
+        from compiled_llm.compilation.artifacts.writing import check_new, unfinished, variables
+
+    check_new(target)
+    with unfinished(target) as folder:
+        os.environ.update(variables(folder))  # this process does nothing else, and nothing is built yet
+        loaded, tokenizer = load(fetched(source, options["progress"]), dtype, device, progress=options["progress"])
+        return _compiled_into(folder, loaded, tokenizer, options, max_rows, sizes)
+
+
+def _compiled_into(
+    folder: Path, loaded: Any, tokenizer: Any, options: dict[str, Any], max_rows: int, sizes: list[int]
+) -> Manifest:
+    import compiled_llm
+    from compiled_llm.compat import uncached_graphs
+    from compiled_llm.compilation.artifacts.made_for import made_for
+    from compiled_llm.compilation.artifacts.writing import seal
+    from compiled_llm.execution.decode_buffers import buckets_up_to
+    from compiled_llm.execution.device_side import prepare
+
+    here = made_for(loaded, type(loaded), WrapConfig.from_options(options))
+    model = compiled_llm.wrap(loaded, max_batch_size=max_rows, **options)
+    with compiled_llm.Engine(model, tokenizer=tokenizer, max_rows=max_rows, watch_model=False) as engine:
+        default = [1, min(2, max_rows)] if model.device.type == "cpu" else buckets_up_to(max_rows)
+        engine.warmup(sizes or default)
+        device_model = model.compiled.device_model()
+        prepare(device_model, [], [], embedded=True)
+        device_model.thread.call(device_model.prepare_deferred, sizes or default)
+        _run_some_requests(engine)
+    if (left_out := uncached_graphs()) > 0:
+        raise RuntimeError(
+            f"compile: Inductor has compiled {left_out} graphs that it cannot keep; TORCHINDUCTOR_FX_GRAPH_CACHE and "
+            "TORCHINDUCTOR_AUTOGRAD_CACHE must not be 0"
+        )
+    return seal(folder, here, max_rows)
+
+
+def _run_some_requests(engine: Any) -> None:
+    """Have kernels built that no graph holds: those of settings that most requests do without."""
+    from compiled_llm.engine.params import SamplingParams
+
+    drawn: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 0}
+    settings = [SamplingParams(temperature=0.0, max_tokens=3), SamplingParams(max_tokens=3, logprobs=2, **drawn)]
+    for prompts in ([[1]], [[1, 2, 3], [1, 2]]):
+        for params in settings:
+            engine.generate(prompts, params)

@@ -1,0 +1,74 @@
+"""Triton: kernels that were built before, found in a folder of artifacts in place of Triton's own cache."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+_folders: list[Path] = []
+_built = [0]
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def find_kernels_in(folder: Path) -> None:
+    """Let Triton look in a folder like its cache before it looks into that, for this process.
+
+    A kernel's key says all that its code depends on, so that a hit is what Triton would have built. Kernels that are
+    not there are built, and kept where they always were.
+    """
+    _folders.append(folder)
+    _look_in_folders()
+
+
+def forget_kernels_in(folder: Path) -> None:
+    """Look there no more."""
+    if folder in _folders:
+        _folders.remove(folder)
+
+
+def kernels_built() -> int:
+    """Return how many kernels Triton has not found anywhere, since it was first told of a folder."""
+    return _built[0]
+
+
+@functools.cache
+def _look_in_folders() -> None:
+    """Give Triton a cache that looks there; a setting of its own that nobody else uses at the same time."""
+    knobs = importlib.import_module("triton.knobs").cache
+    knobs.manager_class = layered(
+        knobs.manager_class or importlib.import_module("triton.runtime.cache").FileCacheManager
+    )
+
+
+def layered(base: type[Any]) -> type[Any]:
+    """Return a cache manager that reads the entries of our folders in place of those of ``base``.
+
+    Args:
+        base: Triton's ``FileCacheManager``, or one that is set in its place.
+    """
+
+    class Layered(base):  # type: ignore[misc]
+        """One entry: our folder's if it is there, else what ``base`` has."""
+
+        def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+            found = [] if override or dump else [folder / key for folder in _folders if (folder / key).is_dir()]
+            self._counts = not (found or override or dump)
+            if not found:
+                super().__init__(key, override=override, dump=dump) if override or dump else super().__init__(key)
+                return
+            self.key, self.cache_dir, self.lock_path = key, str(found[0]), str(found[0] / "lock")
+
+        def get_group(self, filename: str) -> Any:
+            """Return the files of a kernel; None if it has to be built, which is counted."""
+            group = super().get_group(filename)
+            _built[0] += not group and self._counts
+            return group
+
+    return Layered

@@ -1,0 +1,15 @@
+"""Compiled code in a folder: written by one process, checked and read by others, which then compile nothing.
+
+::
+
+    DIR/manifest.json     what it was made for, and each file with its size and SHA-256
+        inductor/         what Inductor and AOTAutograd keep in their caches: graphs, and on a CPU built kernels
+        triton/           Triton's cache: Inductor's kernels and our own, on CUDA
+        flashinfer/       NAME/NAME.so, FlashInfer's kernels, on CUDA
+
+Files hold code and pickles. So a folder is read only if nobody but this user and root can have written it, and each
+file is compared with the manifest before anything is imported or unpickled. What is read is a copy, in a folder of
+this process alone: what was compared is what runs, several processes can share a folder, and it can be read-only.
+
+What Dynamo traces is not among it: torch stores neither its bytecode nor its guards for graphs like ours.
+"""

@@ -1,0 +1,150 @@
+"""The artifacts that one wrapped model starts with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from compiled_llm.compat import compile_with_inductor, inductor_cache_at
+from compiled_llm.compat.triton import find_kernels_in, forget_kernels_in, has_triton, kernels_built
+from compiled_llm.compilation.artifacts.checked_folder import RefusedError, copy, manifest_of
+from compiled_llm.compilation.artifacts.manifest import MadeFor, Manifest, differences
+from compiled_llm.compilation.artifacts.writing import PLACE
+from compiled_llm_ops.protocol import Backend
+
+
+class NotInArtifactsError(RuntimeError):
+    """Something would have to be compiled although a model was wrapped with artifacts."""
+
+
+class Artifacts:
+    """What was compiled before, in a folder of this process alone.
+
+    Attributes:
+        source: where it was read from.
+        rows: how many rows the programs have room for.
+    """
+
+    def __init__(self, source: Path, manifest: Manifest, folder: Path, backend: Backend) -> None:
+        """Take over a folder.
+
+        Args:
+            source: where it was read from.
+            manifest: what it holds.
+            folder: a checked copy; it goes with this object.
+            backend: whose kernels are among it.
+        """
+        self.source = source
+        self.rows = manifest.rows
+        self._folder = folder
+        self._libraries_at_first = self._libraries = _libraries(folder)
+        self._backend = backend
+        self._compiled = 0
+        self._built_before = kernels_built(), backend.kernels_built()
+        weakref.finalize(self, _remove, folder, os.getpid())
+
+    @classmethod
+    def read(cls, source: str | os.PathLike[str], here: MadeFor, backend: Backend) -> Artifacts:
+        """Check a folder, and copy it.
+
+        Args:
+            source: the folder.
+            here: what it must be made for.
+            backend: whose kernels are to be found in it.
+
+        Raises:
+            ValueError: it is damaged, not whole, others can write it, or it is made for something else.
+        """
+        path = Path(os.path.abspath(os.path.expanduser(source)))
+        try:
+            manifest = manifest_of(path)
+            if different := differences(manifest.made_for, here):
+                raise RefusedError(f"was made for something else: {'; '.join(different)}")
+            folder = Path(tempfile.mkdtemp(prefix="compiled_llm_artifacts_"))
+            try:
+                copy(path, manifest, folder)
+                _say_where(folder)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        except RefusedError as error:
+            raise ValueError(f"artifacts={str(path)!r} {error}; write it anew with `compiled-llm compile`") from None
+        if (folder / "triton").is_dir() and has_triton():
+            find_kernels_in(folder / "triton")
+        if (folder / "flashinfer").is_dir():
+            backend.find_kernels_in(folder / "flashinfer")
+        return cls(path, manifest, folder, backend)
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+        """Return what Inductor has made of a graph.
+
+        Raises:
+            NotInArtifactsError: it would have to make it now.
+        """
+        with inductor_cache_at(self._folder):
+            compiled = compile_with_inductor(module, inputs, options)
+        if built := _libraries(self._folder) - self._libraries:
+            self._libraries |= built
+            raise self.missing(f"{len(built)} C++ kernels had to be built")
+        return compiled
+
+    def refuse(self) -> None:
+        """Raise, since a graph is about to be compiled.
+
+        Raises:
+            NotInArtifactsError: always.
+        """
+        self._compiled += 1
+        raise self.missing("a graph is not among them")
+
+    def missing(self, what: str) -> NotInArtifactsError:
+        """Return the error for something that is not there."""
+        return NotInArtifactsError(
+            f"artifacts={str(self.source)!r}: {what}. The model has changed since they were written, or torch's "
+            "settings are others; write them anew with `compiled-llm compile`, or wrap without artifacts"
+        )
+
+    def check_rows(self, rows: int) -> None:
+        """Check that there is room for so many rows.
+
+        Raises:
+            ValueError: there is not.
+        """
+        if rows > self.rows:
+            raise ValueError(
+                f"artifacts={str(self.source)!r} have room for {self.rows} rows, and {rows} are asked for: lower "
+                f"max_rows or max_batch_size, or write them with `compiled-llm compile --max-rows {rows}`"
+            )
+
+    def builds(self) -> dict[str, int]:
+        """Return what had to be built although it should have been here: 0 of each, if all is well."""
+        triton, attention = self._built_before
+        return {
+            "graphs": self._compiled,
+            "C++ kernels": len(self._libraries - self._libraries_at_first),
+            "Triton kernels": kernels_built() - triton,
+            "FlashInfer kernels": self._backend.kernels_built() - attention,
+        }
+
+
+def _libraries(folder: Path) -> frozenset[Path]:
+    return frozenset((folder / "inductor").rglob("*.so"))
+
+
+def _say_where(folder: Path) -> None:
+    """Put the folder's own place into Triton's lists of files."""
+    for path in (folder / "triton").rglob("*.json"):
+        path.write_bytes(path.read_bytes().replace(PLACE, str(folder).encode()))
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # a forked one ends before the one that reads it
+        forget_kernels_in(folder / "triton")
+        shutil.rmtree(folder, ignore_errors=True)

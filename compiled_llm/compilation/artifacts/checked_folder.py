@@ -1,0 +1,107 @@
+"""Reading a folder of artifacts: nothing in it is believed before it is known whose it is and what it has to be."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from compiled_llm.compilation.artifacts.manifest import NAME, Entry, Manifest
+
+ROOT = 0
+"""Root's user id: who does not trust root has no machine."""
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class RefusedError(ValueError):
+    """A folder of artifacts that must not be used; the message says why, without its name."""
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """Return what a folder says of itself.
+
+    Raises:
+        RefusedError: it is none, others can write it, or its manifest is damaged.
+    """
+    _check_owner(folder, _status_of(folder), stat.S_ISDIR)
+    try:
+        return Manifest.decoded(_content(folder / NAME))
+    except FileNotFoundError:
+        raise RefusedError(f"has no {NAME}: it is not of artifacts, or was never finished") from None
+    except RefusedError:
+        raise
+    except ValueError as error:
+        raise RefusedError(f"cannot be read: {NAME} {error}") from None
+
+
+def copy(folder: Path, manifest: Manifest, into: Path) -> None:
+    """Copy each file, once it is known to be what the manifest says.
+
+    Args:
+        folder: whose manifest it is.
+        manifest: all of it, but itself.
+        into: a new folder that only this user can write.
+
+    Raises:
+        RefusedError: a file is missing, is too much, differs, is a link, or others can write it.
+    """
+    found = set()
+    for path in _files_in(folder):
+        name = path.relative_to(folder).as_posix()
+        if name == NAME:
+            continue
+        if (entry := manifest.files.get(name)) is None:
+            raise RefusedError(f"is not whole: {name} is not in its manifest")
+        content = _content(path, entry.nbytes)
+        if Entry.of(content) != entry:
+            raise RefusedError(f"is damaged: {name} is not what it was")
+        found.add(name)
+        target = into / name
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target.write_bytes(content)
+    if missing := sorted(manifest.files.keys() - found):
+        raise RefusedError(f"is not whole: {missing[0]} is missing")
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            _check_owner(path, _status_of(path), stat.S_ISDIR)
+            yield from _files_in(path)
+        else:
+            yield path
+
+
+def _content(path: Path, most: int = 2**26) -> bytes:
+    """Return what is in a regular file that nobody else can have written, of ``most`` bytes and one more at most."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RefusedError(f"cannot be read: {path.name} is a link, or no file ({error.strerror})") from None
+    with os.fdopen(handle, "rb") as file:
+        _check_owner(path, os.fstat(handle), stat.S_ISREG)
+        return file.read(most + 1)
+
+
+def _status_of(folder: Path) -> os.stat_result:
+    try:
+        return folder.lstat()
+    except OSError as error:
+        raise RefusedError(f"cannot be read: {error.strerror}") from None
+
+
+def _check_owner(path: Path, status: os.stat_result, is_kind: object) -> None:
+    assert callable(is_kind)
+    if not is_kind(status.st_mode):
+        raise RefusedError(f"cannot be used: {path.name} is a link, or neither a file nor a folder of artifacts")
+    if status.st_uid not in (os.geteuid(), ROOT):
+        raise RefusedError(f"is not trusted: {path.name} belongs to another user, and what is in it would be run")
+    if status.st_mode & _OTHERS_WRITE:
+        raise RefusedError(
+            f"is not trusted: others may write {path.name} (chmod -R go-w), and what is in it would be run"
+        )

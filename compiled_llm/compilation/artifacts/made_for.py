@@ -1,0 +1,108 @@
+"""What compiled code depends on: versions, the machine, the model but for the values of its weights, and options."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+import sysconfig
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from compiled_llm.compat import cpp_compiler
+from compiled_llm.config import WrapConfig
+
+OPTIONS = ("mode", "backend", "page_size", "prefill_tokens", "fuse_projections", "workspace_bytes")
+"""The options of ``wrap`` that code depends on; of ``max_batch_size`` it is the room for rows that counts."""
+
+_UNSAID = {"transformers_version", "dtype", "torch_dtype"}
+"""What a config says beside the model itself; its type is looked up in the weights."""
+
+
+def made_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig) -> dict[str, Any]:
+    """Return what must be the same where code is written and where it is read, by name.
+
+    Args:
+        model: the model.
+        model_class: its own class; a wrapped model's is ours.
+        config: the options of ``wrap``.
+    """
+    kind = model.device.type
+    packages = ["compiled-llm", "torch", "transformers", *(["triton", "flashinfer-python"] if kind == "cuda" else [])]
+    found = {
+        **{package: _version(package) for package in packages},
+        "Python": platform.python_version(),
+        "machine": platform.machine(),
+        "device": kind,
+        **(_of_cuda(model.device) if kind == "cuda" else _of_cpu()),
+        "model": f"{model_class.__module__}.{model_class.__qualname__}",
+        "dtype": str(model.dtype),
+        "weights": _fingerprint(model),
+        **{f"config.{name}": value for name, value in _config_of(model).items()},
+        **{f"option {name}": getattr(config, name) for name in OPTIONS},
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return plain
+
+
+def _version(package: str) -> str:
+    if package == "torch":
+        return str(torch.__version__)  # with what it was built for
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _of_cuda(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "GPU": properties.name,
+        "compute capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "CUDA": str(torch.version.cuda),
+    }
+
+
+def _of_cpu() -> dict[str, Any]:
+    """Return what C++ kernels depend on: they are built for one kind of CPU, with what lies in certain folders."""
+    return {
+        "CPU": _cpu_model(),
+        "CPU features": hashlib.sha256(_of_cpuinfo("flags").encode()).hexdigest()[:16],
+        "threads of torch": torch.get_num_threads(),
+        "C++ compiler": _compiler(),
+        "folder of torch": str(Path(torch.__file__).parent),
+        "folder of Python's headers": sysconfig.get_path("include"),
+    }
+
+
+def _cpu_model() -> str:
+    return _of_cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _of_cpuinfo(name: str) -> str:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), "")
+
+
+def _compiler() -> str:
+    said = subprocess.run([cpp_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    return said.partition("\n")[0].strip()
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Return what stands for all names, shapes and types of a model's tensors."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in sorted(tensors.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _config_of(model: PreTrainedModel) -> dict[str, Any]:
+    whole: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return {name: value for name, value in whole.items() if not name.startswith("_") and name not in _UNSAID}

@@ -1,0 +1,85 @@
+"""What a folder of artifacts says of itself: what it was made for, and what is in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+NAME = "manifest.json"
+FORMAT = 1
+
+MadeFor = Mapping[str, Any]
+"""What code depends on, by names that a user understands; values are those of JSON."""
+
+
+class Entry(NamedTuple):
+    """One file.
+
+    Attributes:
+        nbytes: its size.
+        sha256: of all of it, in hexadecimal digits.
+    """
+
+    nbytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, content: bytes) -> Entry:
+        """Return what a file with this content has."""
+        return cls(len(content), hashlib.sha256(content).hexdigest())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder of artifacts says of itself.
+
+    Attributes:
+        made_for: what must be the same wherever it is read.
+        rows: how many rows its programs have room for.
+        files: all but the manifest, by their paths in the folder.
+    """
+
+    made_for: MadeFor
+    rows: int
+    files: Mapping[str, Entry]
+
+    def encoded(self) -> bytes:
+        """Return the file's content."""
+        files = {path: list(entry) for path, entry in self.files.items()}
+        said = {"format": FORMAT, "made_for": dict(self.made_for), "rows": self.rows, "files": files}
+        return _encoded({"sha256": hashlib.sha256(_encoded(said)).hexdigest(), "manifest": said})
+
+    @classmethod
+    def decoded(cls, content: bytes) -> Manifest:
+        """Read a file's content, each byte of which counts.
+
+        Raises:
+            ValueError: it is not what ``encoded`` has returned, or what a later version has.
+        """
+        try:
+            whole = json.loads(content)
+            said = whole["manifest"]
+            intact = content == _encoded(whole) and whole["sha256"] == hashlib.sha256(_encoded(said)).hexdigest()
+            if intact and said["format"] == FORMAT:
+                files = {path: Entry(*entry) for path, entry in said["files"].items()}
+                return cls(said["made_for"], said["rows"], files)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            intact = False
+        raise ValueError(f"has another format than this version reads, {FORMAT}" if intact else "is damaged")
+
+
+def _encoded(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, indent=1).encode() + b"\n"
+
+
+def differences(there: MadeFor, here: MadeFor) -> list[str]:
+    """Return in words what differs between where code was written and here."""
+    names = [*there, *(name for name in here if name not in there)]
+    return [
+        f"{name} {there.get(name, 'missing')!r} there, {here.get(name, 'missing')!r} here"
+        for name in names
+        if there.get(name) != here.get(name)
+    ]

@@ -1,0 +1,68 @@
+"""`compiled-llm compile`: what it refuses, at once and in one line, and what it leaves behind then: nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from compiled_llm.commands.app import app
+from support.artifact_folders import compiled, made_up
+
+WIDE = {"COLUMNS": "300", "NO_COLOR": "1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mode", "eager"], "--mode eager compiles nothing; give another one"),
+        (["--mode", "quick"], "--mode quick: choose one of"),
+        (["--max-rows", "0"], "--max-rows 0: must be at least 1"),
+        (["--max-rows", "4", "--warmup", "1,8"], "--warmup 8: there is room for 4 requests; raise --max-rows"),
+    ],
+)
+def test_bad_options_are_one_line(model_folder: Path, tmp_path: Path, options: list[str], message: str) -> None:
+    arguments = ["compile", str(model_folder), "-o", str(tmp_path / "artifacts"), *options]
+    done = CliRunner().invoke(app, arguments, env=WIDE)
+    assert done.exit_code == 2
+    assert message in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_exists_is_not_written_over(model_folder: Path, tmp_path: Path) -> None:
+    folder = made_up(tmp_path / "artifacts")
+    for target, message in ((folder, "exists already"), (tmp_path / "no" / "where", "there is no folder")):
+        done = CliRunner().invoke(app, ["compile", str(model_folder), "-o", str(target)], env=WIDE)
+        assert done.exit_code == 2
+        assert message in done.output
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_model_that_cannot_be_loaded_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    done = compiled(tmp_path / "model", tmp_path / "artifacts", "--device", "cpu")
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "model"]
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_artifacts_go_with_no_eager_mode(model_folder: Path, tmp_path: Path, command: str) -> None:
+    model = ["Hi", "--model", str(model_folder)] if command == "generate" else [str(model_folder)]
+    options = ["--mode", "eager", "--artifacts", str(tmp_path)]
+    done = CliRunner().invoke(app, [command, *model, *options], env=WIDE)
+    assert done.exit_code == 2
+    assert "hold compiled code, and --mode eager runs none" in done.output
+
+
+def test_generate_says_why_artifacts_are_refused(model_folder: Path, tmp_path: Path) -> None:
+    folder = made_up(tmp_path / "artifacts")
+    arguments = ["generate", "Hi", "--model", str(model_folder), "--device", "cpu", "--artifacts"]
+    done = CliRunner().invoke(app, [*arguments, str(folder)], env=WIDE)
+    assert done.exit_code == 2
+    assert "was made for something else: " in done.output
+    assert "option mode 'compile' there, 'cuda-graphs' here" in done.output
+    done = CliRunner().invoke(app, [*arguments, str(tmp_path / "nowhere")], env=WIDE)
+    assert done.exit_code == 2
+    assert "cannot be read: No such file or directory" in done.output

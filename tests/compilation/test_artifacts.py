@@ -1,0 +1,171 @@
+"""A process that starts with artifacts compiles nothing, says the same, and leaves the machine as it was."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import compiled_llm
+from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
+from support import start_with_artifacts
+from support.artifact_folders import compiled
+from support.characters import character_tokenizer
+from support.start_with_artifacts import answers
+from support.tiny_models import tiny_qwen3
+
+pytestmark = pytest.mark.slow
+
+NOTHING = {"graphs": 0, "C++ kernels": 0, "Triton kernels": 0, "FlashInfer kernels": 0}
+OF_TORCH = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
+"""What torch sets for itself when it compiles anything."""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_qwen3(eos_token_id=None, num_hidden_layers=1).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def artifacts(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("written") / "artifacts"
+    done = compiled(model_folder, target, "--max-rows", "64", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert list(target.parent.iterdir()) == [target]
+    return target
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_it_changes(artifacts: Path):
+    before = hashes(artifacts)
+    yield
+    assert hashes(artifacts) == before
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def started(model_folder: Path, artifacts: Path, cache: Path) -> subprocess.Popen[str]:
+    """Begin a process whose own caches are empty."""
+    program = [sys.executable, start_with_artifacts.__file__, str(model_folder), str(artifacts), "cpu", "float32"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    return subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return json.loads(out.splitlines()[-1])
+
+
+def test_two_processes_at_once_compile_nothing_and_say_what_huggingface_says(
+    model_folder: Path, artifacts: Path, tmp_path: Path
+) -> None:
+    caches = [tmp_path / "one", tmp_path / "two"]
+    processes = [started(model_folder, artifacts, cache) for cache in caches]
+    expected = answers(loaded(model_folder))
+    for result in map(result_of, processes):
+        assert result["answers"] == expected
+        assert result["compiled"] == {"Inductor": 0, "AOTAutograd": 0}
+        assert result["builds"] == NOTHING
+        assert result["graphs"] == 4  # Dynamo traces each of them
+        assert result["tracing_seconds"] > 0
+        assert set(result["changed variables"]) <= OF_TORCH
+    assert [path for cache in caches for path in cache.rglob("*") if path.is_file()] == []
+
+
+def test_a_damaged_file_of_compiled_code_is_an_error_in_wrap_which_changes_nothing(
+    model_folder: Path, artifacts: Path, tmp_path: Path, seed: int
+) -> None:
+    shutil.copytree(artifacts, tmp_path / "copy")
+    libraries = sorted((tmp_path / "copy").rglob("*.so"))
+    path = random.Random(seed).choice(libraries)
+    path.write_bytes(path.read_bytes()[:-1])
+    model = loaded(model_folder)
+    before = type(model), dict(vars(model))
+    with pytest.raises(ValueError, match=r"is damaged: inductor/.*\.so is not what it was; write it anew"):
+        compiled_llm.wrap(model, artifacts=tmp_path / "copy")
+    assert (type(model), vars(model)) == before
+    compiled_llm.wrap(model, artifacts=artifacts, progress=False)
+
+
+def test_another_dtype_config_option_or_number_of_threads_is_refused(
+    one_thread: None, model_folder: Path, artifacts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(message: str, model: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            compiled_llm.wrap(model, artifacts=artifacts, progress=False, **options)
+
+    refused(r"dtype 'torch.float32' there, 'torch.bfloat16' here", loaded(model_folder, dtype=torch.bfloat16))
+    other = loaded(model_folder)
+    other.config.rms_norm_eps = 1e-3
+    refused(r"config.rms_norm_eps 1e-06 there, 0.001 here", other)
+    refused(r"config.num_hidden_layers 1 there, 2 here", tiny_qwen3(eos_token_id=None))
+    model = loaded(model_folder)
+    refused("option prefill_tokens 8192 there, 16 here", model, prefill_tokens=16)
+    refused("option mode 'cuda-graphs' there, 'compile' here", model, mode="compile")
+    refused("have room for 64 rows, and 65 are asked for", model, max_batch_size=65)
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    refused(r"torch '2\..*' there, '2.99.0' here", model)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    refused("threads of torch 1 there, 3 here", model)
+
+
+def test_eager_runs_no_compiled_code(model_folder: Path, artifacts: Path) -> None:
+    with pytest.raises(ValueError, match=r"hold compiled code, and mode='eager' runs none"):
+        compiled_llm.wrap(loaded(model_folder), mode="eager", artifacts=artifacts)
+    with pytest.raises(ValueError, match="artifacts=3: must be the path of a folder, or None"):
+        compiled_llm.wrap(loaded(model_folder), artifacts=3)
+
+
+def test_what_is_not_there_is_an_error_not_a_compile_and_the_next_call_works(
+    one_thread: None, model_folder: Path, artifacts: Path
+) -> None:
+    model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
+    expected = answers(loaded(model_folder))
+    assert answers(model) == expected
+    assert model.compiled.stats().builds == NOTHING
+    act = model.model.layers[0].mlp.act_fn
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+    with pytest.raises(NotInArtifactsError, match="a graph is not among them"):
+        answers(model)
+    assert model.compiled.stats().builds == {**NOTHING, "graphs": 1}
+    model.model.layers[0].mlp.act_fn = act
+    assert answers(model) == expected
+
+
+def test_an_engine_has_the_room_that_was_compiled_for(one_thread: None, model_folder: Path, artifacts: Path) -> None:
+    model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
+    with pytest.raises(ValueError, match="have room for 64 rows, and 65 are asked for"):
+        compiled_llm.Engine(model, max_rows=65)
+    with compiled_llm.Engine(model, max_rows=8) as engine:
+        engine.generate([[5, 6], [7]] * 4, compiled_llm.SamplingParams(max_tokens=3, seed=0))
+    assert model.compiled.stats().builds == NOTHING
+
+
+def test_a_copy_of_a_model_starts_with_them_too(one_thread: None, model_folder: Path, artifacts: Path) -> None:
+    model = copy.deepcopy(compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False))
+    assert answers(model) == answers(loaded(model_folder))
+    assert model.compiled.stats().builds == NOTHING

@@ -1,0 +1,84 @@
+"""On CUDA a process that starts with artifacts has nothing built by Inductor, Triton or FlashInfer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import start_with_artifacts
+from support.artifact_folders import compiled
+from support.characters import character_tokenizer
+from support.tiny_models import tiny_qwen3
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+NOTHING = {"graphs": 0, "C++ kernels": 0, "Triton kernels": 0, "FlashInfer kernels": 0}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_qwen3(eos_token_id=None, head_dim=64).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def artifacts(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("written") / "artifacts"
+    options = ("--device", "cuda", "--max-rows", "64", "--warmup", "1,2,4,8", "--quiet")
+    done = compiled(model_folder, target, *options)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def started(model_folder: Path, artifacts: Path, home: Path) -> dict[str, Any]:
+    """What a process says whose own caches are empty."""
+    caches = {
+        "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
+        "TRITON_CACHE_DIR": str(home / "triton"),
+        "FLASHINFER_WORKSPACE_BASE": str(home / "flashinfer"),
+    }
+    program = [sys.executable, start_with_artifacts.__file__, str(model_folder), str(artifacts), "cuda", "bfloat16"]
+    done = subprocess.run(program, env={**os.environ, **caches}, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_folder_holds_kernels_of_inductor_triton_and_flashinfer(artifacts: Path) -> None:
+    assert list((artifacts / "inductor" / "fxgraph").rglob("*"))
+    assert list((artifacts / "triton").rglob("*.cubin"))
+    assert list((artifacts / "flashinfer").rglob("*.so"))
+
+
+def test_two_processes_build_nothing_and_say_the_same(model_folder: Path, artifacts: Path, tmp_path: Path) -> None:
+    results = [started(model_folder, artifacts, tmp_path / name) for name in ("one", "two")]
+    for result in results:
+        assert result["compiled"] == {"Inductor": 0, "AOTAutograd": 0}
+        assert result["builds"] == NOTHING
+        assert result["answers"] == results[0]["answers"]
+    built = [path for path in tmp_path.rglob("*") if path.suffix in (".so", ".cubin", ".o")]
+    assert built == []
+
+
+def test_tokens_are_those_of_a_process_without_artifacts(model_folder: Path, artifacts: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys, json, torch, compiled_llm\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "from support.start_with_artifacts import answers\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).to('cuda')\n"
+        "print(json.dumps(answers(compiled_llm.wrap(model, progress=False))))\n"
+    )
+    tests = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", program, str(model_folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    expected = json.loads(done.stdout.splitlines()[-1])
+    assert started(model_folder, artifacts, tmp_path)["answers"] == expected

@@ -1,0 +1,55 @@
+"""Run as a program: starts with a folder of artifacts, and writes as JSON what it has generated and built."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
+
+import compiled_llm
+
+PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13]]
+NEW_TOKENS = 6
+
+
+def answers(model: Any) -> dict[str, list[list[int]]]:
+    """What a model answers to one prompt, to two, to embeddings, and drawn."""
+    one, two = torch.tensor(PROMPTS[:1]), torch.tensor([PROMPTS[0][:3], PROMPTS[1]])
+    one, two = one.to(model.device), two.to(model.device)
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    embeds = model.get_input_embeddings()(one)
+    return {
+        "one": model.generate(one, attention_mask=torch.ones_like(one), **options).tolist(),
+        "two": model.generate(two, attention_mask=torch.ones_like(two), **options).tolist(),
+        "embeddings": model.generate(inputs_embeds=embeds, attention_mask=torch.ones_like(one), **options).tolist(),
+    }
+
+
+def main(model_folder: str, artifacts: str, device: str, dtype: str) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype)).to(device)
+    environment = dict(os.environ)
+    model = compiled_llm.wrap(loaded, artifacts=artifacts, progress=False)
+    said = answers(model)
+    stats = model.compiled.stats()
+    changed = {name for name in {*os.environ, *environment} if os.environ.get(name) != environment.get(name)}
+    result = {
+        "answers": said,
+        "graphs": stats.graphs,
+        "tracing_seconds": stats.tracing_seconds,
+        "builds": stats.builds,
+        "compiled": {
+            "Inductor": counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"],
+            "AOTAutograd": counters["aot_autograd"]["autograd_cache_miss"],
+        },
+        "changed variables": sorted(changed),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
