@@ -17,7 +17,7 @@ from compiled_llm.commands.serve_http import HttpFlags, run_with_front
 from compiled_llm.commands.source import Source, locate
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.progress import ProgressDisplay
-from compiled_llm.server.defaults import MAX_QUEUE, MAX_ROWS
+from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_QUEUE, MAX_ROWS
 
 if TYPE_CHECKING:
     from compiled_llm.engine.engine import Engine
@@ -145,6 +145,17 @@ def serve(
             "--page/--no-page", help="Have a page at / to chat on, with the server's figures.", rich_help_panel=_HTTP
         ),
     ] = True,
+    max_connections: Annotated[
+        int, typer.Option(help="Have so many connections of clients; refuse others.", rich_help_panel=_HTTP)
+    ] = MAX_CONNECTIONS,
+    client_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Close the connection of a client that takes longer to send a request, or takes nothing of its answer "
+            "for so long.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = CLIENT_SECONDS,
     max_rows: Annotated[int, typer.Option(help="Run so many requests at once.", rich_help_panel=_SERVING)] = MAX_ROWS,
     max_queue: Annotated[
         int | None, typer.Option(help="Refuse requests while so many wait.", rich_help_panel=_SERVING)
@@ -195,6 +206,7 @@ def serve(
         http = HttpFlags(
             *(host, port, served_model_name or (), api_key_file, allowed_host or (), cors_origin or ()),
             *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches, page),
+            *(max_connections, client_seconds),
         )
         with_front = uds is None or http.given
         check_server_packages(http=with_front or operations_uds is not None)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_llm.commands.source import Source
+from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS
 
 if TYPE_CHECKING:  # imports FastAPI, which a generator does not need
     from compiled_llm.server.front.settings import FrontSettings
@@ -36,6 +37,8 @@ class HttpFlags(NamedTuple):
     request_seconds: float | None = None
     salt_caches: bool = False
     page: bool = True
+    max_connections: int = MAX_CONNECTIONS
+    client_seconds: float = CLIENT_SECONDS
 
     @property
     def given(self) -> bool:
@@ -65,6 +68,8 @@ class HttpFlags(NamedTuple):
             drain_seconds=drain_seconds,
             salts_caches=self.salt_caches,
             page=self.page,
+            most_connections=self.max_connections,
+            client_seconds=self.client_seconds,
         )
 
 
@@ -91,7 +96,7 @@ def run_with_front(
         RuntimeError: the front cannot listen, or the generator has ended.
     """
     from compiled_llm.server.front.generator_process import GeneratorProcess
-    from compiled_llm.server.front.serving import listen, serve
+    from compiled_llm.server.front.serving import listen, serve, with_room
 
     with _socket_path(uds) as path:
         settings = flags.settings(source, drain_seconds)
@@ -99,6 +104,7 @@ def run_with_front(
             if say is not None:
                 _show_log()
                 _introduce(settings, listening.getsockname()[1], uds, say)
+            settings = with_room(settings)  # what it says goes to the log
             generator = GeneratorProcess(
                 [*arguments, "--uds", str(path), "--leashed", "--drain-seconds", _DRAIN_SECONDS]
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +16,13 @@ from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.engine.answer_text import AnswerText
 from compiled_llm.engine.output import Completion
 from compiled_llm.protocol.messages import Entry
+from compiled_llm.server.front.api_error import ApiError
 from compiled_llm.server.front.usage import FinishReason, Usage, finish_reason_of, usage_of
+
+logger = logging.getLogger("compiled_llm.server")
+
+_LOOKING = 0.5
+"""Seconds between two looks whether a client reads."""
 
 
 class Answers:
@@ -25,16 +32,21 @@ class Answers:
         handles: one for each prompt.
     """
 
-    def __init__(self, handles: Sequence[RemoteHandle], request: Request, keeps_ends: bool) -> None:
-        """Cancel them if the client leaves.
+    def __init__(self, handles: Sequence[RemoteHandle], request: Request, keeps_ends: bool, most_unsent: int) -> None:
+        """Cancel them if the client leaves, or does not read.
 
         Args:
             handles: one for each prompt.
             request: its client's; the body has been read.
             keeps_ends: whether a token that has ended an answer is told of.
+            most_unsent: tokens that wait for a client that does not read a stream, before they end.
         """
         self.handles = handles
         self._keeps_ends = keeps_ends
+        self._most_unsent = most_unsent
+        self._choices: list[Choice] = []
+        self._unread: ApiError | None = None
+        self._looking: asyncio.TimerHandle | None = None
         self._watching = asyncio.create_task(self._watch(request))
 
     async def _watch(self, request: Request) -> None:
@@ -51,6 +63,8 @@ class Answers:
         """End what has not ended, and watch the client no more."""
         self.cancel()
         self._watching.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
 
     async def changes(self) -> AsyncIterator[None]:
         """Yield whenever something has changed, until all have ended.
@@ -105,6 +119,8 @@ class Answers:
         Raises:
             Exception: why one was refused, or has failed.
         """
+        if self._unread is not None:
+            raise self._unread
         over = True
         for handle in self.handles:
             over &= handle.done
@@ -122,7 +138,24 @@ class Answers:
     def choices(self) -> list[Choice]:
         """Return all answers, to be read as they come."""
         every = [(handle, answer) for handle in self.handles for answer in handle.answers]
-        return [Choice(number, handle, answer, self._told) for number, (handle, answer) in enumerate(every)]
+        self._choices = [Choice(number, handle, answer, self._told) for number, (handle, answer) in enumerate(every)]
+        self._look_later()
+        return self._choices
+
+    # ---- clients that do not read
+
+    def _look_later(self) -> None:
+        self._looking = asyncio.get_running_loop().call_later(_LOOKING, self._look)
+
+    def _look(self) -> None:
+        """End all if the client does not read: what comes meanwhile becomes one piece, up to a limit."""
+        if sum(choice.untold for choice in self._choices) <= self._most_unsent:
+            self._look_later()
+            return
+        message = f"the client has not read, and more than {self._most_unsent:,} tokens wait for it"
+        logger.warning("compiled_llm: a request ends: %s", message)
+        self._unread = ApiError(408, message, code="not_read")
+        self.cancel()
 
 
 class News(NamedTuple):
@@ -171,6 +204,11 @@ class Choice:
         self._text: AnswerText = answer.begin_text()
         self._characters = self._tokens = 0
         self._over = False
+
+    @property
+    def untold(self) -> int:
+        """How many tokens have come and were not told."""
+        return self._answer.tokens - self._tokens
 
     def news(self) -> News | None:
         """Return what is new; None for nothing."""

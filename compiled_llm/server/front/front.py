@@ -89,7 +89,7 @@ class Front:
             for handle in handles:
                 handle.cancel()
             raise
-        return Answers(handles, request, params.include_stop_str_in_output)
+        return Answers(handles, request, params.include_stop_str_in_output, self.settings.most_unsent)
 
     def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams, param: str) -> None:
         most, ready = self.settings.most_choices, self.link.model.ready

@@ -23,8 +23,6 @@ logger = logging.getLogger("compiled_llm.server")
 _FOR_EVERYBODY = ("/", "/health", "/ready")
 _POLLED = ("/health", "/ready", "/metrics")
 """Asked again and again, by programs and pages that watch the server."""
-_BODY_SECONDS = 30.0
-"""In which a body has to come."""
 _ID = "x-request-id"
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::\d*)?", re.ASCII)
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
@@ -113,10 +111,11 @@ class Guard:
         if kind != "application/json":
             raise ApiError(415, "Content-Type: the body has to be application/json", code="content_type")
         self._check_length(int(length) if (length := headers.get("content-length", "0")).isdecimal() else 0)
+        seconds = self._settings.client_seconds
         try:
-            return await asyncio.wait_for(self._received(receive), _BODY_SECONDS)
+            return await asyncio.wait_for(self._received(receive), seconds)
         except asyncio.TimeoutError:
-            raise ApiError(408, f"the body has not come within {_BODY_SECONDS:.0f} s", code="timeout") from None
+            raise ApiError(408, f"the body has not come within {seconds:g} s", code="timeout") from None
 
     async def _received(self, receive: Receive) -> bytes:
         body, more = bytearray(), True

@@ -27,7 +27,7 @@ _DESCRIPTIONS = {
     401: "The API key is missing or wrong.",
     403: "The host or the origin is not served.",
     404: "There is no such model.",
-    408: "The body has not come in time.",
+    408: "The body has not come in time, or the answer was not read.",
     413: "The body is too long.",
     415: "The body is not application/json.",
     429: "Too many requests wait.",

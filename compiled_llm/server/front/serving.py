@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -24,6 +28,8 @@ logger = logging.getLogger("compiled_llm.server")
 _KEEP_ALIVE_SECONDS = 30
 _QUEUE = 2048
 """Connections that wait to be accepted, at most."""
+_OTHER_FILES = 100
+"""Open files of a front that are no connections."""
 
 
 def listen(settings: FrontSettings) -> socket.socket:
@@ -42,6 +48,20 @@ def listen(settings: FrontSettings) -> socket.socket:
         raise RuntimeError(
             f"--host {settings.host} --port {settings.port}: cannot listen there: {error.strerror or error}"
         ) from error
+
+
+def with_room(settings: FrontSettings) -> FrontSettings:
+    """Raise the process's limit of open files, often 1,024, to what connections need; have fewer if it ends before."""
+    needed, (now, most) = settings.most_connections + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now == resource.RLIM_INFINITY or now >= needed:
+        return settings
+    files = needed if most == resource.RLIM_INFINITY else min(needed, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    if files < needed:
+        fewer = max(1, files - _OTHER_FILES)
+        logger.warning("compiled_llm: at most %d connections: this process may open %d files (ulimit -Hn)", fewer, most)
+        return replace(settings, most_connections=fewer)
+    return settings
 
 
 async def serve(
@@ -79,13 +99,16 @@ async def serve(
 def server_of(settings: FrontSettings, path: Path) -> tuple[uvicorn.Server, Front]:
     """Return a server, and what it answers with, at the path of a generator's socket."""
     app = application(settings, GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer)))
+    protocol: Any = partial(
+        LimitedHttpTools, client_seconds=settings.client_seconds, most_connections=settings.most_connections
+    )
     config = uvicorn.Config(
         app,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         timeout_graceful_shutdown=int(settings.drain_seconds),
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        http=LimitedHttpTools,
+        http=protocol,
         lifespan="on",
         ws="none",
         log_config=None,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+
+from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MOST_UNSENT
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
@@ -26,6 +29,9 @@ class FrontSettings:
         ssl_keyfile: the certificate's.
         most_body_bytes: of a request.
         most_choices: answers that one request can ask for, prompts times ``n``.
+        most_connections: of clients, at a time.
+        most_unsent: tokens of a request that wait for a client that does not read, before it ends.
+        client_seconds: in which a client has to send a head, and then a body, and to take something of an answer.
         request_seconds: after which an answer ends with what it has; None for never.
         drain_seconds: how long requests may go on after the first signal.
         behind_proxy: whether what listens is a proxy, which names requests by ``X-Request-Id`` and tells their clients.
@@ -47,6 +53,9 @@ class FrontSettings:
     ssl_keyfile: Path | None = None
     most_body_bytes: int = 8 * 2**20
     most_choices: int = 128
+    most_connections: int = MAX_CONNECTIONS
+    most_unsent: int = MOST_UNSENT
+    client_seconds: float = CLIENT_SECONDS
     request_seconds: float | None = None
     drain_seconds: float = 30.0
     salts_caches: bool = False
@@ -61,6 +70,10 @@ class FrontSettings:
             )
         if not 0 <= self.port < 2**16:
             raise ValueError(f"--port {self.port}: must be from 0 to 65535")
+        if self.most_connections < 1:
+            raise ValueError(f"--max-connections {self.most_connections}: must be at least 1")
+        if not 0 < self.client_seconds < math.inf:
+            raise ValueError(f"--client-seconds {self.client_seconds:g}: must be more than 0")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("--ssl-certfile and --ssl-keyfile: give both, or neither")
         if wrong := [name for name in self.allowed_hosts if not _HOST.fullmatch(name)]:

@@ -23,6 +23,7 @@ from compiled_llm.protocol.messages import (
     Step,
     Submit,
 )
+from compiled_llm.server.defaults import MOST_UNSENT
 
 if TYPE_CHECKING:  # imports torch
     from compiled_llm.server.generator.stream import Stream
@@ -35,8 +36,6 @@ _PATIENCE = 30.0
 """Seconds that a client has to say hello, and at the end to take the last message."""
 _MOST_WAITING = 1000
 """Messages that wait for a client that does not read, before nothing more is read of it."""
-MOST_UNSENT = 2**16
-"""Tokens that wait for a client that does not read, before its requests end."""
 
 
 class Desk(Protocol):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from compiled_llm.protocol.messages import VERSION, Leaving, Preparing, Ready, Refused, Submit, Welcome
-from compiled_llm.server.generator.connection import MOST_UNSENT, Connection
+from compiled_llm.server.defaults import MOST_UNSENT
+from compiled_llm.server.generator.connection import Connection
 from compiled_llm.server.generator.socket_file import listen, remove
 
 if TYPE_CHECKING:  # import torch

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compiled_llm.server.defaults import MAX_QUEUE, MAX_ROWS
+from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_QUEUE, MAX_ROWS
 from compiled_llm.server.front.settings import FrontSettings, keys_in
 
 OF_GENERATORS = frozenset(
     {"backend", "device", "dtype", "kv_memory", "max_queue", "max_rows", "max_step_ms", "mode", "quiet", "warmup"}
 )
-OF_FRONTS = frozenset(
-    {"allowed_host", "api_key_file", "cors_origin", "page", "request_seconds", "salt_caches", "served_model_name"}
-)
-OF_RAY = frozenset({"drain_seconds", "host", "leashed", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"})
+_SAFETY_OF_FRONTS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
+OF_FRONTS = frozenset(_SAFETY_OF_FRONTS | {"page", "request_seconds", "served_model_name"})
+_PLACE = {"host", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"}
+OF_RAY = frozenset(_PLACE | {"drain_seconds", "leashed", "max_connections"})
 """Those of one server: where it listens and how it ends, which is Ray's to do here, and operations on it."""
 
 
@@ -83,6 +83,7 @@ class Options(NamedTuple):
             allowed_hosts=_texts(self.given.get("allowed_host")),
             cors_origins=_texts(self.given.get("cors_origin")),
             request_seconds=self.given.get("request_seconds"),
+            client_seconds=float(self.given.get("client_seconds", CLIENT_SECONDS)),
             behind_proxy=True,
             salts_caches=bool(self.given.get("salt_caches")),
             page=bool(self.given.get("page", True)),
