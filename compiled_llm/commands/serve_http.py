@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,8 +135,10 @@ def _socket_path(uds: Path | None) -> Iterator[Path]:
     if uds is not None:
         yield uds
         return
-    folder = Path(tempfile.mkdtemp(prefix="compiled-llm-"))  # for this user alone
+    from compiled_llm.server.generator.socket_folder import SocketFolder
+
+    folder = SocketFolder()
     try:
-        yield folder / "generator"
+        yield folder.socket
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()

@@ -18,6 +18,8 @@ logger = logging.getLogger("compiled_llm.server")
 _HOUR = 3600.0
 _PATIENCE = 15.0
 """Seconds that it has to end before it is killed; nobody waits for answers by then."""
+_LAST_WORDS = 2.0
+"""Seconds that it has if nobody wants to wait."""
 
 
 class GeneratorProcess:
@@ -65,15 +67,21 @@ class GeneratorProcess:
         self._restarts.append(now)
         return True
 
-    async def stop(self) -> None:
-        """End it; by force if it takes long."""
+    async def stop(self, at_once: bool = False) -> None:
+        """End it; by force if it takes long, or soon if it is to end ``at_once``."""
         process = self._process
         if process is None or process.returncode is not None:
             return
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(process.wait(), _PATIENCE)
+                await asyncio.wait_for(process.wait(), _LAST_WORDS if at_once else _PATIENCE)
             except asyncio.TimeoutError:
-                process.kill()
+                self.kill()
                 await process.wait()
+
+    def kill(self) -> None:
+        """End it by force, if it has not ended."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()

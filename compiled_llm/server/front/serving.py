@@ -25,6 +25,7 @@ from compiled_llm.server.front.settings import FrontSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KEEP_ALIVE_SECONDS = 30
 _QUEUE = 2048
 """Connections that wait to be accepted, at most."""
@@ -79,7 +80,7 @@ async def serve(
         Why it has ended, if nobody has told it to.
     """
     server, front = server_of(settings, path)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         signal.signal(number, _passed_over)  # uvicorn raises it again at the end, when the generator still runs
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     if generator is None:
@@ -93,7 +94,20 @@ async def serve(
         return running.result() if running.done() else None
     finally:
         running.cancel()
-        await generator.stop()
+        await _stop(generator, at_once=server.force_exit)
+
+
+async def _stop(generator: GeneratorProcess, at_once: bool) -> None:
+    """End a generator; a signal that comes while it takes long ends it by force."""
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, generator.kill)
+    try:
+        await generator.stop(at_once)
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, _passed_over)
 
 
 def server_of(settings: FrontSettings, path: Path) -> tuple[uvicorn.Server, Front]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from compiled_llm.client.connection import Connection
 from compiled_llm.client.errors import GeneratorLostError
 from compiled_llm.protocol.messages import Ready, Submit
 from compiled_llm.server.front.generator_process import GeneratorProcess
+from compiled_llm.server.generator.socket_folder import SocketFolder
 from compiled_llm.server.replicas.relay import Relay
 
 logger = logging.getLogger("compiled_llm.server")
@@ -38,8 +37,8 @@ class Replica:
             RuntimeError: the generator has ended; its log is in Ray's, of this replica.
         """
         self._ends = False
-        self._folder = Path(tempfile.mkdtemp(prefix="compiled-llm-"))  # for this user alone
-        path = self._folder / "generator"
+        self._folder = SocketFolder()
+        path = self._folder.socket
         self._process = GeneratorProcess([*arguments, "--uds", str(path), "--leashed"])
         self._running = asyncio.create_task(self._process.run(lambda: False))  # Ray starts another replica
         relay = asyncio.create_task(self._connected(path))
@@ -64,7 +63,7 @@ class Replica:
         """End the actor with its generator: it would refuse all that comes, and be chosen for its short queue."""
         if not self._ends:
             logger.error("compiled_llm: the replica ends: %s", error)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             os._exit(1)
 
     async def ready(self) -> Ready:
@@ -81,4 +80,4 @@ class Replica:
         self._ends = True
         self._running.cancel()
         await self._process.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()

@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,54 @@ def test_a_front_that_is_killed_leaves_no_generator(model_folder: Path, path: Pa
         until(lambda: status(url, "/ready") == 200)
         process.kill()
         until(lambda: not generators(str(path)))
+
+
+def test_the_next_front_removes_what_a_killed_one_has_left(
+    model_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(folder))
+
+    def sockets() -> list[Path]:
+        return sorted(folder.glob("compiled-llm-*/generator"))
+
+    with serving(model_folder, *OPTIONS) as (killed, url), serving(model_folder, *OPTIONS) as (lives, _):
+        until(lambda: status(url, "/ready") == 200 and len(sockets()) == 2)
+        killed.kill()
+        killed.wait()
+        with serving(model_folder, *OPTIONS) as (next_one, url):
+            until(lambda: status(url, "/ready") == 200)
+            assert len(list(folder.glob("compiled-llm-*"))) == 2, "that of the one that lives is still there"
+            for process in (lives, next_one):
+                process.send_signal(signal.SIGINT)
+                assert process.wait(PATIENCE) == 0
+    assert not list(folder.glob("compiled-llm-*"))
+
+
+PATIENT = """
+from compiled_llm.__main__ import main
+from compiled_llm.server.front import generator_process
+generator_process._PATIENCE = 1e6
+main()
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_a_generator_that_does_not_end_is_ended_by_the_second_ctrl_c(
+    model_folder: Path, path: Path, seconds: int
+) -> None:
+    command = (sys.executable, "-c", PATIENT)
+    with serving(model_folder, "--uds", str(path), *OPTIONS, command=command) as (process, url):
+        until(lambda: status(url, "/ready") == 200)
+        (generator,) = generators(str(path))
+        os.kill(generator, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(httpx.ConnectError):
+            until(lambda: status(url, "/health") == 0)
+        time.sleep(seconds)  # in one of them the front has ended, and waits for its generator
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
+        assert not generators(str(path))
 
 
 def test_the_second_ctrl_c_ends_requests_and_shows_no_traceback(model_folder: Path, tmp_path: Path) -> None:

@@ -51,6 +51,10 @@ def send_until_closed(peer: socket.socket, data: bytes) -> None:
             time.sleep(0.01)
 
 
+def clients(front: RunningFront) -> list[object]:
+    return [getattr(protocol, "client", None) for protocol in tuple(front.server.server_state.connections)]
+
+
 def is_answered(front: RunningFront) -> bool:
     return front.http.post("/v1/completions", json=BODY).status_code == 200
 
@@ -128,10 +132,7 @@ def test_whoever_takes_nothing_of_an_answer_is_cut_off(hasty: RunningFront, engi
         peer.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         while not hasty.server.server_state.tasks:
             time.sleep(0.001)
-        while hasty.server.server_state.tasks or any(
-            getattr(protocol, "client", None) == peer.getsockname()
-            for protocol in tuple(hasty.server.server_state.connections)
-        ):
+        while hasty.server.server_state.tasks or peer.getsockname() in clients(hasty):
             time.sleep(0.01)
         assert is_answered(hasty)
         received = rest(peer)
