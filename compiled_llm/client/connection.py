@@ -13,13 +13,14 @@ from typing import Protocol
 from msgspec import Struct
 
 from compiled_llm.client.errors import GeneratorError, GeneratorLostError
+from compiled_llm.client.outbox import Outbox
 from compiled_llm.protocol.frames import FrameError, Frames, frame_of
-from compiled_llm.protocol.messages import VERSION, FromGenerator, Hello, Problem, Welcome
+from compiled_llm.protocol.messages import VERSION, FromGenerator, Hello, Problem, Submit, Welcome
 
 _AT_ONCE = 2**18
 """Bytes that are read together."""
 _PATIENCE = 30
-"""Seconds in which a generator, though it may be busy, answers the first message."""
+"""Seconds in which a generator, though it may be busy, answers the first message, and reads something later."""
 
 
 class Line(Protocol):
@@ -32,7 +33,7 @@ class Line(Protocol):
         ...
 
     def send(self, message: Struct) -> None:
-        """Send a message."""
+        """Send a message, without waiting."""
         ...
 
     def close(self) -> None:
@@ -57,8 +58,8 @@ class Connection:
         """
         self.path = Path(path).expanduser()
         self._frames: Frames[FromGenerator] = Frames(FromGenerator)
-        self._sending = threading.Lock()
         self._socket = _connected(self.path)
+        self._outbox = Outbox(self._socket)
         self._early: list[FromGenerator] = []
         try:
             self._socket.settimeout(_PATIENCE)
@@ -128,14 +129,16 @@ class Connection:
         return GeneratorLostError(f"the generator at {self.path} has gone: its process has ended")
 
     def send(self, message: Struct) -> None:
-        """Send a message; if that cannot be, the thread that reads learns why.
+        """Send a message without waiting; if that cannot be, the thread that reads learns why.
 
         Raises:
             ValueError: it is too long.
+            GeneratorError: it is a request, and the generator does not take any.
         """
         frame = frame_of(message)
-        with self._sending, suppress(OSError):
-            self._socket.sendall(frame)
+        if isinstance(message, Submit) and self._outbox.has_stood_still_for(_PATIENCE):
+            raise GeneratorError(f"the generator has read nothing for {_PATIENCE} s: its process is stopped or blocked")
+        self._outbox.put(frame)
 
     def close(self) -> None:
         """End the connection, and with it the requests of the client."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,19 @@ def test_a_generator_that_does_not_end_is_ended_by_the_second_ctrl_c(
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
         assert not generators(str(path))
+
+
+def test_a_generator_that_reads_nothing_keeps_no_event_loop_waiting(model_folder: Path, path: Path) -> None:
+    long = {"prompt": [3, 300] * 400, "max_tokens": 1}
+    with serving(model_folder, "--uds", str(path), *OPTIONS) as (_, url), ThreadPoolExecutor(200) as pool:
+        until(lambda: status(url, "/ready") == 200)
+        (generator,) = generators(str(path))
+        os.kill(generator, signal.SIGSTOP)
+        asked = [pool.submit(httpx.post, url + TEXT, json=long, timeout=PATIENCE) for _ in range(200)]
+        until(lambda: "compiled_llm_http_open 201.0" in httpx.get(f"{url}/metrics", timeout=PATIENCE).text)
+        assert status(url, "/health") == 200
+        os.kill(generator, signal.SIGCONT)
+        assert {request.result().status_code for request in asked} == {200}
 
 
 def test_the_second_ctrl_c_ends_requests_and_shows_no_traceback(model_folder: Path, tmp_path: Path) -> None:
