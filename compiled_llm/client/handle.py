@@ -65,6 +65,11 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         """Whether all answers have ended."""
         return self._figures is not None
 
+    @property
+    def cached_tokens(self) -> int:
+        """How many of the prompt's tokens the prefix cache had; 0 until the request has ended."""
+        return 0 if self._figures is None else self._figures["cached_tokens"]
+
     def cancel(self, index: int | None = None) -> None:
         """End what has not ended, or the answer of that index alone; tokens so far stay."""
         if not self.done:

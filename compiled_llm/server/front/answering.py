@@ -20,7 +20,7 @@ class Told(Protocol):
         """Yield events, those together that came together."""
         ...
 
-    def whole(self, completions: Sequence[Completion]) -> BaseModel:
+    async def whole(self, completions: Sequence[Completion]) -> BaseModel:
         """Return what answers without events."""
         ...
 
@@ -41,9 +41,9 @@ async def answered(told: Told, answers: Answers, stream: bool, end: bytes = DONE
         if stream:
             await answers.begun()
             return EventStream(told.stream(), answers, end)
-        completions = await answers.ended()
+        body = await told.whole(await answers.ended())
     except BaseException:
         answers.close()
         raise
     answers.close()
-    return Response(told.whole(completions).model_dump_json(), media_type="application/json")
+    return Response(body.model_dump_json(), media_type="application/json")

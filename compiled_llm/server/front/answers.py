@@ -17,10 +17,13 @@ from compiled_llm.engine.answer_text import AnswerText
 from compiled_llm.engine.output import Completion
 from compiled_llm.protocol.messages import Entry
 from compiled_llm.server.front.api_error import ApiError
+from compiled_llm.server.front.beside import beside
 from compiled_llm.server.front.usage import FinishReason, Usage, finish_reason_of, usage_of
 
 logger = logging.getLogger("compiled_llm.server")
 
+_CHARACTERS = 4
+"""Of a token, about."""
 _LOOKING = 0.5
 """Seconds between two looks whether a client reads."""
 
@@ -102,6 +105,10 @@ class Answers:
         """
         async for _ in self.changes():
             pass
+        characters = _CHARACTERS * sum(answer.tokens for handle in self.handles for answer in handle.answers)
+        return await beside(self._completions, characters)
+
+    def _completions(self) -> list[Completion]:
         return [
             replace(completion, logprobs=completion.logprobs and completion.logprobs[: self._told(answer)])
             for handle in self.handles
@@ -129,6 +136,7 @@ class Answers:
             for answer in handle.answers:
                 if answer.done and answer.error is not None:
                     raise answer.error
+                over &= answer.text is None or answer.text.ended  # it is made after the last token has come
         return over
 
     def usage(self, reasoning: int = 0) -> Usage:

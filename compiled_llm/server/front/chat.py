@@ -73,9 +73,9 @@ class _Told:
         self._readings = [Reading(prompt.reader()) for _ in range(body.answers)]
         self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": name}
 
-    def whole(self, completions: Iterable[Completion]) -> ChatCompletion:
+    async def whole(self, completions: Iterable[Completion]) -> ChatCompletion:
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
-        return ChatCompletion(choices=choices, usage=self._usage(), **self._head)
+        return ChatCompletion(choices=choices, usage=await self._usage(), **self._head)
 
     def _choice(self, index: int, completion: Completion) -> ChatChoice:
         reading = self._readings[index]
@@ -92,8 +92,8 @@ class _Told:
             finish_reason=reading.reason(finish_reason_of(completion.finish_reason)),
         )
 
-    def _usage(self) -> Usage:
-        counted = (reading.reasoning_tokens(self._model.vocabulary) for reading in self._readings)
+    async def _usage(self) -> Usage:
+        counted = [await reading.reasoning_tokens(self._model.vocabulary) for reading in self._readings]
         return self._answers.usage(sum(counted))
 
     async def stream(self) -> AsyncIterator[list[bytes]]:
@@ -108,7 +108,7 @@ class _Told:
                 for new in self._news(choice.index, news, texts[choice.index])
             ]
         if self._body.wants_usage:
-            yield [self._chunk([], usage=self._usage())]
+            yield [self._chunk([], usage=await self._usage())]
 
     def _chunk(self, choices: list[ChunkChoice], **usage: Any) -> bytes:
         if self._body.wants_usage:

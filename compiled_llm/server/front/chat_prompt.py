@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiled_llm.server.front.answer_parts import PartsReader, PlainReader
-from compiled_llm.server.front.front import beside
+from compiled_llm.server.front.beside import beside
 from compiled_llm.server.front.response_template import ResponseTemplate
 from compiled_llm.server.front.tool_fields import Offer
 from compiled_llm.server.front.vocabulary import Vocabulary, texts_of

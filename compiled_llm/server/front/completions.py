@@ -11,12 +11,13 @@ from fastapi import APIRouter, Request
 from compiled_llm.engine.output import Completion
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
+from compiled_llm.server.front.beside import beside
 from compiled_llm.server.front.chat_logprobs import entries_of
 from compiled_llm.server.front.completion_logprobs import CompletionScores
 from compiled_llm.server.front.completion_request import CompletionRequest
 from compiled_llm.server.front.completion_response import CompletionChoice, CompletionLogprobs, TextCompletion
 from compiled_llm.server.front.events import TextEvent, event
-from compiled_llm.server.front.front import beside, front_of, new_id
+from compiled_llm.server.front.front import front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.openapi_responses import ANSWERS
 from compiled_llm.server.front.usage import finish_reason_of
@@ -56,7 +57,7 @@ class _Told:
             "model": name,
         }
 
-    def whole(self, completions: Sequence[Completion]) -> TextCompletion:
+    async def whole(self, completions: Sequence[Completion]) -> TextCompletion:
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         return TextCompletion(choices=choices, usage=self._answers.usage(), **self._head)
 

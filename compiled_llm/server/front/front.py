@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Sequence
+from typing import cast
 
 from starlette.requests import Request
 
@@ -17,11 +16,6 @@ from compiled_llm.server.front.answers import Answers
 from compiled_llm.server.front.api_error import ApiError, invalid
 from compiled_llm.server.front.generator_link import GeneratorLink, Model
 from compiled_llm.server.front.settings import FrontSettings
-
-T = TypeVar("T")
-
-_LONG = 20_000
-"""Characters from which on a text is made tokens beside the event loop: others would wait for milliseconds."""
 
 
 class Front:
@@ -121,8 +115,3 @@ def front_of(request: Request) -> Front:
 def new_id(prefix: str) -> str:
     """Return a name for an answer that no other has."""
     return f"{prefix}-{secrets.token_hex(16)}"
-
-
-async def beside(function: Callable[[], T], characters: int) -> T:
-    """Return what a function makes of so many characters; beside the event loop if they are many."""
-    return function() if characters < _LONG else await asyncio.to_thread(function)

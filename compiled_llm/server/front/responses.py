@@ -58,12 +58,12 @@ class _Told:
         self._output = Output(self._event)
         self._sent = 0
 
-    def whole(self, completions: Sequence[Completion]) -> ResponseBody:
+    async def whole(self, completions: Sequence[Completion]) -> ResponseBody:
         (completion,) = completions
         places = None if completion.logprobs is None else entries_of(completion.logprobs)
         reason = finish_reason_of(completion.finish_reason)
         deque(self._news(News(completion.text or "", completion.token_ids, places, reason)), maxlen=0)
-        return self._ended(reason)
+        return await self._ended(reason)
 
     async def stream(self) -> AsyncIterator[list[bytes]]:
         (choice,) = self._answers.choices()
@@ -75,7 +75,7 @@ class _Told:
                 reason = news.finish_reason
                 yield list(self._news(news))
         assert reason is not None, "what has ended has a reason"
-        response = self._ended(reason)
+        response = await self._ended(reason)
         yield [self._event(f"response.{response.status}", response=response.model_dump())]
 
     def _news(self, news: News) -> Iterator[bytes]:
@@ -89,9 +89,9 @@ class _Told:
             return []
         return chat_logprobs(places or [], self._body.top_logprobs or 0, self._model.token_bytes).content or []
 
-    def _ended(self, reason: FinishReason) -> ResponseBody:
+    async def _ended(self, reason: FinishReason) -> ResponseBody:
         """Return the response to an answer that has ended."""
-        usage = self._answers.usage(self._reading.reasoning_tokens(self._model.vocabulary))
+        usage = self._answers.usage(await self._reading.reasoning_tokens(self._model.vocabulary))
         return self._response(
             _status(reason),
             output=self._output.items,

@@ -8,10 +8,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from compiled_llm.server.front.api_error import invalid
+from compiled_llm.server.front.beside import beside
 from compiled_llm.server.front.chat_message import Message, plain_messages
 from compiled_llm.server.front.chat_prompt import chat_prompt
 from compiled_llm.server.front.fields import Body
-from compiled_llm.server.front.front import beside, front_of
+from compiled_llm.server.front.front import front_of
 from compiled_llm.server.front.openapi_responses import ERRORS
 from compiled_llm.server.front.tool_fields import Offer, Tools
 

@@ -43,7 +43,7 @@ def usage_of(handles: Sequence[RemoteHandle], reasoning: int = 0) -> Usage:
     """
     prompt = sum(len(handle.prompt) for handle in handles)
     answers = sum(answer.tokens for handle in handles for answer in handle.answers)
-    cached = sum(handle.output().cached_tokens for handle in handles)
+    cached = sum(handle.cached_tokens for handle in handles)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=answers,

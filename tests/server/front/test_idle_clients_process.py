@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import resource
 import socket
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
-from support.fronts import chat_tokenizer, serving
-from support.generators import COMMAND, PATIENCE
-from support.tiny_models import tiny_qwen3
+from support.fronts import serving
+from support.generators import COMMAND, PATIENCE, until
 
 OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "20000 tokens", "--client-seconds", "1")
 TEXT = "/v1/completions"
@@ -24,19 +21,6 @@ WORDY = {"prompt": "a", "max_tokens": 900, "n": 16, "ignore_eos": True, "logprob
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 pytestmark = pytest.mark.whole
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "tiny-model"
-    tiny_qwen3(eos_token_id=None, num_hidden_layers=1, vocab_size=380).save_pretrained(folder)
-    chat_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.01)
 
 
 def figure(url: str, name: str) -> float:

@@ -17,6 +17,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.server.generator.facts import ready_of
 from support.fronts import RunningFront, chat_tokenizer, fronting
 from support.generators import Loop
+from support.scripted import Script
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
@@ -112,3 +113,13 @@ def test_time_and_salts_are_the_settings(engine: Engine, generator: Loop, monkey
     assert mine == again
     assert len({mine, yours, other}) == 3
     assert "me" not in mine.split()
+
+
+def test_a_stream_ends_with_its_text_and_not_with_its_last_token(speaking: tuple[Script, RunningFront]) -> None:
+    script, front = speaking
+    script.text, script.at_once, script.reason = "one two " * 3000, 1000, "stop"  # tokens come faster than their text
+    with front.http.stream("POST", TEXT, json={"prompt": "a", "stream": True}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert "".join(choice["text"] for choice in choices) == script.text
+    assert choices[-1]["finish_reason"] == "stop"

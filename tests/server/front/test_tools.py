@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import openai
@@ -144,3 +145,24 @@ def test_a_chat_goes_on_after_a_call(client: openai.OpenAI, script: Script, fron
     assert "<think>Hm.</think>" in script.prompt
     tokens = front.http.post("/tokenize", json={"messages": given, "tools": [WEATHER]}).json()["tokens"]
     assert tokens == script.asked[-1].prompt
+
+
+def test_long_thinking_is_counted_beside_the_event_loop(
+    client: openai.OpenAI, script: Script, front: RunningFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocabulary = front.front.link.model.vocabulary
+    threads: list[threading.Thread] = []
+    count = vocabulary.of_text
+
+    def counting(text: str, add_special_tokens: bool = True) -> list[int]:
+        threads.append(threading.current_thread())
+        return count(text, add_special_tokens)
+
+    monkeypatch.setattr(vocabulary, "of_text", counting)
+    script.at_once, script.text = 1000, f"<think>{'one two ' * 3000}</think>four"
+    for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):  # which once ended too early
+        found = whole(client, **options)
+        usage = list(found)[-1].usage if options else found.usage
+        assert usage.completion_tokens_details.reasoning_tokens > 3000
+    assert len(threads) == 2
+    assert front._thread not in threads

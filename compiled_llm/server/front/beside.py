@@ -1,0 +1,17 @@
+"""What takes long is done beside the event loop, so that nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_LONG = 20_000
+"""Characters from which on a text is made tokens beside the event loop: others would wait for milliseconds."""
+
+
+async def beside(function: Callable[[], T], characters: int) -> T:
+    """Return what a function makes of so many characters; beside the event loop if they are many."""
+    return function() if characters < _LONG else await asyncio.to_thread(function)
