@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import compiled_llm
 from compiled_llm.commands.app import app
+from compiled_llm.commands.chat.chat import Chat
 from compiled_llm.commands.chat.conversation import Conversation
 from compiled_llm.commands.chat.generator import Generator
 from compiled_llm.engine.engine import Engine
@@ -25,7 +26,7 @@ from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.generator.facts import ready_of
 from support import talking_partner
 from support.characters import character_tokenizer
-from support.generators import COMMAND, Loop, generating
+from support.generators import COMMAND, Loop, generating, until
 from support.terminal import CTRL_C, CTRL_D, Terminal, terminal
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
@@ -131,6 +132,55 @@ def test_a_generator_that_is_started_again_is_found(model_folder: Path, engine: 
     assert partner.submit([5, 6], params).result(60).token_ids == first.token_ids, "it waits until it is ready"
     partner.close()
     loop.close()
+
+
+class Questions:
+    """A terminal at which somebody asks, and hears what is said."""
+
+    interactive, quiet = False, True
+
+    def __init__(self, *questions: Any) -> None:
+        self._questions = list(questions)
+        self.heard: list[str] = []
+        self.answers: list[str] = []
+        self.tell = self.say = self.complain = self.heard.append
+        self.write = self.answers.append
+
+    def question(self) -> str | None:
+        """The next one; what is none is called before."""
+        while self._questions and callable(self._questions[0]):
+            self._questions.pop(0)()
+        return self._questions.pop(0) if self._questions else None
+
+
+def test_a_generator_that_comes_back_with_another_model_is_asked_in_its_own_words(
+    model_folder: Path, engine: Engine, path: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<", "[")
+    AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    first, second = Loop(path), None
+    first.generator.open(engine, ready_of(engine._model, engine, "tiny", engine._tokenizer, str(model_folder)))
+    partner = Generator(path, quiet=True)
+
+    def replaced() -> None:
+        nonlocal second
+        first.close()
+        until(lambda: partner._client._link.broken)  # the client has heard of it
+        second = Loop(path)
+        second.generator.open(engine, ready_of(engine._model, engine, "other", engine._tokenizer, str(tmp_path)))
+
+    terminal: Any = Questions("Hi", replaced, "Again")
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    Chat(partner, Conversation(partner.tokenizer, None), params, terminal).run()
+    partner.close()
+    assert second is not None
+    second.close()
+    said = huggingfaces(model_folder, "<user: Hi>", 8)
+    again = huggingfaces(tmp_path, f"[user: Hi>[assistant: {said}>[user: Again>", 8)
+    assert "the generator has another model now: other" in terminal.heard
+    assert "".join(terminal.answers) == f"{said}\n{again}\n"
 
 
 def test_a_socket_without_a_generator_is_named(tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ class Handle:
 class Partner:
     name, tokenizer, max_tokens = "a stand-in", Tokenizer(), 100_000
 
+    def refresh(self) -> bool:
+        return False
+
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> Any:
         return Handle(prompt, params.max_tokens or 0)
 

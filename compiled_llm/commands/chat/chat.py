@@ -91,6 +91,9 @@ class Chat:
     # ---- answers
 
     def _answer(self, question: str) -> bool:
+        if self._partner.refresh():
+            self._terminal.say(f"the generator has another model now: {self._partner.name}")
+        self._conversation.use(self._partner.tokenizer)
         prompt = self._conversation.prompt(question)
         answer: list[str] = []
         try:

@@ -23,11 +23,19 @@ class Conversation:
         Raises:
             ValueError: there is no template, or it takes no system message.
         """
-        check_template(tokenizer)
         self.system = system
         self.messages: list[dict[str, str]] = []
-        self._tokenizer = tokenizer
+        self.use(tokenizer)
         self._tokens([{"role": "user", "content": "Hi"}])  # whether it takes the system message is told at once
+
+    def use(self, tokenizer: Any) -> None:
+        """Have a tokenizer write the chat from now on, with all that was said before.
+
+        Raises:
+            ValueError: it has no template.
+        """
+        check_template(tokenizer)
+        self._tokenizer = tokenizer
 
     def prompt(self, question: str) -> list[int]:
         """Return the token ids of the chat with a further question, and the beginning of an answer at the end.

@@ -31,19 +31,20 @@ class Generator:
         self._client = Client(path, tokenizer=True, wait=False)
         self._quiet = quiet
         self._ready: Ready | None = None
-        self._wait()
+        self.refresh()
 
-    def _wait(self) -> None:
-        """Wait until it is ready, whatever it does now."""
-        ready = wait_until_ready(self._client, self._quiet)
-        if ready is not self._ready:
+    def refresh(self) -> bool:
+        """Wait until it is ready, whatever it does now; whether it has another model than before."""
+        before, ready = self._ready, wait_until_ready(self._client, self._quiet)
+        if ready is not before:
             with ProgressDisplay(not self._quiet).task("loading the tokenizer"):
                 self.tokenizer = self._client.tokenizer
             self.name, self.max_tokens, self._ready = ready.model, ready.max_tokens, ready
+        return before is not None and ready != before
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> RemoteHandle:
         """Begin to answer token ids."""
-        self._wait()
+        self.refresh()
         return self._client.submit(prompt, params)
 
     def stats(self) -> Stats:

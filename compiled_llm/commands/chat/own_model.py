@@ -48,6 +48,10 @@ class OwnModel:
         self.max_tokens = engine.describe().max_tokens
         self._engine = engine
 
+    def refresh(self) -> bool:
+        """It stays what it is."""
+        return False
+
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> RequestHandle:
         """Begin to answer token ids."""
         return self._engine.submit(prompt, params)

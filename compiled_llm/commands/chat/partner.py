@@ -28,6 +28,10 @@ class Partner(Protocol):
     tokenizer: Any
     max_tokens: int
 
+    def refresh(self) -> bool:
+        """Wait until it answers, with what its attributes say by then; whether it is another model than before."""
+        ...
+
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> Handle:
         """Begin to answer token ids."""
         ...
