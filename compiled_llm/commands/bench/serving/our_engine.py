@@ -27,11 +27,11 @@ _COUNTS = {"steps": "steps", "preemptions": "preemptions", "cached tokens": "cac
 class OurEngine:
     """The engine; a mode that is not named is ``wrap``'s own choice."""
 
-    def __init__(self, mode: Mode | None = None, max_step_ms: float | None = None) -> None:
-        """Take the ``mode`` of ``wrap``, and an option of the engine's."""
+    def __init__(self, mode: Mode | None = None, max_step_ms: float | None = None, watch_model: bool = True) -> None:
+        """Take the ``mode`` of ``wrap``, and options of the engine's."""
         self.name = OURS if mode is None else f"{OURS}:{mode}"
         self.summary = "this package's engine" if mode is None else f"this package's engine, mode {mode}"
-        self._max_step_ms = max_step_ms
+        self._options: dict[str, Any] = {"max_step_ms": max_step_ms, "watch_model": watch_model}
         self._mode: Mode = WrapConfig.mode if mode is None else mode
 
     def obstacle(self, setup: Setup) -> str | None:
@@ -49,7 +49,7 @@ class OurEngine:
         model = setup.model()
         compiled_llm.wrap(model, mode=self._mode, progress=False)
         try:
-            with Engine(model, max_step_ms=self._max_step_ms) as engine:
+            with Engine(model, **self._options) as engine:
                 yield self.session(setup, model, engine)
         finally:
             compiled_llm.unwrap(model)

@@ -43,7 +43,7 @@ class InProcess:
 
     def __init__(self, mode: Mode) -> None:
         """Take the ``mode`` of ``wrap``."""
-        self._engine = OurStreamingEngine(mode)
+        self._engine = OurStreamingEngine(mode, watch_model=False)  # as `compiled-llm serve` makes it
 
     def obstacle(self, setup: Setup) -> str | None:
         """It runs anywhere."""
