@@ -35,12 +35,16 @@ def _plain(name: str, value: Any) -> Any:
     try:
         if isinstance(value, StructuredOutputsParams):
             value = _given(value)
-        return msgspec.to_builtins(value, enc_hook=_number, str_keys=False)
+        plain = msgspec.to_builtins(value, enc_hook=_number, str_keys=False)
+        msgspec.msgpack.encode(plain)
+    except OverflowError:
+        raise ValueError(f"SamplingParams: {name}: a number that is too large: 64 bits are sent") from None
     except TypeError:
         raise ValueError(
             f"SamplingParams: {name}: only plain data can be sent to a generator, and functions cannot; use an engine "
             "in this process"
         ) from None
+    return plain
 
 
 def _number(value: Any) -> Any:

@@ -24,10 +24,13 @@ def frame_of(message: msgspec.Struct, most_bytes: int = MOST_BYTES) -> bytearray
     """Return a message as a frame.
 
     Raises:
-        FrameError: it is too long.
+        FrameError: it is too long, or has a number that is too large.
     """
     frame = bytearray(_HEADER)
-    _encoder.encode_into(message, frame, _HEADER)
+    try:
+        _encoder.encode_into(message, frame, _HEADER)
+    except OverflowError:
+        raise FrameError("a message with a number that is too large: 64 bits are sent") from None
     length = len(frame) - _HEADER
     if length > most_bytes:
         raise FrameError(f"a message of {length:,} bytes; it can have {most_bytes:,}")

@@ -141,3 +141,9 @@ def test_damaged_frames_raise_nothing_else(seed: int) -> None:
         except FrameError:
             refused += 1
     assert refused > 10_000
+
+
+def test_a_number_that_messages_cannot_have_is_no_frame() -> None:
+    for number in (2**64, -(2**63) - 1):
+        with pytest.raises(FrameError, match="a message with a number that is too large: 64 bits are sent"):
+            frame_of(Submit(1, [number]))

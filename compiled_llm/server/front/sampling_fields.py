@@ -47,7 +47,7 @@ class SamplingFields(Body):
 
     top_k: Annotated[int | None, Field(ge=-1)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    repetition_penalty: Annotated[float | None, Field(ge=1e-6, le=1e6)] = None
     min_tokens: Annotated[int | None, Field(ge=0)] = None
     stop_token_ids: Several[int] | None = None
     ignore_eos: bool | None = None
