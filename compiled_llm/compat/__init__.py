@@ -64,7 +64,7 @@ Changed for the whole process:
 Inductor takes its cache as an option |
 | ``triton.knobs.cache.manager_class`` | the first artifacts that hold kernels of Triton | Triton looks in several \
 folders |
-| ``JitSpec.aot_path`` and ``build`` of FlashInfer | the first artifacts that hold kernels of FlashInfer | a folder of \
+| ``JitSpec.build_and_load`` of FlashInfer | the first artifacts that hold kernels of FlashInfer | a folder of \
 built kernels can be named |
 | ``KINETO_LOG_LEVEL`` and two variables of CUPTI, if unset | the first profile | CUPTI can restart |
 """

@@ -362,3 +362,14 @@ def test_queries_have_kernels_in_these_types() -> None:
     types = importlib.import_module("flashinfer.jit.utils").dtype_map
     assert set(versions.QUERY_DTYPES) <= set(types)
     assert torch.float32 not in types
+
+
+def test_each_kernel_is_loaded_by_one_method_and_can_be_loaded_from_a_path() -> None:
+    core = importlib.import_module("flashinfer.jit.core")
+    assert all("build_and_load" not in vars(kind) for kind in core.JitSpec.__subclasses__())
+    built = getattr(core, "JitSpecNvcc", core.JitSpec)  # the subclass in 0.7
+    inspect.signature(built.load).bind(None, Path("kernel.so"))
+    inspect.signature(built.build_and_load).bind(None)
+    assert isinstance(built.is_aot, property)
+    jit = inspect.getsource(importlib.import_module("flashinfer.jit.env"))
+    assert re.search(r"FLASHINFER_JIT_DIR.*cached_ops", jit)

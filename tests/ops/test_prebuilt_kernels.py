@@ -10,19 +10,21 @@ from compiled_llm_ops.flashinfer import prebuilt
 
 
 class JitSpec:
-    """What FlashInfer's class of this name does with the two."""
+    """What FlashInfer's class of this name does with them."""
 
-    elsewhere = Path("/elsewhere")
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, is_aot: bool = False) -> None:
         self.name = name
+        self.is_aot = is_aot
 
-    @property
-    def aot_path(self) -> Path:
-        return self.elsewhere / self.name / f"{self.name}.so"
+    def load(self, so_path: Path) -> str:
+        return f"loaded {so_path}"
 
-    def build(self, verbose: bool, need_lock: bool = True) -> str:
+    def build_and_load(self) -> str:
         return f"built {self.name}"
+
+
+class JitSpecNvcc(JitSpec):
+    """In FlashInfer 0.7 what builds is a subclass."""
 
 
 def test_a_folders_kernels_come_first_and_others_are_built_and_counted(
@@ -30,11 +32,13 @@ def test_a_folders_kernels_come_first_and_others_are_built_and_counted(
 ) -> None:
     monkeypatch.setattr(prebuilt, "_folders", [tmp_path / "gone", tmp_path])
     before = prebuilt.kernels_built()
-    (tmp_path / "prefill").mkdir()
-    (tmp_path / "prefill" / "prefill.so").write_bytes(b"")
+    library = tmp_path / "prefill" / "prefill.so"
+    library.parent.mkdir()
+    library.write_bytes(b"")
     prebuilt.look_in_folders(JitSpec)
-    assert JitSpec("prefill").aot_path == tmp_path / "prefill" / "prefill.so"
-    assert JitSpec("append").aot_path == Path("/elsewhere/append/append.so")
+    for kind in (JitSpec, JitSpecNvcc):
+        assert kind("prefill").build_and_load() == f"loaded {library}"
+        assert kind("page", is_aot=True).build_and_load() == "built page"
     assert prebuilt.kernels_built() == before
-    assert JitSpec("append").build(verbose=False, need_lock=False) == "built append"
+    assert JitSpecNvcc("append").build_and_load() == "built append"
     assert prebuilt.kernels_built() == before + 1

@@ -31,7 +31,7 @@ the order of the numbers in ``_plan_info``     name what changed under a       t
                                                captured graph
 ``utils._get_cache_alibi_slopes_buf``          make the tensor that ``run()``  ``run()`` makes no tensor for
                                                would make during a capture     ``pos_encoding_mode="NONE"``
-``jit.core.JitSpec.aot_path``, ``build``        find kernels that another       a folder of built kernels can
+``jit.core.JitSpec.build_and_load``, ``load``  load kernels that another       a folder of built kernels can
                                                process has built, and count    be named
                                                those that are built here
 the text of "Buffer overflow when allocating"  say what to do about a full     0.6 is no longer supported

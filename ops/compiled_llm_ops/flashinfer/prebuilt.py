@@ -21,7 +21,7 @@ def find_kernels_in(folder: Path) -> None:
 
 
 def kernels_built() -> int:
-    """Return how many kernels FlashInfer has built, or looked through whether it has to, since the first folder."""
+    """Return how many kernels FlashInfer was asked for since the first folder that had to be built, or looked over."""
     return _built[0]
 
 
@@ -31,21 +31,19 @@ def _look_in_folders() -> None:
 
 
 def look_in_folders(spec: type[Any]) -> None:
-    """Change the class that describes a kernel so that it finds ours like those of flashinfer-jit-cache.
+    """Change the class that describes a kernel so that it loads ours.
 
     Args:
-        spec: FlashInfer's ``JitSpec``.
+        spec: FlashInfer's ``JitSpec``; in 0.7 what builds is a subclass of it.
     """
-    elsewhere, build = vars(spec)["aot_path"].fget, spec.build
+    build_and_load = spec.build_and_load
 
-    def path(kernel: Any) -> Path:
+    @functools.wraps(build_and_load)
+    def load(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         places = (folder / kernel.name / f"{kernel.name}.so" for folder in _folders)
-        found: Path = next((place for place in places if place.exists()), None) or elsewhere(kernel)
-        return found
+        if (found := next((place for place in places if place.exists()), None)) is not None:
+            return kernel.load(found)
+        _built[0] += not getattr(kernel, "is_aot", False)  # those of flashinfer-jit-cache come built
+        return build_and_load(kernel, *args, **kwargs)
 
-    @functools.wraps(build)
-    def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        _built[0] += 1
-        return build(kernel, *args, **kwargs)
-
-    spec.aot_path, spec.build = property(path), counted
+    spec.build_and_load = load
