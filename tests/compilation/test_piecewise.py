@@ -34,7 +34,7 @@ PREFILL_AND_DECODE = 2
 @pytest.fixture(autouse=True)
 def pieces_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are cut where they are recorded, which is on CUDA."""
-    monkeypatch.setattr(programs, "Inductor", lambda *args, piecewise: inductor.Inductor(*args, piecewise=True))
+    monkeypatch.setattr(programs, "Inductor", lambda *args, **options: inductor.Inductor(*args, **(options | {"piecewise": True})))
 
 
 @pytest.fixture
