@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,7 +35,8 @@ PREFILL_AND_DECODE = 2
 @pytest.fixture(autouse=True)
 def pieces_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are cut where they are recorded, which is on CUDA."""
-    monkeypatch.setattr(programs, "Inductor", lambda *args, **options: inductor.Inductor(*args, **(options | {"piecewise": True})))
+    in_pieces = functools.partial(inductor.Inductor, piecewise=True)
+    monkeypatch.setattr(programs, "Inductor", lambda *args, piecewise, **options: in_pieces(*args, **options))
 
 
 @pytest.fixture
