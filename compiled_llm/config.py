@@ -14,6 +14,10 @@ Mode = Literal["eager", "compile", "reduce-overhead", "cuda-graphs"]
 
 Backend = Literal["auto", "flashinfer", "reference"]
 
+LEAST_GRAPHS = 2
+"""A step may have rows that decode and others whose prompts are computed."""
+
+_QUANTITY = re.compile(r"\s*(\d*\.?\d+)\s*([A-Za-z]+)\s*")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -57,6 +61,11 @@ class WrapConfig:
             only. Nothing is fused with ``mode="eager"``.
         workspace_bytes: FlashInfer's scratch memory, in bytes, on CUDA. By default what any prefill needs, and up to
             256 MiB for those that are captured; prefills that need more are launched kernel by kernel.
+        graph_memory: with ``mode="cuda-graphs"``, most device memory that recorded CUDA graphs may take together: bytes
+            as an int, or a string of a number and a unit (``"512MiB"``). The least recently used make room for others,
+            and are captured again when they are needed. By default there is no limit.
+        max_graphs: with ``mode="cuda-graphs"``, most CUDA graphs that are recorded at one time, at least 2; otherwise
+            as ``graph_memory``.
         progress: show on stderr what is being traced, compiled or captured; with ``mode="eager"`` there is nothing to
             wait for on a CPU, and nothing is shown.
         artifacts: a folder that ``compiled-llm compile`` has written, on such a machine, for this model and these
@@ -72,6 +81,8 @@ class WrapConfig:
     prefill_tokens: int = 8192
     fuse_projections: bool | None = None
     workspace_bytes: int | None = None
+    graph_memory: int | str | None = None
+    max_graphs: int | None = None
     progress: bool = True
     artifacts: str | os.PathLike[str] | None = None
 
@@ -103,6 +114,27 @@ class WrapConfig:
                 "artifacts, or with the mode that they were written for"
             )
         parse_kv_memory(self.kv_memory)
+        self._check_graphs()
+
+    def _check_graphs(self) -> None:
+        for name in ("graph_memory", "max_graphs"):
+            if getattr(self, name) is not None and self.mode != "cuda-graphs":
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} with mode={self.mode!r}: only mode='cuda-graphs' records graphs "
+                    f"that can be bounded; leave {name} out, or use that mode"
+                )
+        parse_graph_memory(self.graph_memory)
+        most = self.max_graphs
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < LEAST_GRAPHS):
+            raise ValueError(
+                f"max_graphs={most!r}: must be an integer of at least {LEAST_GRAPHS}: a step may replay a decode step "
+                "and a prefill"
+            )
+
+    @property
+    def graph_budget(self) -> tuple[int | None, int | None]:
+        """Bytes that recorded graphs may take, and how many there may be; None for any."""
+        return parse_graph_memory(self.graph_memory), self.max_graphs
 
     def fuses_on(self, device: str) -> bool:
         """Return whether projections are fused on a kind of device, ``"cpu"`` or ``"cuda"``."""
@@ -169,14 +201,37 @@ def parse_kv_memory(value: float | int | str | None) -> KVMemory | None:
         return KVMemory(fraction=value)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return KVMemory(nbytes=value)
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d*\.?\d+)\s*([A-Za-z]+)\s*", value)):
+    if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)):
         number, unit = match.groups()
         if unit.lower() in ("token", "tokens") and number.isdigit() and int(number) > 0:
             return KVMemory(tokens=int(number))
-        if unit.upper() in _UNITS and (nbytes := int(float(number) * _UNITS[unit.upper()])) > 0:
+        if (nbytes := _in_bytes(number, unit)) > 0:
             return KVMemory(nbytes=nbytes)
     raise ValueError(
         f"kv_memory={value!r}: give a fraction of the free memory as a float in (0, 1], without quotes; bytes as an "
         "int; or a string of a number and a unit (B, KB, MB, GB, KiB, MiB, GiB or tokens), such as '8GiB' or "
         "'20000 tokens'"
     )
+
+
+def parse_graph_memory(value: int | str | None) -> int | None:
+    """Read the ``graph_memory`` option, in bytes; None stands for no limit.
+
+    Raises:
+        ValueError: the value is none of the forms that ``WrapConfig`` documents.
+    """
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)) and (nbytes := _in_bytes(*match.groups())) > 0:
+        return nbytes
+    raise ValueError(
+        f"graph_memory={value!r}: give bytes as an int, or a string of a number and a unit (B, KB, MB, GB, KiB, MiB or "
+        "GiB), such as '512MiB'"
+    )
+
+
+def _in_bytes(number: str, unit: str) -> int:
+    """Return a quantity in bytes; 0 if there is no such unit."""
+    return int(float(number) * _UNITS.get(unit.upper(), 0))

@@ -95,6 +95,36 @@ def test_a_count_that_is_no_positive_integer_is_refused(name, value):
     assert str(caught.value).startswith(f"{name}={value!r}: ")
 
 
+@pytest.mark.parametrize(
+    ("value", "nbytes"), [(None, None), (1, 1), ("512MiB", 2**29), (" 1.5 GB ", 1_500_000_000), ("100B", 100)]
+)
+def test_graph_memory_is_bytes(value, nbytes):
+    assert WrapConfig(graph_memory=value, max_graphs=2).graph_budget == (nbytes, 2)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 0.5, "", "8", "8 tokens", "0GiB", "GiB", [8]], ids=repr)
+def test_an_impossible_graph_memory_names_itself_and_what_is_possible(value):
+    with pytest.raises(ValueError, match=r"bytes as an int.*'512MiB'") as caught:
+        WrapConfig(graph_memory=value)
+    assert str(caught.value).startswith(f"graph_memory={value!r}: ")
+
+
+@pytest.mark.parametrize("value", [*NO_COUNTS, 1], ids=repr)
+def test_fewer_graphs_than_one_step_replays_are_refused(value):
+    with pytest.raises(ValueError, match=r"at least 2: a step may replay a decode step and a prefill") as caught:
+        WrapConfig(max_graphs=value)
+    assert str(caught.value).startswith(f"max_graphs={value!r}: ")
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile", "reduce-overhead"])
+@pytest.mark.parametrize("option", [{"graph_memory": "1GiB"}, {"max_graphs": 8}], ids=str)
+def test_only_recorded_graphs_can_be_bounded(mode, option):
+    (name,) = option
+    with pytest.raises(ValueError, match=f"only mode='cuda-graphs' records graphs.*; leave {name} out") as caught:
+        WrapConfig(mode=mode, **option)
+    assert str(caught.value).startswith(f"{name}={option[name]!r} with mode={mode!r}: ")
+
+
 @pytest.mark.parametrize("value", ["", "Eager", "max-autotune", None, 1, ["eager"]])
 def test_an_impossible_mode_is_refused(value):
     with pytest.raises(ValueError, match=r"choose one of 'eager', 'compile', .*'cuda-graphs'") as caught:

@@ -97,6 +97,8 @@ tests() {
   done
   say "${files[*]}"
   run_tests model.log -rP "${files[@]}"
+  # These look at the memory of the whole device.
+  PROCESSES=0 run_tests memory.log -rP tests/execution/test_rolling_gpu.py
 }
 
 # vLLM in an environment of its own: its site would get in the way of ours, and ours of its.

@@ -5,7 +5,9 @@ Shapes: D rows, B rows of a bucket, V vocabulary.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,10 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.recorder import Captured, Recorder
+from compiled_llm.compilation.graphs.recorder import Recorder
+from compiled_llm.compilation.graphs.rolling import Choice, Key, RollingRecordings
 from compiled_llm.compilation.sampling import SamplingTables, choose
 from compiled_llm.execution.staging import Staging
 from compiled_llm.kvcache.memory import free
+
+logger = logging.getLogger("compiled_llm.graphs")
+
+_OWNER = "choices"
 
 
 class _Held(NamedTuple):
@@ -35,18 +42,20 @@ class ChoiceGraphs:
     One loop at a time keeps its logits there, from its first launch that defers a choice to the choice.
     """
 
-    def __init__(self, device: torch.device, records: bool) -> None:
+    def __init__(self, device: torch.device, records: bool, rolling: RollingRecordings) -> None:
         """Allocate and capture nothing yet.
 
         Args:
             device: where the model lives.
             records: whether anything is to be captured there.
+            rolling: has all recordings of the model, others too; they may make these leave.
         """
+        self._rolling = rolling
+        self._buckets: list[int] = []
+        rolling.when_dropped.append(functools.partial(_forget, self._buckets))
         self._device = device
         self._records = records
         self._recorder: Recorder | None = None
-        self._buckets: dict[int, Captured[Tensor]] = {}
-        self._masking: dict[int, Captured[Tensor]] = {}  # these write masks into the table before they choose
         self._tables: SamplingTables | None = None
         self._logits = torch.empty(0, 0, device=device)
         self._columns = torch.empty(0, dtype=torch.int64, device=device)
@@ -62,7 +71,7 @@ class ChoiceGraphs:
     @property
     def buckets(self) -> list[int]:
         """For how many rows there are graphs."""
-        return sorted(self._buckets)
+        return list(self._buckets)
 
     def release(self) -> None:
         """Give everything back."""
@@ -81,7 +90,7 @@ class ChoiceGraphs:
             padding: the slot of those that do not choose.
             dtype: of the model.
         """
-        known = set(self._buckets) if tables is self._tables else set()
+        known = set(self.buckets) if tables is self._tables else set()
         if not self._records or known.issuperset(buckets):
             return
         self._forget()
@@ -94,12 +103,24 @@ class ChoiceGraphs:
         for bucket in buckets:
             self._columns[: 2 * bucket].view(2, bucket)[0] = padding
             self._masked_launch(bucket)
-            self._buckets[bucket] = self._recorder.capture(functools.partial(self._launch, bucket))
-            self._masking[bucket] = self._recorder.capture(functools.partial(self._masked_launch, bucket))
+            for masked in (False, True):
+                self._capture(Choice(bucket, masked))
+
+    def _capture(self, choice: Choice) -> None:
+        """Capture a choice, unless a step would have to make room for it: choices can be launched as well."""
+        if self._rolling.full:
+            logger.info("a choice for %d rows is not captured: the recordings may not take more", choice.rows)
+            return
+        assert self._recorder is not None
+        launch = self._masked_launch if choice.masked else self._launch
+        captured = self._recorder.capture(functools.partial(launch, choice.rows))
+        self._rolling.add(choice, captured, captured.cost, _OWNER)
+        if not choice.masked:
+            bisect.insort(self._buckets, choice.rows)
 
     def _forget(self) -> None:
-        self._buckets.clear()
-        self._masking.clear()
+        self._rolling.drop(self._rolling.of("choice"))
+        self._rolling.shared[_OWNER] = 0
         self._tables = self._recorder = self._user = None
         self._held = _Held(0, [], [])
 
@@ -147,7 +168,11 @@ class ChoiceGraphs:
         """
         if rows == 0 or self._user is None or self._user() is not user or tables is not self._tables:
             return None
-        return min(bucket for bucket in self._buckets if bucket >= rows)
+        return next((bucket for bucket in self._buckets if bucket >= rows), None)
+
+    def masks(self, bucket: int) -> bool:
+        """Whether there is a graph for a bucket that writes masks."""
+        return Choice(bucket, True) in self._rolling
 
     def logits(self, rows: int) -> Tensor:
         """Return ``[rows, V]``, those that are kept here."""
@@ -181,6 +206,13 @@ class ChoiceGraphs:
             ``[B]``, until the next call.
         """
         held, self._held = self._held, _Held(0, [], [])
-        tokens = (self._masking if masked else self._buckets)[bucket].replay()
+        recording = self._rolling.get(Choice(bucket, masked))
+        assert recording is not None, "asked for before"
+        tokens: Tensor = recording.replay()
         self._held = held._replace(positions=[position + 1 for position in held.positions])
         return tokens
+
+
+def _forget(buckets: list[int], key: Key) -> None:
+    if isinstance(key, Choice) and not key.masked:
+        buckets.remove(key.rows)

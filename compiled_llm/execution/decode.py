@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.recordings import StepOutputs
+from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE
 from compiled_llm.execution.decode_buffers import bucket_for
@@ -86,14 +86,18 @@ class Decode:
         program = DECODE_ONE if bucket == 1 else DECODE_MANY
         shown = f"decode, {'1 row' if bucket == 1 else f'{bucket} rows'}{number}"
         with readiness.preparing(what, waiting, program, shown), self._recordings.accounted(what):
-            for _ in range(_CALLS_TO_RECORD if readiness.programs.recorded else 1):
-                self.seat([], bucket, "bucket_prepared")
-                self._state.arena.flush()
-                self._launch(bucket)
+            for _ in range(_CALLS_TO_RECORD - 1 if readiness.programs.recorded else 0):
+                self._launch_padding(bucket)
+            outputs = self._launch_padding(bucket)
             readiness.programs.warn_if_nothing_matched(self._state.facts.model)
             if self._recordings.ours:
-                readiness.record(bucket, lambda: self._launch(bucket), self._inputs(bucket))
+                readiness.record(bucket, lambda: self._launch(bucket), self._inputs(bucket), outputs)
         self.ready.add(bucket)
+
+    def _launch_padding(self, bucket: int) -> StepOutputs:
+        self.seat([], bucket, "bucket_prepared")
+        self._state.arena.flush()
+        return self._launch(bucket)
 
     def claim(self, owner: Seated | None) -> None:
         """Hand the seats to ``owner``; whoever had them is told."""

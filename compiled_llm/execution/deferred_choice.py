@@ -184,6 +184,7 @@ class DeferredChoice:
         graphs, slots, staging = self._state.choice_graphs, self._state.slots, self._state.staging
         new = None if masks is None else slots.masks_of(*masks)
         all_new = new is not None and masks is not None and masks.rows == rows and len(new[0]) == len(rows)
+        all_new = all_new and graphs.masks(bucket)
         graphs.place(bucket, slots.numbers(rows), [row.position for row in rows], slots.padding, staging)
         if new is not None and all_new:
             graphs.mask(new[1], staging)

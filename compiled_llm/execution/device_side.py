@@ -288,7 +288,7 @@ def prepare(
     for bucket in buckets:
         thread.call(decode.make_ready, bucket, number=_number(bucket, missing))
     for shapes in recorded:
-        thread.call(prefill.make_recorded, shapes)
+        thread.call(prefill.make_recorded, shapes, only_with_room=True)
 
 
 def _number(bucket: int, missing: Sequence[int]) -> str:

@@ -5,6 +5,7 @@ Shapes: P pages, K kv heads, D head dimension.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,13 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_llm.compilation.graphs.rolling import Budget, RollingRecordings
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.arena import Arena
 from compiled_llm.execution.choice_graphs import ChoiceGraphs
 from compiled_llm.execution.decode_buffers import DecodeBuffers
 from compiled_llm.execution.slots import Slots
 from compiled_llm.execution.staging import Staging
-from compiled_llm.kvcache.memory import allocate_pages, as_stored, free, pages_to_allocate
+from compiled_llm.kvcache.memory import allocate_pages, as_stored, free, pages_to_allocate, wait_for
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.model.facts import ModelFacts
@@ -40,6 +42,7 @@ class DeviceState:
         arena: what the host changes here and there.
         slots: where running rows keep their state.
         decode_buffers: the seats that decode steps read and advance.
+        recordings: all CUDA graphs, within their budget.
         choice_graphs: what deferred choices read, if they are captured.
         prefill_indices: the page numbers of the prefill that runs.
         staging: copies from the host that do not wait.
@@ -62,6 +65,7 @@ class DeviceState:
         self.config = config
         self.device = model.device
         self.max_positions = max_positions
+        self.recordings = RollingRecordings(Budget(*config.graph_budget), functools.partial(wait_for, self.device))
         self.stored_layers = as_stored(facts.layers, backend_named(config.backend_on(self.device.type)))
         count = pages_to_allocate(config, self.stored_layers, model.dtype, self.device, self.max_positions)
         with torch.inference_mode(False):
@@ -73,7 +77,7 @@ class DeviceState:
             self.arena = Arena(columns, self.device, self.staging)
             self.slots = Slots(self.arena, self.staging, logits_width(model))
             self.decode_buffers = DecodeBuffers(self.arena, self.slots)
-            self.choice_graphs = ChoiceGraphs(self.device, config.records_on(self.device.type))
+            self.choice_graphs = ChoiceGraphs(self.device, config.records_on(self.device.type), self.recordings)
             self.prefill_indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size)
 

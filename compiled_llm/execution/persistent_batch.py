@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.recordings import StepOutputs
+from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.execution.batch import Step
 from compiled_llm.execution.decode import Decode
 from compiled_llm.execution.deferred_choice import DeferredChoice

@@ -109,6 +109,11 @@ class Planner:
         queries = [len(extension.ids) for extension in batch]
         return self._best(queries, [extension.row.length for extension in batch])
 
+    def forget(self, key: object) -> None:
+        """Let go of the plans of a recorded prefill that is gone, if it is one: another gets new ones."""
+        if isinstance(key, Shape):
+            self._plans.pop(key, None)
+
     # ---- what programs read
 
     def for_prefill(self, shape: Shape | None = None) -> AttentionPlans:

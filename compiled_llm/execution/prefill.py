@@ -6,6 +6,7 @@ vocabulary, S page size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import cast
 
@@ -14,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from compiled_llm.compilation.graphs.recordings import StepOutputs
+from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.compilation.graphs.recordings import Filled
 from compiled_llm.compilation.inputs import PrefillInputs, Shape
 from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED
 from compiled_llm.execution.batch import Extension
@@ -57,7 +59,7 @@ class Prefill:
         self._planner = planner
         self._shapes = shapes
         self._page_size = state.config.page_size
-        self._packed: dict[Shape, Tensor] = {}  # what recorded prefills begin with
+        state.recordings.when_dropped.append(planner.forget)
 
     # ---- compiled
 
@@ -194,12 +196,13 @@ class Prefill:
         shapes = [shape._replace(variant=variant) for shape in self._shapes.of(rows) for variant in variants]
         return [shape for shape in shapes if self._planner.fits(shape)]
 
-    def make_recorded(self, shapes: Sequence[Shape], waiting: int = 0) -> None:
+    def make_recorded(self, shapes: Sequence[Shape], waiting: int = 0, only_with_room: bool = False) -> None:
         """Record prefills of these shapes, those that are not recorded yet.
 
         Args:
             shapes: what they are padded to.
             waiting: how many rows a call has that waits for them.
+            only_with_room: evict no others for them.
         """
         new = [shape for shape in shapes if shape not in self._recordings]
         if not (self._recordings.ours and new):
@@ -210,7 +213,8 @@ class Prefill:
         waiting = 0 if all(map(self._recordings.lost, new)) else waiting
         with self._readiness.preparing(f"prefill of up to {largest} tokens", waiting, PREFILL):
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
-                self._replay(shape, [], none, none)
+                if not (only_with_room and self._state.recordings.full):
+                    self._replay(shape, [], none, none)
 
     def _shape_to_replay(
         self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
@@ -241,25 +245,27 @@ class Prefill:
         slots = np.concatenate([slots, state.slots.of([], missing)])
         packed, table = pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
         if (recording := self._recordings.get(shape)) is not None:
-            self._upload(packed, table, shape)
-            result = recording.replay()
+            self._upload(packed, table, shape, self._recordings.filled(shape))
+            result: StepOutputs = recording.replay()
             # Checked while the device computes. All it reads is there, since the weights are; and if it is not what
             # the model does now, all it writes is written again.
             if (unchanged and self._readiness.was_valid(shape)) or self._readiness.is_valid(shape):
                 return result
             state.slots.restore(slots)
         inputs = self._as_inputs(state.staging.to_device(packed), shape)
-        (self._packed[shape],) = state.staging.to_device([as_bytes(packed)])
-        self._upload(packed, table, shape)
+        (filled,) = state.staging.to_device([as_bytes(packed)])
+        self._upload(packed, table, shape, filled)
         with self._recordings.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
-            result = self._launch_packed(inputs, self._packed[shape])
-            self._readiness.record(shape, lambda: self._launch_packed(inputs, self._packed[shape]), inputs)
+            result = self._launch_packed(inputs, filled)
+            launch = functools.partial(self._launch_packed, inputs, filled)
+            own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
+            self._readiness.record(shape, launch, inputs, result, Filled(filled, own))
         return result
 
-    def _upload(self, packed: Packed, table: HostTable, shape: Shape) -> None:
+    def _upload(self, packed: Packed, table: HostTable, shape: Shape, filled: Tensor) -> None:
         """Put a prefill where its graph reads it, and plan it."""
         state = self._state
-        state.staging.upload([(as_bytes(packed), self._packed[shape]), (table.indices, state.prefill_indices)])
+        state.staging.upload([(as_bytes(packed), filled), (table.indices, state.prefill_indices)])
         self._planner.plan_prefill(table, shape)
 
     def _launch_packed(self, inputs: PrefillInputs, packed: Tensor) -> StepOutputs:

@@ -16,7 +16,9 @@ import torch
 
 from compiled_llm.compat import compiling_stage
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
-from compiled_llm.compilation.graphs.recordings import Key, Recordings, StepInputs, StepOutputs
+from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.compilation.graphs.recordings import Filled, Recordings, StepInputs
+from compiled_llm.compilation.graphs.rolling import Key
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Programs
 from compiled_llm.execution.device_state import DeviceState
@@ -62,7 +64,7 @@ class Readiness:
         self.weights = weights
         self._artifacts = artifacts
         self.programs = programs or self._new_programs()
-        self.recordings = Recordings(state.facts.model, state.config, state.device)
+        self.recordings = Recordings(state.facts.model, state.config, state.device, state.recordings)
         self.ready: set[Key | str] = set()
         # Without a compiler there is nothing to wait for on a CPU.
         waits = state.device.type == "cuda" or state.config.mode != "eager"
@@ -71,6 +73,7 @@ class Readiness:
         # How often the model has been looked at, and the recordings that were found valid since the last time.
         self._glance = 0
         self._valid: set[Key] = set()
+        state.recordings.when_dropped.append(self.ready.discard)
 
     @property
     def ready_buckets(self) -> list[int]:
@@ -175,8 +178,23 @@ class Readiness:
 
     # ---- make it so
 
-    def record(self, key: Key, launch: Callable[[], StepOutputs], inputs: StepInputs) -> None:
-        """Record a step that has run before, unless it may have run uncompiled: nothing would guard that."""
+    def record(
+        self,
+        key: Key,
+        launch: Callable[[], StepOutputs],
+        inputs: StepInputs,
+        like: StepOutputs,
+        filled: Filled | None = None,
+    ) -> None:
+        """Record a step that has run before, unless it may have run uncompiled: nothing would guard that.
+
+        Args:
+            key: its name from now on.
+            launch: runs it.
+            inputs: the tensors that its program reads.
+            like: what it gave when it ran.
+            filled: what it begins with, if that is filled before each replay.
+        """
         if self.programs.full(inputs):
             return
         model = self._state.facts.model
@@ -185,7 +203,7 @@ class Readiness:
             with self.paged():
                 return self.programs.guards(model, inputs, self._state.slots.tables, self._state.pages)
 
-        self.recordings.record(key, launch, inputs, guards)
+        self.recordings.record(key, launch, like, guards, filled)
 
     @contextmanager
     def preparing(self, what: str, waiting: int, program: str, shown: str = "") -> Iterator[None]:

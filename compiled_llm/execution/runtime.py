@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from compiled_llm.compat.forks import in_forked_processes
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.artifacts.made_for import made_for
+from compiled_llm.compilation.graphs.table import RecordingTable
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import DeviceModel
@@ -144,7 +145,13 @@ class Runtime:
             most_pages=device_model.pool.most_used,
             page_size=self.config.page_size,
             memory=device_model.memory(),
+            recording_table=self.recordings.as_dicts(),
         )
+
+    @property
+    def recordings(self) -> RecordingTable:
+        """The CUDA graphs that we have recorded, with what they cost and how often they ran; empty in other modes."""
+        return RecordingTable() if self._device_model is None else self._device_model.state.recordings.table()
 
     @property
     def asleep(self) -> bool:

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from rich.table import Table
 
@@ -69,6 +69,8 @@ class Stats:
         page_size: tokens in a page.
         memory: bytes on the device: ``weights``, ``pages``, ``workspace`` (the backend's), ``buffers`` (page tables and
             sampling settings) and ``graphs`` (what recording CUDA graphs took from the allocator).
+        recording_table: a dict for each CUDA graph that we have recorded, those that were evicted too: the fields of
+            ``RecordingRow``. ``model.compiled.recordings`` shows the same as a table.
     """
 
     mode: Mode = "cuda-graphs"
@@ -96,6 +98,7 @@ class Stats:
     most_pages: int = 0
     page_size: int = 0
     memory: dict[str, int] = field(default_factory=dict)
+    recording_table: list[dict[str, object]] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -139,7 +142,9 @@ class Stats:
             yield "uncompiled", f"{self.uncompiled} prefills and decode steps: torch compiles their programs no more"
         if self._on_cuda and self.mode != "compile":
             recorded = f"{self.recordings} decode steps and {self.prefill_recordings} prefills recorded"
-            yield "CUDA graphs", f"{recorded}, {self.cudagraph_skips} skipped"
+            evicted = sum(cast(int, row["evictions"]) for row in self.recording_table)
+            made_room = f", {evicted} made room for others" if evicted else ""
+            yield "CUDA graphs", f"{recorded}, {self.cudagraph_skips} skipped{made_room}"
         if self.patterns:
             yield "patterns", ", ".join(f"{count} {pattern}" for pattern, count in self.patterns.items())
 

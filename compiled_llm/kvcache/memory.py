@@ -87,6 +87,12 @@ def reserved_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until nothing runs on a CUDA device any more."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def allocate_pages(
     count: int, layers: Sequence[Layer], page_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm.compilation.graphs.rolling import Budget, Choice, Cost
 from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution import choice_graphs, device_state
@@ -147,14 +148,16 @@ class ReplayedRecorder:
 
     def capture(self, launch: Callable[[], torch.Tensor]) -> Any:
         output = launch()
-        return SimpleNamespace(replay=lambda: output.copy_(launch()))
+        return SimpleNamespace(replay=lambda: output.copy_(launch()), cost=Cost(), release=lambda: None)
 
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU capture choices."""
     monkeypatch.setattr(choice_graphs, "Recorder", ReplayedRecorder)
-    monkeypatch.setattr(device_state, "ChoiceGraphs", lambda device, records: ChoiceGraphs(device, records=True))
+    monkeypatch.setattr(
+        device_state, "ChoiceGraphs", lambda device, records, rolling: ChoiceGraphs(device, True, rolling)
+    )
 
 
 @pytest.fixture(params=["launched", "captured"])
@@ -296,6 +299,27 @@ def test_captured_choices_are_replayed_and_more_of_them_are_captured(batch, seed
     batch.choose()
     assert replayed == ([5, 5, 2, 1] if captured else [])
     assert graphs.buckets == ([1, 2, 3, 4, 5] if captured else [])
+
+
+def test_choices_whose_graphs_made_room_are_launched(captures, seed):
+    batch = Constrained()
+    rolling, graphs = batch.device_model.state.recordings, batch.device_model.state.choice_graphs
+    rolling.budget = Budget(most=3)
+    batch.call(batch.device_model.prepare_deferred, [2, 5])
+    assert set(rolling.of("choice")) == {Choice(5, False), Choice(5, True), Choice(2, False)}, "there is room for three"
+    rows = begun(batch, seed, 5, 2)
+    for gone in (None, Choice(5, True), Choice(2, False), Choice(5, False)):
+        if gone is not None:
+            rolling._evict(rolling.get(gone))
+        for _ in range(2):
+            batch.run(decode=rows)
+            batch.choose()
+    assert graphs.buckets == []
+    table = batch.model.compiled.recordings
+    assert [(row.phase, row.rows, row.variant, row.evictions) for row in table] == [
+        *[("choice", 2, 0, 1), ("choice", 5, 0, 1), ("choice", 5, 1, 1)]
+    ]
+    assert sum(row.replays for row in table) > 5
 
 
 def test_what_was_captured_is_captured_again_after_sleep(captures, seed):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +15,9 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
 from compiled_llm.compilation.graphs.recordings import Recordings
+from compiled_llm.compilation.graphs.rolling import RollingRecordings
 from compiled_llm.execution import prefill_room
+from compiled_llm.execution.choice_graphs import ChoiceGraphs
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill_room import COMPILED_ROWS, compiled_length, typical_tokens
 from compiled_llm.execution.recorded_shapes import RecordedShapes
@@ -137,6 +141,49 @@ def count_looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         own = getattr(Recordings, name)
         monkeypatch.setattr(Recordings, name, lambda *given, own=own, name=name: (looks.update([name]), own(*given))[1])
     return looks
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_bounded_recordings_make_room_and_are_recorded_again(seed):
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS, max_graphs=3)
+    model.compiled.warmup([1, 2])
+    assert model.compiled.recordings.ready == 3, "in preparing there is no room made for what may not be needed"
+    for lengths in ([5], [9, 4, 17], [40], [3, 3, 3, 20, 8], [5], [9, 4, 17]):
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 24), greedy(reference, inputs, 24))
+        assert model.compiled.recordings.ready <= 3
+    table, stats = model.compiled.recordings, model.compiled.stats()
+    assert table.evictions == table.captures - table.ready > 3
+    assert (table.most, table.limit) == (3, None)
+    assert table.captures == stats.recordings + stats.prefill_recordings
+    assert [row["replays"] for row in stats.recording_table] == [row.replays for row in table]
+    assert sum(row.replays for row in table if row.phase == "decode") > 6 * 20
+    assert stats.buckets == sorted(row.rows for row in table if row.phase == "decode" and row.ready)
+    assert (stats.recompiles, model.compiled.rerecordings()) == (0, (0, []))
+    assert_account_is_empty(model)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_bounded_recordings_leave_their_outputs_in_one_buffer(seed):
+    model = compiled_llm.wrap(plain(), **OPTIONS, graph_memory="1GiB")
+    model.compiled.warmup([1, 3])
+    rolling = model.compiled.device_model().state.recordings
+    outputs = [rolling.get(key).recording._outputs for key in rolling.of("decode", "prefill")]
+    greedy(model, mixed_prompts([5, 9, 4], 128, seed), 3)
+    with torch.no_grad():
+        places = {tuple(output.data_ptr() for output in rolling.get(key).replay()) for key in rolling.of("decode")}
+    assert len(outputs) > 4
+    assert len(places) == 1
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_memory_that_one_step_does_not_fit_into_says_the_least(seed):
+    model = compiled_llm.wrap(plain(), **OPTIONS, graph_memory=1000)
+    inputs = mixed_prompts([5, 9], 128, seed)
+    with pytest.raises(ValueError, match=r"give at least graph_memory=\d+"):
+        greedy(model, inputs, 12)
+    assert_account_is_empty(model)
+    assert model.compiled.recordings.ready == 0
 
 
 @pytest.mark.usefixtures("without_inductor")
@@ -264,9 +311,47 @@ def test_a_recording_that_fails_leaves_the_next_call_whole(monkeypatch, seed):
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
     inputs = mixed_prompts([5, 9], 128, seed)
     with monkeypatch.context() as patched:
-        patched.setattr(StandInRecorder, "record", lambda *_: (_ for _ in ()).throw(RuntimeError("no capture")))
+        patched.setattr(StandInRecorder, "capture", lambda *_: (_ for _ in ()).throw(RuntimeError("no capture")))
         with pytest.raises(RuntimeError, match="no capture"):
             greedy(model, inputs, 12)
     assert_account_is_empty(model)
     torch.testing.assert_close(greedy(model, inputs, 12), greedy(reference, inputs, 12))
     assert_account_is_empty(model)
+
+
+def test_recordings_go_when_nobody_refers_to_them_any_more():
+    model = plain()
+    rolling = RollingRecordings()
+    recordings = Recordings(model, compiled_llm.WrapConfig(), model.device, rolling)
+    graphs = ChoiceGraphs(model.device, records=True, rolling=rolling)
+    gone = weakref.ref(rolling)
+    gc.disable()
+    try:
+        del recordings, graphs, rolling
+        assert gone() is None, "their memory would stay until garbage is collected"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.whole
+@pytest.mark.usefixtures("without_inductor")
+def test_an_engine_runs_on_two_recordings_and_after_sleep_has_those_again(seed):
+    both = mixed_prompts([5, 20, 9, 33, 4], 128, seed).values()
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*both, strict=True)]
+    answers = []
+    for options in ({}, {"max_graphs": 2}):
+        model = compiled_llm.wrap(plain(), **OPTIONS, **options)
+        with compiled_llm.Engine(model) as engine:
+            engine.generate(prompts[3:4], compiled_llm.SamplingParams(temperature=0.0, max_tokens=3))
+            outputs = engine.generate(prompts, compiled_llm.SamplingParams(temperature=0.0, max_tokens=12))
+            answers.append([output.token_ids for output in outputs])
+            evictions = model.compiled.recordings.evictions
+            engine.sleep()
+            assert (len(model.compiled.recordings), model.compiled.stats().recording_table) == (0, [])
+            engine.wake()
+            again = engine.generate(prompts, compiled_llm.SamplingParams(temperature=0.0, max_tokens=12))
+            assert [output.token_ids for output in again] == answers[-1]
+        assert (evictions > 0) == bool(options)
+    assert answers[0] == answers[1]
+    assert model.compiled.recordings.ready == 2
+    assert model.compiled.stats().recompiles == 0

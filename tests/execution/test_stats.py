@@ -154,6 +154,8 @@ def test_what_a_gpu_has_is_shown_there_and_nowhere_else():
     assert "2 decode steps and 5 prefills recorded, 1 skipped" in shown
     assert "101.0 MiB, of which 50.0 MiB were used at most" in shown
     assert "memory: graphs" not in shown, "there are none"
+    assert "room" not in shown
+    assert "1 skipped, 5 made room" in str(Stats(**ON_CUDA, recording_table=[{"evictions": 2}, {"evictions": 3}]))
     for elsewhere in (str(Stats(**{**ON_CUDA, "device": "cpu"})), str(Stats(**ON_CUDA, mode="compile"))):
         assert "recorded" not in elsewhere
         assert "skipped" not in elsewhere

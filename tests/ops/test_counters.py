@@ -61,3 +61,39 @@ def test_a_graph_that_takes_more_than_there_is_zeroes_its_own(slabs, monkeypatch
         zeroed.take(5, DEVICE)
     assert made == [(5,)]
     assert slabs == []
+
+
+def test_those_of_a_graph_that_is_gone_are_taken_again(slabs):
+    owner, graphs = CapturedCounters(DEVICE), []
+    for size in (5, 400, 90, 4):
+        owner.make_room()
+        assert owner.take(size) is not None
+        assert owner.take(size) is not None
+        graphs.append(owner.taken())
+    owner.give_back(graphs[2])
+    owner.give_back(graphs[1])
+    owner.make_room()
+    again = owner.take(2 * (400 + 92))
+    first = owner.take(1)
+    assert again is not None
+    assert first is not None
+    assert first.data_ptr() > again.data_ptr() > 0, "what was given back is one span, and the first that fits"
+    last = owner.taken()
+    for graph in (graphs[0], last, graphs[3]):
+        owner.give_back(graph)
+    owner.make_room()
+    assert len(slabs) == 1
+    assert len(owner.take(SLAB)) == SLAB, "all of them are free"
+
+
+def test_a_thousand_graphs_that_come_and_go_take_no_more_than_a_few(slabs):
+    owner, graphs = CapturedCounters(DEVICE), []
+    for number in range(1000):
+        owner.make_room()
+        taken = [owner.take(1 + 37 * number % 4000) for _ in range(3)]
+        assert not any(counters is None for counters in taken)
+        graphs.append(owner.taken())
+        if len(graphs) > 8:
+            owner.give_back(graphs.pop(number % 8))
+    assert len(slabs) <= 2
+    assert owner.nbytes == len(slabs) * SLAB * 4

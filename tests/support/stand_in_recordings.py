@@ -14,17 +14,20 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm import WrapConfig
-from compiled_llm.compilation.graphs.recorder import Recording
+from compiled_llm.compilation.graphs.recorder import Captured
 from compiled_llm.compilation.graphs.recordings import Recordings
+from compiled_llm.compilation.graphs.rolling import Cost, RollingRecordings
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 
 
-class StandIn(Recording[Any, Any]):
-    def __init__(self, weights: Weights, launch: Callable[[], Any], inputs: Any, guards: Guards) -> None:
-        self.inputs, self.guards = inputs, guards
+class StandIn(Captured[Any]):
+    def __init__(self, weights: Weights, launch: Callable[[], Any]) -> None:
+        self.cost = Cost(nbytes=1000, shared=10, seconds=0.5)
         self._weights, self._launch, self._outputs = weights, launch, None
+        self.released = False
 
     def replay(self) -> Any:
+        assert not self.released
         assert self._weights.valid(), "a replay would read weights where they no longer are"
         new = self._launch()
         self._outputs = self._outputs or new
@@ -32,18 +35,21 @@ class StandIn(Recording[Any, Any]):
             output.copy_(value)
         return self._outputs
 
+    def release(self) -> None:
+        self.released = True
+
 
 class StandInRecorder:
-    def __init__(self, model: PreTrainedModel, compiled: bool = True) -> None:
-        self._model, self._compiled = weakref.ref(model), compiled
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = weakref.ref(model)
         self.count = 0
 
     def take_new_pool(self) -> None:
         pass
 
-    def record(self, launch: Callable[[], Any], inputs: Any, guards: Callable[[], Guards]) -> StandIn:
+    def capture(self, launch: Callable[[], Any]) -> StandIn:
         self.count += 1
-        return StandIn(Weights(self._model()), launch, inputs, guards() if self._compiled else _NoGuards())
+        return StandIn(Weights(self._model()), launch)
 
 
 class _NoGuards(Guards):
@@ -58,11 +64,18 @@ class _NoGuards(Guards):
 
 def let_a_cpu_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU record as CUDA does."""
-    own = Recordings.__init__
+    own, own_record = Recordings.__init__, Recordings.record
 
-    def init(self: Recordings, model: PreTrainedModel, config: WrapConfig, device: torch.device) -> None:
-        own(self, model, config, device)
+    def init(
+        self: Recordings, model: PreTrainedModel, config: WrapConfig, device: torch.device, rolling: RollingRecordings
+    ) -> None:
+        own(self, model, config, device, rolling)
         self.ours = self.replay = True
-        self._recorder = StandInRecorder(model, compiled=config.mode != "eager")
+        self._recorder = StandInRecorder(model)
+        self._compiled = config.mode != "eager"
+
+    def record(self: Recordings, key: Any, launch: Any, like: Any, guards: Any, filled: Any = None) -> None:
+        own_record(self, key, launch, like, guards if self._compiled else _NoGuards, filled)
 
     monkeypatch.setattr(Recordings, "__init__", init)
+    monkeypatch.setattr(Recordings, "record", record)

@@ -7,47 +7,54 @@ something may have changed.
 
 from __future__ import annotations
 
+import functools
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
 
-from compiled_llm.compilation.graphs.validity import Guards
+from compiled_llm.compilation.graphs.rolling import Cost
 from compiled_llm_ops.kernels.counters import CapturedCounters, zeroed_counters
 
-Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
 
 
 class Captured(Generic[Outputs]):
-    """Launches that were captured."""
+    """Launches that were captured.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
-        """Keep the graph with the tensors that it writes."""
+    Attributes:
+        cost: what that took.
+    """
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, outputs: Outputs, cost: Cost, give_back: Callable[[], None]
+    ) -> None:
+        """Keep the graph with the tensors that it writes.
+
+        Args:
+            graph: of the launches.
+            outputs: the tensors that it writes.
+            cost: what capturing it took.
+            give_back: called when it is released.
+        """
+        self.cost = cost
         self._graph = graph
-        self._outputs = outputs
+        self._outputs: Outputs | None = outputs
+        self._give_back = give_back
 
     def replay(self) -> Outputs:
         """Launch on the current stream; returns the same tensors each time, overwritten."""
         self._graph.replay()
-        return self._outputs
+        return cast(Outputs, self._outputs)
 
-
-class Recording(Captured[Outputs], Generic[Inputs, Outputs]):
-    """One captured step.
-
-    Attributes:
-        inputs: the tensors that it reads, to be filled before it is replayed.
-        guards: what the compiled program inside takes for granted.
-    """
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: Inputs, outputs: Outputs, guards: Guards) -> None:
-        """Keep the graph with the tensors that it reads and writes."""
-        super().__init__(graph, outputs)
-        self.inputs = inputs
-        self.guards = guards
+    def release(self) -> None:
+        """Give back what the graph takes; it is replayed no more."""
+        self._outputs = None
+        self._graph.reset()
+        self._give_back()
 
 
 _idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
@@ -67,6 +74,7 @@ class Recorder:
         # and stays valid for as long as the process lives. So the next recorder has it: a model that sleeps and wakes
         # again and again would leave tens of MB each time.
         idle = _idle_streams[device]
+        self._device = device
         self._stream = idle.pop() if idle else torch.cuda.Stream(device)
         weakref.finalize(self, idle.append, self._stream).atexit = False
         self._counters = CapturedCounters(device)
@@ -77,32 +85,35 @@ class Recorder:
         """Take a new memory pool: one whose graphs are all gone cannot be captured into again."""
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(
-        self, launch: Callable[[], Outputs], inputs: Inputs, guards: Callable[[], Guards]
-    ) -> Recording[Inputs, Outputs]:
+    def capture(self, launch: Callable[[], Outputs]) -> Captured[Outputs]:
         """Capture what ``launch`` launches, which has run at least once before.
 
         Args:
             launch: reads and writes tensors at fixed addresses only, and waits for nothing.
-            inputs: those among them that change from step to step.
-            guards: returns what ``launch`` took for granted.
 
         Raises:
             RuntimeError: something in it cannot be captured.
         """
-        graph, outputs = self._capture(launch)
-        return Recording(graph, inputs, outputs, guards())
-
-    def capture(self, launch: Callable[[], Outputs]) -> Captured[Outputs]:
-        """Capture launches that take nothing of the model for granted; otherwise as ``record``."""
-        return Captured(*self._capture(launch))
-
-    def _capture(self, launch: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
-        graph = torch.cuda.CUDAGraph()
+        graph, start = torch.cuda.CUDAGraph(), time.perf_counter()
         self._counters.make_room()
         # Other threads go on using the device meanwhile.
-        captured = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with zeroed_counters.owned_by(self._counters), captured:
-            outputs = launch()
+        capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        unpooled = self._unpooled()
+        try:
+            with zeroed_counters.owned_by(self._counters), capturing:
+                before = torch.cuda.memory_reserved(self._device)  # what is cached has just been emptied
+                outputs = launch()
+                grown = torch.cuda.memory_reserved(self._device) - before
+        except BaseException:
+            self._counters.give_back(self._counters.taken())
+            raise
         self.count += 1
-        return graph, outputs
+        own = max(0, self._unpooled() - unpooled)
+        spans = self._counters.taken()
+        cost = Cost(own, max(0, grown), time.perf_counter() - start)
+        return Captured(graph, outputs, cost, functools.partial(self._counters.give_back, spans))
+
+    def _unpooled(self) -> int:
+        """Return what is taken of the device beside PyTorch's allocator, by all processes: graphs, among others."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,34 +15,65 @@ SLAB = 2**18
 """Counters allocated at a time."""
 
 
+class Span(NamedTuple):
+    """Counters of one launch, or some that are free: those of a slab from ``start`` to ``end``."""
+
+    slab: int
+    start: int
+    end: int
+
+
 class CapturedCounters:
-    """Counters of captured launches, each launch its own, for as long as this lives: graphs hold addresses only."""
+    """Counters of captured launches, each launch its own until its graph is gone: graphs hold addresses only."""
 
     def __init__(self, device: torch.device) -> None:
         """Allocate nothing yet."""
         self._device = device
         self._slabs: list[Tensor] = []
-        self._left: Tensor | None = None
+        self._free: list[Span] = []  # in order, and no two of them touch
+        self._taken: list[Span] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all, in bytes."""
+        return sum(slab.nbytes for slab in self._slabs)
 
     def make_room(self) -> None:
-        """Have counters for a graph that is about to be captured."""
-        if self._left is None or len(self._left) < SLAB // 2:
-            self._left = self._new_slab()
+        """Have counters for a graph that is about to be captured, which begins to take its own."""
+        self._taken = []
+        if max((end - start for _, start, end in self._free), default=0) < SLAB // 2:
+            self._slabs.append(self._new_slab())
+            self._free.append(Span(len(self._slabs) - 1, 0, SLAB))
 
     def take(self, count: int) -> Tensor | None:
         """Return ``[count]`` int32 zeros at a multiple of 16 bytes, or None if so many are not left."""
-        left = self._left
-        if left is None or len(left) < count:
+        size = -(-count // 4) * 4
+        at = next((at for at, (_, start, end) in enumerate(self._free) if end - start >= size), None)
+        if at is None:
             return None
-        self._left = left[-(-count // 4) * 4 :]
-        return left[:count]
+        slab, start, end = self._free[at]
+        self._free[at : at + 1] = [Span(slab, start + size, end)] if end - start > size else []
+        self._taken.append(Span(slab, start, start + size))
+        return self._slabs[slab][start : start + count]
+
+    def taken(self) -> list[Span]:
+        """Return what was taken since ``make_room``, to be given back."""
+        taken, self._taken = self._taken, []
+        return taken
+
+    def give_back(self, taken: Iterable[Span]) -> None:
+        """Have the counters of a graph that runs no more: its last launch has left them zero."""
+        merged: list[Span] = []
+        for span in sorted([*self._free, *taken]):
+            if merged and merged[-1].slab == span.slab and merged[-1].end == span.start:
+                span = merged.pop()._replace(end=span.end)
+            merged.append(span)
+        self._free = merged
 
     def _new_slab(self) -> Tensor:
         # Cudagraph trees let a thread allocate from a graph's memory before they capture it; a new thread does not.
         with ThreadPoolExecutor(1) as other_thread:
-            slab = other_thread.submit(_zeroed, self._device).result()
-        self._slabs.append(slab)
-        return slab
+            return other_thread.submit(_zeroed, self._device).result()
 
 
 class ZeroedCounters:

@@ -1,0 +1,67 @@
+"""One buffer for what recordings give: it is read before another one runs, so that they need not have one each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+StepOutputs = tuple[Tensor, Tensor]
+"""Logits, and the tokens chosen from them."""
+
+
+class SharedOutputs:
+    """Logits and tokens of as many rows as a step may have.
+
+    Attributes:
+        nbytes: their size.
+    """
+
+    def __init__(self, rows: int) -> None:
+        """Allocate nothing yet."""
+        self._rows = rows
+        self._buffers: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffers, in bytes."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def writing(self, launch: Callable[[], StepOutputs], like: StepOutputs) -> Callable[[], StepOutputs]:
+        """Return what launches the same, and leaves its outputs here.
+
+        Args:
+            launch: runs a step.
+            like: what it has given before.
+        """
+        targets = self._views(like)
+
+        def launch_and_copy() -> StepOutputs:
+            for target, output in zip(targets, launch(), strict=True):
+                target.copy_(output)
+            return targets
+
+        return launch_and_copy
+
+    def _views(self, like: StepOutputs) -> StepOutputs:
+        logits, tokens = like
+        if not all(map(self._fits, self._buffers, like)) or not self._buffers:
+            with torch.inference_mode(False):  # what was recorded before goes on with its own
+                self._buffers = [
+                    torch.zeros(
+                        max(self._rows, len(output)), *output.shape[1:], dtype=output.dtype, device=output.device
+                    )
+                    for output in like
+                ]
+        first, second = self._buffers
+        return first[: len(logits)], second[: len(tokens)]
+
+    @staticmethod
+    def _fits(buffer: Tensor, output: Tensor) -> bool:
+        same = (buffer.dtype, buffer.shape[1:]) == (output.dtype, output.shape[1:])
+        return same and len(output) <= len(buffer)
+
+    def release(self) -> None:
+        """Let go of the buffers."""
+        self._buffers = []

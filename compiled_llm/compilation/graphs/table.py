@@ -1,0 +1,132 @@
+"""What there is to see of recordings: a row for each that there is or was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Phase = Literal["decode", "prefill", "choice"]
+"""A decode step, a prefill, or a choice of tokens that is made later than the step before it."""
+
+
+@dataclass(frozen=True)
+class RecordingRow:
+    """One recording, as it was when somebody looked.
+
+    Attributes:
+        phase: what it runs.
+        tokens: how many it computes, padding included.
+        rows: how many of them choose a token, padding included.
+        variant: of a prefill how the backend divides it, of a choice 1 if it writes masks first; else 0.
+        ready: whether it can be replayed; if not, it has been evicted or dropped.
+        nbytes: device memory that it takes beside what recordings share, and gives back; 0 unless it is ready.
+        captures: how often it was captured.
+        evictions: how often it had to make room for others.
+        replays: how often it ran, over all its captures.
+        idle_seconds: since it was last captured or replayed.
+        capture_seconds: how long its captures took together.
+    """
+
+    phase: Phase
+    tokens: int
+    rows: int
+    variant: int
+    ready: bool
+    nbytes: int
+    captures: int
+    evictions: int
+    replays: int
+    idle_seconds: float
+    capture_seconds: float
+
+
+@dataclass(frozen=True)
+class RecordingTable:
+    """All recordings of a model, those that were evicted too; ``str`` shows them.
+
+    Attributes:
+        rows: decode steps by size, then prefills, then choices.
+        nbytes: device memory that all take now.
+        shared_bytes: the part of it that they share: activations, logits and tokens.
+        limit: what ``nbytes`` may be; None for any.
+        most: how many may be ready; None for any number.
+    """
+
+    rows: Sequence[RecordingRow] = ()
+    nbytes: int = 0
+    shared_bytes: int = 0
+    limit: int | None = None
+    most: int | None = None
+
+    def __iter__(self) -> Iterator[RecordingRow]:
+        """Yield the rows."""
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self.rows)
+
+    def as_dicts(self) -> list[dict[str, object]]:
+        """Return the rows as data."""
+        return [asdict(row) for row in self.rows]
+
+    @property
+    def ready(self) -> int:
+        """How many recordings can be replayed."""
+        return sum(row.ready for row in self.rows)
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were captured."""
+        return sum(row.captures for row in self.rows)
+
+    @property
+    def evictions(self) -> int:
+        """How many had to make room for others."""
+        return sum(row.evictions for row in self.rows)
+
+    def __str__(self) -> str:
+        """The rows under their headings, and what they come to."""
+        lines = [_HEADINGS, *map(_cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        shown = ["  ".join(map(_aligned, line, widths)).rstrip() for line in lines] if self.rows else []
+        return "\n".join([*shown, self._summary()])
+
+    def _summary(self) -> str:
+        most = "" if self.most is None else f" of at most {self.most}"
+        limit = "" if self.limit is None else f" of at most {mib(self.limit)}"
+        memory = f"{mib(self.nbytes)}{limit}, {mib(self.shared_bytes)} of them shared"
+        return f"{self.ready} ready{most}; {memory}; {self.captures} captures, {self.evictions} evictions"
+
+
+_HEADINGS = (
+    "phase",
+    "tokens",
+    "rows",
+    "variant",
+    "ready",
+    "memory",
+    "captures",
+    "evictions",
+    "replays",
+    "idle",
+    "cost",
+)
+
+
+def _cells(row: RecordingRow) -> tuple[str, ...]:
+    counts = (row.captures, row.evictions, row.replays)
+    sizes = (row.tokens, row.rows, row.variant)
+    ready, memory = ("yes", mib(row.nbytes)) if row.ready else ("no", "")
+    times = (f"{row.idle_seconds:.1f} s", f"{row.capture_seconds:.2f} s")
+    return (row.phase, *map(str, sizes), ready, memory, *map(str, counts), *times)
+
+
+def _aligned(cell: str, width: int) -> str:
+    return cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
+
+
+def mib(nbytes: float) -> str:
+    """Return a number of bytes in MiB."""
+    return f"{nbytes / 2**20:,.1f} MiB"

@@ -1,0 +1,202 @@
+"""Recordings that make room for others, against a naive model; nothing here is a CUDA graph."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from compiled_llm.compilation.graphs.rolling import UNBOUNDED, Budget, Choice, Cost, Entry, Key, RollingRecordings
+from compiled_llm.compilation.graphs.table import RecordingTable
+from compiled_llm.compilation.inputs import Shape
+
+DECODES: list[Key] = [1, 2, 4, 8]
+PREFILLS: list[Key] = [Shape(16, 2), Shape(16, 2, 1), Shape(32, 2), Shape(64, 8)]
+CHOICES: list[Key] = [Choice(4, False), Choice(4, True)]
+KEYS = [*DECODES, *PREFILLS, *CHOICES]
+SHARED = 100
+
+
+class Fake:
+    """A graph that knows whether it runs."""
+
+    def __init__(self) -> None:
+        self.running = self.released = False
+
+    def replay(self) -> str:
+        assert not self.released
+        self.running = True
+        return "outputs"
+
+    def release(self) -> None:
+        assert not self.running, "it is in flight"
+        assert not self.released
+        self.released = True
+
+
+def kind(key: Key) -> str:
+    return "decode" if key in DECODES else "prefill" if key in PREFILLS else "choice"
+
+
+class Machine(RuleBasedStateMachine):
+    """The naive model is a list of keys, the least recently used first, and what each takes."""
+
+    budget = Budget()
+
+    def __init__(self) -> None:
+        super().__init__()
+        ticks = itertools.count()
+        self.graphs: list[Fake] = []
+        self.rolling = RollingRecordings(self.budget, self.wait, lambda: float(next(ticks)))
+        self.dropped: list[Key] = []
+        self.rolling.when_dropped.append(self.dropped.append)
+        self.used: list[Key] = []
+        self.sizes: dict[Key, int] = {}
+        self.counts: dict[Key, list[int]] = {}  # captures, evictions, replays
+        self.shared = 0
+
+    def wait(self) -> None:
+        for graph in self.graphs:
+            graph.running = False
+
+    def fits(self, more: int = 0, nbytes: int = 0) -> bool:
+        limit, most = self.budget
+        taken = self.shared + sum(self.sizes[key] for key in self.used) + nbytes
+        return (most is None or len(self.used) + more <= most) and (limit is None or taken <= limit)
+
+    def evict(self, new: Key) -> bool:
+        """Evict the least recently used of those that do not run in one step with a new one."""
+        stay = {new}
+        for phase in {"decode", "prefill"} - {kind(new)}:
+            stay |= {next((key for key in reversed(self.used) if kind(key) == phase), new)}
+        victim = next((key for key in self.used if key not in stay), None)
+        if victim is not None:
+            self.used.remove(victim)
+            self.counts[victim][1] += 1
+        return victim is not None
+
+    @rule(key=st.sampled_from(KEYS), size=st.integers(0, 5))
+    def want(self, key: Key, size: int) -> None:
+        entry = self.rolling.get(key)
+        assert (entry is not None) == (key in self.used)
+        if entry is not None:
+            self.used.append(self.used.pop(self.used.index(key)))
+            self.counts[key][2] += 1
+            assert entry.replay() == "outputs"
+        else:
+            self.capture(key, size)
+
+    def capture(self, key: Key, size: int) -> None:
+        while not self.fits(1, self.sizes.get(key, 0)) and self.evict(key):
+            pass
+        self.rolling.make_room(key)
+        assert self.rolling.of("decode", "prefill", "choice") is not None
+        graph, cost = Fake(), Cost(size, SHARED - self.shared if self.shared < SHARED else 0, 0.5)
+        self.graphs.append(graph)
+        self.shared = SHARED
+        self.used.append(key)
+        self.sizes[key] = size
+        self.counts.setdefault(key, [0, 0, 0])[0] += 1
+        while not self.fits() and self.evict(key):
+            pass
+        if self.fits():
+            self.rolling.add(key, graph, cost, "steps")
+        else:
+            least = self.shared + sum(self.sizes[key] for key in self.used)
+            self.used.remove(key)
+            with pytest.raises(ValueError, match=f"give at least graph_memory={least}$"):
+                self.rolling.add(key, graph, cost, "steps")
+
+    @precondition(lambda self: self.used)
+    @rule()
+    def sleep(self) -> None:
+        """All are dropped, and nothing is launched any more; awake, they are captured again when they are wanted."""
+        self.wait()
+        self.rolling.drop(list(self.used))
+        self.rolling.shared["steps"] = self.shared = 0
+        self.used = []
+
+    @invariant()
+    def both_say_the_same(self) -> None:
+        assert sorted(map(str, self.rolling.of("decode", "prefill", "choice"))) == sorted(map(str, self.used))
+        assert sum(not graph.released for graph in self.graphs) == len(self.used)
+        assert self.rolling.nbytes == self.shared + sum(self.sizes[key] for key in self.used)
+        assert not self.used or self.fits()
+        table = self.rolling.table()
+        assert (table.nbytes, table.shared_bytes, table.ready) == (self.rolling.nbytes, self.shared, len(self.used))
+        counts = sorted((row.captures, row.evictions, row.replays) for row in table)
+        assert counts == sorted(map(tuple, self.counts.values()))
+        assert all(row.capture_seconds == 0.5 * row.captures for row in table)
+        assert len(self.dropped) == table.captures - table.ready
+
+
+def machine(budget: Budget) -> Any:
+    made = type("Bounded", (Machine,), {"budget": budget}).TestCase
+    made.settings = settings(derandomize=True, deadline=None, max_examples=25, stateful_step_count=40)
+    return made
+
+
+TestUnbounded = machine(Budget())
+TestAFew = machine(Budget(most=2))
+TestSome = machine(Budget(most=4))
+TestMemory = machine(Budget(nbytes=SHARED + 9))
+TestBoth = machine(Budget(nbytes=SHARED + 14, most=5))
+
+
+def filled(*keys: Key, budget: Budget = UNBOUNDED, replays: int = 0) -> RollingRecordings:
+    rolling = RollingRecordings(budget)
+    for key in keys:
+        rolling.make_room(key)
+        rolling.add(key, Fake(), Cost(2**20, 2**20, 0.25), "steps")
+        for _ in range(replays):
+            entry = rolling.get(key)
+            assert isinstance(entry, Entry)
+            entry.replay()
+    return rolling
+
+
+def test_the_table_shows_each_recording_and_what_they_come_to():
+    table = filled(4, Shape(64, 8, 1), Choice(4, True), Choice(4, False), 1, replays=3).table()
+    assert [row.phase for row in table] == ["decode", "decode", "prefill", "choice", "choice"]
+    assert [(row.tokens, row.rows, row.variant) for row in table] == [
+        (1, 1, 0),
+        (4, 4, 0),
+        (64, 8, 1),
+        *[(4, 4, 0), (4, 4, 1)],
+    ]
+    heading, *lines, summary = str(table).splitlines()
+    assert " ".join(heading.split()) == "phase tokens rows variant ready memory captures evictions replays idle cost"
+    assert " ".join(lines[2].split()) == "prefill 64 8 1 yes 1.0 MiB 1 0 3 0.0 s 0.25 s"
+    assert summary == "5 ready; 10.0 MiB, 5.0 MiB of them shared; 5 captures, 0 evictions"
+    assert len(table) == 5
+    first = table.as_dicts()[0]
+    assert first["phase"] == "decode"
+    assert first["replays"] == 3
+    assert set(first) == set(vars(table.rows[0]))
+
+
+def test_what_was_evicted_stays_in_the_table():
+    table = filled(1, 2, Shape(16, 2), budget=Budget(2**30, 2)).table()
+    evicted = table.rows[0]
+    assert (evicted.ready, evicted.nbytes, evicted.evictions) == (False, 0, 1)
+    assert "2 ready of at most 2; 5.0 MiB of at most 1,024.0 MiB" in str(table)
+    assert str(table).endswith("3 captures, 1 evictions")
+
+
+def test_an_empty_table_is_one_line():
+    assert str(RecordingTable()) == "0 ready; 0.0 MiB, 0.0 MiB of them shared; 0 captures, 0 evictions"
+    assert RecordingTable().as_dicts() == []
+
+
+def test_memory_that_one_step_does_not_fit_into_is_refused_with_the_least():
+    rolling = filled(4, budget=Budget(nbytes=3 * 2**20))
+    with pytest.raises(
+        ValueError, match=r"one step take 4\.0 MiB .* limit is 3\.0 MiB; give at least graph_memory=4194304$"
+    ):
+        rolling.add(Shape(16, 2), Fake(), Cost(2**20, 2**20), "steps")
+    assert rolling.of("prefill") == []
+    assert rolling.get(4) is not None, "the decode step is as it was"
