@@ -19,7 +19,7 @@ PAGE = CHECKOUT / "BENCHMARKS.md"
 RESULTS = sorted((CHECKOUT / "results").glob("*.json"))
 ROWS = (
     *("latency", "startup", "roofline", "beams_and_drafts", "offline", "online", "one_stream", "many_streams"),
-    *("logits", "prefill_attention", "choices"),
+    *("graph_times", "graph_use", "logits", "prefill_attention", "choices"),
 )
 UNITS = (1.0, 1e2, 1e3, 1e-6)
 """What a table multiplies a figure by: as it is, percent, ms, MB."""

@@ -13,6 +13,7 @@ from compiled_llm.commands.bench.options import (
     ContenderNames,
     Decoding,
     EngineNames,
+    GraphNames,
     Json,
     Markdown,
     ModelName,
@@ -30,6 +31,7 @@ from compiled_llm.commands.early_checks import check_server_packages
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.known_commands import KnownCommands
 from compiled_llm.commands.options import DeviceName
+from compiled_llm.config import LEAST_GRAPHS
 
 app = typer.Typer(
     cls=KnownCommands,
@@ -317,6 +319,46 @@ def serve(
         )
         load = asked.load(cuda=device_type == "cuda")
         chosen = choose(contenders, peer_url or [], mode.value, device_type)
+        run.begin(model, load.bounds, vllm)
+        run.setup.patience = patience
+        experiment.measure(chosen, run.setup, load, run.report, run.save)
+
+
+@app.command()
+def graphs(
+    model: ModelName = "demo",
+    prompts: Annotated[
+        str, typer.Option(help="Prompt lengths, in tokens (10,50,100,150 ... 400; 10,100 on a CPU).")
+    ] = "",
+    new: Annotated[int | None, typer.Option(min=8, help="Tokens of each answer (64; 16 on a CPU).")] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests of each length, at most (20; 3 on a CPU).")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="After so many, no more rounds over all lengths are begun.")
+    ] = 10.0,
+    few: Annotated[
+        int, typer.Option(min=LEAST_GRAPHS, help="How many graphs there may be where others take their place.")
+    ] = 4,
+    contenders: GraphNames = "default",
+    patience: Patience = 60.0,
+    device: DeviceName = Device.auto,
+    vllm: VLLM = None,
+    json: Json = None,
+    markdown: Markdown = None,
+    plot: Plot = None,
+    commit: Commit = None,
+    verbose: Verbose = False,
+) -> None:
+    """Measure how long requests wait whose CUDA graphs are recorded, are missing, or had to make room for others."""
+    with bench_run(json, markdown, plot, commit, verbose) as run:
+        from compiled_llm.commands.bench.serving import graphs as experiment
+
+        cuda = run.use(device) == "cuda"
+        lengths = integers("--prompts", prompts or ("10,50,100,150,200,250,300,350,400" if cuda else "10,100"))
+        sizes = (new or (64 if cuda else 16), requests or (20 if cuda else 3))
+        load = experiment.GraphLoad(lengths, *sizes, seconds, few)
+        chosen = experiment.choose(contenders)
         run.begin(model, load.bounds, vllm)
         run.setup.patience = patience
         experiment.measure(chosen, run.setup, load, run.report, run.save)

@@ -66,6 +66,14 @@ ServerNames = Annotated[
         "server over HTTP); `all`; or `default`: all, on a CPU without vllm.",
     ),
 ]
+GraphNames = Annotated[
+    str,
+    typer.Option(
+        "--contenders",
+        help="Comma-separated: compiled-llm:eager, compiled-llm:compile, compiled-llm:reduce-overhead, "
+        "compiled-llm:cuda-graphs (the engine in each mode), vllm; or `default`: all.",
+    ),
+]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each workload, after warming up.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file, after each result.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure, SubFigure
 
 from compiled_llm.commands.bench.bars import draw_offline, draw_roofline, draw_startup
 from compiled_llm.commands.bench.curves import draw_latency
+from compiled_llm.commands.bench.graph_curves import draw_graphs
 from compiled_llm.commands.bench.plot_style import DPI, paper, style
 from compiled_llm.commands.bench.report import Report
 from compiled_llm.commands.bench.tables import versions
@@ -50,6 +51,8 @@ def figure_of(report: Report) -> Figure:
         draw_offline(report.offline, frame.new)
     elif report.online:
         draw_online(report.online, frame.new)
+    elif report.graph_times:
+        draw_graphs(report.graph_times, frame.new)
     else:
         raise ValueError("there is no plot of these results: leave --plot out")
     return frame.figure

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compiled_llm.commands.bench.graph_results import GraphTimes, GraphUse
 from compiled_llm.commands.bench.results import (
     Latency,
     ManyStreams,
@@ -41,6 +42,8 @@ class Report:
         online: results of ``bench online``, and of ``bench serve``.
         one_stream: results of ``bench serve``, for requests one after the other.
         many_streams: and for many at once.
+        graph_times: results of ``bench graphs``.
+        graph_use: and what graphs they took.
         memory: bytes on the device by contender.
         unavailable: why contenders could not take part.
         failures: what went wrong with those that did.
@@ -58,6 +61,8 @@ class Report:
     online: list[Online] = field(default_factory=list)
     one_stream: list[OneStream] = field(default_factory=list)
     many_streams: list[ManyStreams] = field(default_factory=list)
+    graph_times: list[GraphTimes] = field(default_factory=list)
+    graph_use: list[GraphUse] = field(default_factory=list)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -110,6 +115,10 @@ def _many_streams(**fields: Any) -> ManyStreams:
     return ManyStreams(**{**fields, "first_s": Percentiles(**fields["first_s"])})
 
 
+def _graph_times(**fields: Any) -> GraphTimes:
+    return GraphTimes(**{**fields, "between_s": Percentiles(**fields["between_s"])})
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "latency": Latency,
     "startup": Startup,
@@ -119,6 +128,8 @@ KINDS: dict[str, Callable[..., Any]] = {
     "online": _online,
     "one_stream": _one_stream,
     "many_streams": _many_streams,
+    "graph_times": _graph_times,
+    "graph_use": GraphUse,
 }
 """The lists of results, and what builds a result from its fields."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
+from compiled_llm.commands.bench.graph_tables import graph_tables
 from compiled_llm.commands.bench.report import Report
 from compiled_llm.commands.bench.results import Latency, Offline, Online, Roofline, Startup, Task
 from compiled_llm.commands.bench.stream_tables import many_streams_tables, one_stream_tables
@@ -27,6 +28,7 @@ def tables_of(report: Report) -> list[Table]:
         *one_stream_tables(report.one_stream),
         *many_streams_tables(report.many_streams),
         *_online(report.online),
+        *graph_tables(report.graph_times, report.graph_use),
     ]
 
 

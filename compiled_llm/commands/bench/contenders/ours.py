@@ -17,6 +17,13 @@ from compiled_llm.execution.runner import Runner
 _HOST_STEPS = 64
 
 
+def obstacle_of(mode: Mode, setup: Setup) -> str | None:
+    """Return why a mode cannot run there, or None."""
+    if mode in ("reduce-overhead", "cuda-graphs") and setup.device.type != "cuda":
+        return "a CPU has no CUDA graphs: this mode is compiled-llm:compile there"
+    return None
+
+
 class Ours:
     """The wrapped model, with pages for the largest workload."""
 
@@ -34,9 +41,7 @@ class Ours:
         """Return why the mode or the backend cannot run there; what a model lacks, ``wrap`` says."""
         if self.backend != "auto" and setup.device.type != "cuda":
             return f"backend {self.backend} runs on CUDA only"
-        if self.mode in ("reduce-overhead", "cuda-graphs") and setup.device.type != "cuda":
-            return "a CPU has no CUDA graphs: this mode is compiled-llm:compile there"
-        return None
+        return obstacle_of(self.mode, setup)
 
     @contextmanager
     def opened(self, setup: Setup) -> Iterator[LocalSession]:

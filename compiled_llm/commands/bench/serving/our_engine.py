@@ -75,6 +75,7 @@ class EngineSession:
         self.versions: dict[str, str] = {}
         self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         self.engine = engine
+        self._compiled = model.compiled
         self._setup = setup
 
     def prepare(self) -> None:
