@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import DecodeAttention, PagedAttention
+from compiled_llm_ops.left_out import may_be_left_out
 from compiled_llm_ops.library import define
 
 _Arguments = TypeVar("_Arguments", PagedAttention, DecodeAttention)
@@ -29,29 +30,29 @@ def define_with_lse(
     Returns:
         Both overloads, to be bound once at module level.
     """
-    out = define(
+    without = define(
         name,
         arguments,
         writes=writes,
-        fake=lambda args: _fake(args.query),
-        cpu=lambda args: cpu(args, False)[0],
-        cuda=lambda args: cuda(args, False)[0],
+        fake=_out,
+        cpu=may_be_left_out(lambda args: cpu(args, False)[0], _out),
+        cuda=may_be_left_out(lambda args: cuda(args, False)[0], _out),
     )
-    out_and_lse = define(
+    with_lse = define(
         f"{name}_lse",
         arguments,
         writes=writes,
         returns="(Tensor, Tensor)",
-        fake=lambda args: (_fake(args.query), _fake_lse(args.query)),
-        cpu=lambda args: cpu(args, True),
-        cuda=lambda args: cuda(args, True),
+        fake=_out_and_lse,
+        cpu=may_be_left_out(lambda args: cpu(args, True), _out_and_lse),
+        cuda=may_be_left_out(lambda args: cuda(args, True), _out_and_lse),
     )
-    return out, out_and_lse
+    return without, with_lse
 
 
-def _fake(query: Tensor) -> Tensor:
-    return query.new_empty(query.shape)
+def _out(args: PagedAttention | DecodeAttention) -> Tensor:
+    return args.query.new_empty(args.query.shape)
 
 
-def _fake_lse(query: Tensor) -> Tensor:
-    return query.new_empty(query.shape[:2], dtype=torch.float32)
+def _out_and_lse(args: PagedAttention | DecodeAttention) -> tuple[Tensor, Tensor]:
+    return _out(args), args.query.new_empty(args.query.shape[:2], dtype=torch.float32)

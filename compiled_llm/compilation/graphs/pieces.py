@@ -1,0 +1,121 @@
+"""A CUDA graph in pieces: what cannot be captured, or shall not be, is launched between two of them.
+
+Each piece is a CUDA graph of its own, and all allocate from one pool. What a launch between reads was written by the
+piece before it, and what it returns is copied to where the next piece reads it. The pool may give that memory to a
+later piece of the same step, as it would in one graph: pieces and launches run one after the other, on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.left_out import capture_of_this_thread
+
+_TYPE_OF_SIZE = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}
+
+
+class _Between(NamedTuple):
+    """What is launched between two pieces.
+
+    Attributes:
+        launch: returns results, in new tensors.
+        arguments: it is called with.
+        targets: where its results go.
+    """
+
+    launch: Callable[[Any], Any]
+    arguments: Any
+    targets: Sequence[Tensor]
+
+    def replay(self) -> None:
+        """Launch on the current stream."""
+        results = self.launch(self.arguments)
+        for target, result in zip(self.targets, _listed(results), strict=True):
+            target.copy_(result)
+
+
+class GraphInPieces:
+    """Captured, replayed and reset like a ``torch.cuda.CUDAGraph``; ops that may be left out are."""
+
+    def __init__(self, new_graph: Callable[[], Any] = torch.cuda.CUDAGraph) -> None:
+        """Have nothing captured yet; ``new_graph`` makes a piece."""
+        self._new_graph = new_graph
+        self._graphs: list[Any] = []
+        self._parts: list[Callable[[], None]] = []
+        self._options: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    @property
+    def pieces(self) -> int:
+        """How many graphs there are."""
+        return len(self._graphs)
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begin to capture on the current stream; arguments as of ``CUDAGraph.capture_begin``."""
+        self._options = args, kwargs
+        self._begin_piece()
+        capture_of_this_thread(self)
+
+    def capture_end(self) -> None:
+        """End the last piece."""
+        capture_of_this_thread(None)
+        self._graphs[-1].capture_end()
+
+    def leave_out(self, launch: Callable[[Any], Any], arguments: Any, allocate: Callable[[Any], Any]) -> Any:
+        """See ``compiled_llm_ops.left_out.Divided``."""
+        self._graphs[-1].capture_end()
+        self._begin_piece()
+        results = allocate(arguments)  # by the capture, so from the pool, for as long as the step holds them
+        # The pool gives the memory away once the step drops what lies there, as if a graph used it.
+        where = arguments._make(map(unowned, arguments)), [unowned(result) for result in _listed(results)]
+        self._parts.insert(-1, _Between(launch, *where).replay)
+        return results
+
+    def _begin_piece(self) -> None:
+        graph, (args, kwargs) = self._new_graph(), self._options
+        graph.capture_begin(*args, **kwargs)
+        self._graphs.append(graph)
+        self._parts.append(graph.replay)
+
+    def replay(self) -> None:
+        """Launch everything on the current stream."""
+        for replay in self._parts:
+            replay()
+
+    def reset(self) -> None:
+        """Give back what the pieces take."""
+        self._parts = []
+        for graph in self._graphs:
+            graph.reset()
+
+
+def _listed(results: Any) -> Sequence[Tensor]:
+    return (results,) if isinstance(results, Tensor) else results
+
+
+class _Memory:
+    """Memory on a CUDA device, as libraries hand it to each other."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__cuda_array_interface__ = interface
+
+
+def unowned(value: Any) -> Any:
+    """Return a tensor over the same memory that does not keep it; anything else, and what is on no device, as it is."""
+    if not isinstance(value, Tensor) or not value.is_cuda or not value.numel():
+        return value
+    size = value.element_size()
+    memory = _Memory(
+        {
+            "shape": tuple(value.shape),
+            "strides": tuple(size * stride for stride in value.stride()),
+            "typestr": _TYPE_OF_SIZE[size],
+            "data": (value.data_ptr(), False),
+            "version": 3,
+            "stream": None,
+        }
+    )
+    return torch.as_tensor(memory, device=value.device).view(value.dtype)

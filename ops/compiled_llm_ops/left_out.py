@@ -1,0 +1,53 @@
+"""Ops that a capture may leave out: it ends before such an op, goes on after it, and the op is launched each time.
+
+So what cannot be captured, because it waits for the device or has another grid for each batch, still runs between
+launches that are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
+
+
+class Divided(Protocol):
+    """A capture that can be interrupted."""
+
+    def leave_out(self, launch: Callable[[Any], Any], arguments: Any, allocate: Callable[[Any], Any]) -> Any:
+        """End here, begin anew, and return the tensors that ``launch`` will write its results to.
+
+        Args:
+            launch: returns its results, in new tensors; not called now.
+            arguments: of the launch, a NamedTuple, with tensors that lie at the same addresses each time.
+            allocate: returns tensors like the results, uninitialised.
+        """
+        ...
+
+
+class _Thread(threading.local):
+    """The capture of this thread, if it is one that can be interrupted."""
+
+    capture: Divided | None = None
+
+
+_thread = _Thread()
+
+
+def capture_of_this_thread(capture: Divided | None) -> None:
+    """Let ops that this thread calls be left out of a capture; None once it has ended."""
+    _thread.capture = capture
+
+
+def may_be_left_out(
+    launch: Callable[[Arguments], Any], allocate: Callable[[Arguments], Any]
+) -> Callable[[Arguments], Any]:
+    """Return a kernel that launches, unless a capture leaves it out; arguments as of ``Divided.leave_out``."""
+
+    def launch_unless_left_out(arguments: Arguments) -> Any:
+        capture = _thread.capture
+        return launch(arguments) if capture is None else capture.leave_out(launch, arguments, allocate)
+
+    return launch_unless_left_out
