@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, get_args
 
-Mode = Literal["eager", "compile", "reduce-overhead", "cuda-graphs"]
+Mode = Literal["eager", "compile", "reduce-overhead", "cuda-graphs", "pieces"]
+RECORDING_MODES = ("cuda-graphs", "pieces")
+"""Those that capture steps as CUDA graphs of ours."""
+WAITING_MODES = ("eager", "pieces")
+"""Those in which attention may wait for the device."""
 
 Backend = Literal["auto", "flashinfer", "reference"]
 
@@ -43,11 +47,13 @@ class WrapConfig:
     Attributes:
         mode: ``"eager"`` runs the ops without compiling, ``"compile"`` compiles with Inductor, ``"cuda-graphs"`` also
             captures whole steps as CUDA graphs and replays them, ``"reduce-overhead"`` leaves capturing to torch's
-            cudagraph trees, which cost the host more. On a CPU the last three are the same.
+            cudagraph trees, which cost the host more. ``"pieces"`` captures what lies between the attention of two
+            layers, and launches attention each time: for backends that cannot be captured. On a CPU all but
+            ``"eager"`` are the same.
         backend: whose kernels attend over the pages. ``"auto"`` takes the fastest: on CUDA FlashInfer for prefill and
             our own kernel for decode, on a CPU plain PyTorch. ``"flashinfer"`` decodes with FlashInfer, too; on CUDA
-            only. ``"reference"`` is plain PyTorch: what a CPU runs anyway, and on CUDA, with ``mode="eager"``, the
-            oracle for all others.
+            only. ``"reference"`` is plain PyTorch: what a CPU runs anyway, and on CUDA, with ``mode="eager"`` or
+            ``mode="pieces"``, the oracle for all others.
         page_size: tokens in one page of the KV cache.
         max_batch_size: most rows that run at once; a call with more raises.
         kv_memory: what the pages may take. A float up to 1.0 is a fraction of the free memory, an int is bytes, a
@@ -61,11 +67,11 @@ class WrapConfig:
             only. Nothing is fused with ``mode="eager"``.
         workspace_bytes: FlashInfer's scratch memory, in bytes, on CUDA. By default what any prefill needs, and up to
             256 MiB for those that are captured; prefills that need more are launched kernel by kernel.
-        graph_memory: with ``mode="cuda-graphs"``, most device memory that recorded CUDA graphs may take together: bytes
-            as an int, or a string of a number and a unit (``"512MiB"``). The least recently used make room for others,
-            and are captured again when they are needed. By default there is no limit.
-        max_graphs: with ``mode="cuda-graphs"``, most CUDA graphs that are recorded at one time, at least 2; otherwise
-            as ``graph_memory``.
+        graph_memory: with ``mode="cuda-graphs"`` or ``"pieces"``, most device memory that recorded CUDA graphs may take
+            together: bytes as an int, or a string of a number and a unit (``"512MiB"``). The least recently used make
+            room for others, and are captured again when they are needed. By default there is no limit.
+        max_graphs: with these modes, most steps that are recorded at one time, at least 2; otherwise as
+            ``graph_memory``.
         progress: show on stderr what is being traced, compiled or captured; with ``mode="eager"`` there is nothing to
             wait for on a CPU, and nothing is shown.
         artifacts: a folder that ``compiled-llm compile`` has written, on such a machine, for this model and these
@@ -118,10 +124,10 @@ class WrapConfig:
 
     def _check_graphs(self) -> None:
         for name in ("graph_memory", "max_graphs"):
-            if getattr(self, name) is not None and self.mode != "cuda-graphs":
+            if getattr(self, name) is not None and self.mode not in RECORDING_MODES:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} with mode={self.mode!r}: only mode='cuda-graphs' records graphs "
-                    f"that can be bounded; leave {name} out, or use that mode"
+                    f"{name}={getattr(self, name)!r} with mode={self.mode!r}: only mode='cuda-graphs' and "
+                    f"mode='pieces' record graphs that can be bounded; leave {name} out, or use one of these"
                 )
         parse_graph_memory(self.graph_memory)
         most = self.max_graphs
@@ -152,8 +158,13 @@ class WrapConfig:
         return device == "cuda" and self.backend != "auto"
 
     def records_on(self, device: str) -> bool:
-        """Return whether we record whole steps as CUDA graphs on a kind of device."""
-        return device == "cuda" and self.mode == "cuda-graphs"
+        """Return whether we record steps as CUDA graphs on a kind of device, whole or in pieces."""
+        return device == "cuda" and self.mode in RECORDING_MODES
+
+    @property
+    def leaves_attention_out(self) -> bool:
+        """Whether recorded steps launch attention between their pieces."""
+        return self.mode == "pieces"
 
     def traces_layers_once_on(self, device: str) -> bool:
         """Return whether one layer is traced for all that are like it on a kind of device."""

@@ -120,14 +120,16 @@ def test_fewer_graphs_than_one_step_replays_are_refused(value):
 @pytest.mark.parametrize("option", [{"graph_memory": "1GiB"}, {"max_graphs": 8}], ids=str)
 def test_only_recorded_graphs_can_be_bounded(mode, option):
     (name,) = option
-    with pytest.raises(ValueError, match=f"only mode='cuda-graphs' records graphs.*; leave {name} out") as caught:
+    with pytest.raises(
+        ValueError, match=f"only mode='cuda-graphs' and mode='pieces' record.*; leave {name} out"
+    ) as caught:
         WrapConfig(mode=mode, **option)
     assert str(caught.value).startswith(f"{name}={option[name]!r} with mode={mode!r}: ")
 
 
 @pytest.mark.parametrize("value", ["", "Eager", "max-autotune", None, 1, ["eager"]])
 def test_an_impossible_mode_is_refused(value):
-    with pytest.raises(ValueError, match=r"choose one of 'eager', 'compile', .*'cuda-graphs'") as caught:
+    with pytest.raises(ValueError, match=r"choose one of 'eager', 'compile', .*'cuda-graphs', 'pieces'") as caught:
         WrapConfig(mode=value)
     assert str(caught.value).startswith(f"mode={value!r}: ")
 

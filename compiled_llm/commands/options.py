@@ -82,7 +82,11 @@ Seed = Annotated[
 ModelPlace = Annotated[str, typer.Argument(help="A folder, a GGUF file, a hub id, or `demo`.")]
 RunningMode = Annotated[
     str,
-    typer.Option("--mode", help="How to run: eager, compile, reduce-overhead or cuda-graphs.", rich_help_panel=MODEL),
+    typer.Option(
+        "--mode",
+        help="How to run: eager, compile, reduce-overhead, cuda-graphs or pieces.",
+        rich_help_panel=MODEL,
+    ),
 ]
 Backend = Annotated[
     str,

@@ -66,6 +66,7 @@ class Planner:
         self._groups = list(dict.fromkeys(layers))
         self._group_of_layer = tuple(map(self._groups.index, layers))
         self.decodes = config.plans_decode_on(device.type)
+        self._captures = not config.leaves_attention_out
         # A decode step has as many tokens as rows.
         tokens = max(room.tokens, config.max_batch_size)
         self._plan_bytes = self._backend.plan_bytes(self._groups, device, tokens, room.rows)
@@ -91,8 +92,8 @@ class Planner:
 
     @property
     def variants(self) -> tuple[int, ...]:
-        """Ways to divide a batch; each has recordings of its own."""
-        return self._backend.variants
+        """Ways to divide a batch; each has recordings of its own, if these hold attention."""
+        return self._backend.variants if self._captures else self._backend.variants[:1]
 
     def fits(self, shape: Shape) -> bool:
         """Return whether prefills of this shape can be recorded.
@@ -100,12 +101,14 @@ class Planner:
         The workspace must hold what their plans need, however long the rows are; and of a variant that only a mixture
         of long and short rows gains by, nothing is recorded.
         """
-        if shape.variant == self.variants[0]:
+        if shape.variant == self.variants[0] or not self._captures:
             return True
         return shape == self._of_long_rows(shape) and self._needed(shape) <= self.workspace_bytes
 
     def variant_for(self, batch: Sequence[Extension]) -> int:
         """Return the variant that is fastest for a prefill of these rows."""
+        if not self._captures:
+            return self.variants[0]
         queries = [len(extension.ids) for extension in batch]
         return self._best(queries, [extension.row.length for extension in batch])
 
@@ -136,14 +139,17 @@ class Planner:
             table: its page table on the host.
             shape: of a prefill that is recorded; None for any other.
         """
-        if shape is None:
-            self._plan(None, table, _NOT_CAPTURED, _BEST_VARIANT)
+        if shape is None or not self._captures:
+            self._plan(shape, table, _NOT_CAPTURED, _BEST_VARIANT)
         else:
             self._plan(shape, table, shape.tokens, shape.variant)
 
     def plan_decode(self, table: HostTable, bucket: int) -> None:
         """Plan the decode steps of a bucket until a row enters another page: plans depend on pages, not on tokens."""
-        self._plan(bucket, table, bucket, self._decode_variant(bucket))
+        if self._captures:
+            self._plan(bucket, table, bucket, self._decode_variant(bucket))
+        else:
+            self._plan(bucket, table, _NOT_CAPTURED, _BEST_VARIANT)
 
     def _plan(self, key: Shape | int | None, table: HostTable, tokens: int, variant: int) -> None:
         qo_indptr, indptr, _, last_page_len = map(torch.from_numpy, table)
@@ -167,8 +173,10 @@ class Planner:
 
     def _workspace_for(self, config: WrapConfig, shapes: Sequence[Shape]) -> tuple[int, int]:
         """Return the bytes that everything needs, and as far as that is not too much those to record ``shapes``."""
-        wanted = max((self._needed(self._of_long_rows(shape)) for shape in shapes), default=0)
         needed = self._backend.workspace_bytes(self._groups, self._device)
+        if not self._captures:
+            return needed, 0
+        wanted = max((self._needed(self._of_long_rows(shape)) for shape in shapes), default=0)
         if self.decodes:
             buckets = buckets_up_to(config.max_batch_size)
             decode = (Captured(bucket, bucket, self._decode_variant(bucket)) for bucket in buckets)

@@ -13,7 +13,7 @@ from transformers.generation.utils import GenerationMixin
 
 from compiled_llm.compat import cpp_compilers, default_inductor_cache
 from compiled_llm.compat.forks import cuda_is_lost
-from compiled_llm.config import WrapConfig
+from compiled_llm.config import WAITING_MODES, WrapConfig
 from compiled_llm.model.layer_probe import Layer, accepts_logits_to_keep
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.sizes import attention_geometries
@@ -126,10 +126,10 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
         )
     if kind == "cpu":
         return
-    if not backend.compiles and config.mode != "eager":
+    if not backend.capturable and config.mode not in WAITING_MODES:
         raise ValueError(
-            f"wrap: backend={name!r} reads lengths back from a CUDA device, so it can be neither compiled nor captured "
-            f"there, and mode={config.mode!r} does that; wrap with mode='eager', or with backend='auto'"
+            f"wrap: backend={name!r} reads lengths back from a CUDA device, which mode={config.mode!r} never waits "
+            "for; wrap with mode='eager' or mode='pieces', or with backend='auto'"
         )
     if dtype not in backend.dtypes:
         raise ValueError(
@@ -157,7 +157,7 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
 def _others(name: str, geometry: Geometry) -> str:
     """Say which backends have a kernel."""
     able = [other for other in BACKENDS if other != name and backend_named(other).missing_kernel(geometry) is None]
-    ways = [f"backend={other!r}" + ("" if backend_named(other).compiles else " with mode='eager'") for other in able]
+    ways = [f"backend={other!r}" + ("" if backend_named(other).capturable else " with mode='eager'") for other in able]
     return f"{' or '.join(ways)} can" if ways else "no backend can"
 
 

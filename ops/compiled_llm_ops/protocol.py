@@ -81,13 +81,13 @@ class Backend(Protocol):
     Attributes:
         devices: kinds of devices that it runs on.
         dtypes: types of queries that there are kernels for.
-        compiles: whether a compiled program on CUDA may call it, and a CUDA graph may capture it.
+        capturable: whether a CUDA graph may capture its launches; if not, they run between the pieces of one.
         variants: ways to divide a batch among thread blocks, the simplest first.
     """
 
     devices: tuple[str, ...]
     dtypes: frozenset[torch.dtype]
-    compiles: bool
+    capturable: bool
     variants: tuple[int, ...]
 
     def problems(self) -> list[str]:

@@ -115,7 +115,7 @@ def test_choosing_contenders() -> None:
     assert [one.name for one in contenders.choose("hf-eager,ours", "cuda")] == ["hf-eager", "compiled-llm:cuda-graphs"]
     assert contenders.choose("all", "cpu") == contenders.ALL
     left_out = set(contenders.ALL) - set(contenders.choose("default", "cuda"))
-    assert [contender.name for contender in left_out] == ["compiled-llm:cuda-graphs:flashinfer"]
+    assert {contender.name for contender in left_out} == {"compiled-llm:pieces", "compiled-llm:cuda-graphs:flashinfer"}
     chosen = contenders.choose("vllm, hf-eager", "cpu")
     assert [contender.name for contender in chosen] == ["hf-eager", "vllm"]
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import WrapConfig
+from compiled_llm.compilation.inputs import Shape
 from compiled_llm.compilation.options import passes_for
 from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.execution import plans
+from compiled_llm.execution.packing import null_extension, pack, padded
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill_room import PrefillRoom
 from compiled_llm.kvcache.table import HostTable, Span, build_table
@@ -73,7 +76,7 @@ def test_a_backend_is_found_by_its_name() -> None:
         backend_named("triton")
 
 
-@pytest.mark.parametrize("mode", ["compile", "reduce-overhead", "cuda-graphs"])
+@pytest.mark.parametrize("mode", ["compile", "reduce-overhead", "cuda-graphs", "pieces"])
 @pytest.mark.parametrize(("backend", "is_searched"), [("auto", True), ("flashinfer", False)])
 def test_graphs_are_searched_for_what_decode_attention_prepares_only_if_they_have_it(
     mode: Any, backend: Any, is_searched: bool
@@ -122,14 +125,16 @@ def test_flashinfer_on_a_cpu_is_refused_with_the_way_out() -> None:
 
 
 @pytest.mark.parametrize("mode", ["compile", "reduce-overhead", "cuda-graphs"])
-def test_the_reference_on_cuda_runs_in_eager_mode_only(mode: Any) -> None:
-    with pytest.raises(ValueError, match=r"reads lengths back from a CUDA device.*wrap with mode='eager'"):
+def test_the_reference_on_cuda_runs_only_where_attention_may_wait(mode: Any) -> None:
+    message = r"reads lengths back from a CUDA device.*wrap with mode='eager' or mode='pieces'"
+    with pytest.raises(ValueError, match=message):
         check_placement(placed("cuda:0"), WrapConfig(backend="reference", mode=mode))
 
 
 def test_the_reference_on_cuda_needs_nothing_installed_and_takes_any_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(backend_named("flashinfer")), "problems", lambda self: ["nvcc was not found"])
-    check_placement(placed("cuda:0", torch.float32), WrapConfig(backend="reference", mode="eager"))
+    for mode in ("eager", "pieces"):
+        check_placement(placed("cuda:0", torch.float32), WrapConfig(backend="reference", mode=cast(Any, mode)))
     with pytest.raises(RuntimeError, match="nvcc was not found"):
         check_placement(placed("cuda:0"), WrapConfig(backend="flashinfer"))
 
@@ -203,3 +208,20 @@ def test_decode_steps_of_a_bucket_have_one_fixed_partition(monkeypatch: pytest.M
     assert [args.plan.data_ptr() for args in made] == [tensor.data_ptr() for tensor in inputs.tensors] * 3
     assert [args.geometry for args in made] == [GEOMETRY, windowed] * 3
     assert all(args.qo_indptr.tolist() == [0, 1, 2, 3, 4] for args in made), "null rows have one query and one page"
+
+
+@pytest.mark.parametrize(("mode", "planned"), [("cuda-graphs", (64, 0)), ("pieces", (-1, -1))])
+def test_what_is_not_captured_is_planned_for_its_own_batch(
+    mode: Any, planned: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(plans, "plan_paged_attention", lambda *args: found.append(args[-2:]))
+    config, shape = WrapConfig(mode=mode, backend="reference", **OPTIONS), Shape(64, 2)
+    planner = Planner([GEOMETRY], config, torch.device("cpu"), longest=40, room=PrefillRoom(64, 3, 0), shapes=[shape])
+    one = null_extension(5, 4)
+    planner.plan_prefill(
+        pack(padded([one], shape, 4), np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), 4)[1], shape
+    )
+    assert found == [planned]
+    assert planner.variants == (0,)
+    assert planner.variant_for([one]) == 0

@@ -144,7 +144,7 @@ def beams_and_drafts(
     mode: Annotated[
         str | None,
         typer.Option(
-            help="This package's mode: eager, compile, reduce-overhead or cuda-graphs; wrap's default if none."
+            help="This package's mode: eager, compile, reduce-overhead, cuda-graphs or pieces; wrap's own if none."
         ),
     ] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens in each prompt.")] = 128,

@@ -29,6 +29,7 @@ class ServerMode(str, Enum):
     compile = "compile"
     reduce_overhead = "reduce-overhead"
     cuda_graphs = "cuda-graphs"
+    pieces = "pieces"
 
 
 ModelName = Annotated[
@@ -44,9 +45,10 @@ ContenderNames = Annotated[
     typer.Option(
         "--contenders",
         help="Comma-separated: hf-eager, hf-static, compiled-llm:eager, compiled-llm:compile, "
-        "compiled-llm:reduce-overhead, compiled-llm:cuda-graphs, compiled-llm:cuda-graphs:flashinfer (which decodes "
-        "with FlashInfer, too), vllm, sglang, `ours` (wrap's own mode: cuda-graphs, on a CPU compile); `all`; or "
-        "`default`: on CUDA all but that one, HuggingFace and ours on a CPU.",
+        "compiled-llm:reduce-overhead, compiled-llm:cuda-graphs, compiled-llm:pieces, "
+        "compiled-llm:cuda-graphs:flashinfer (which decodes with FlashInfer, too), vllm, sglang, `ours` (wrap's own "
+        "mode: cuda-graphs, on a CPU compile); `all`; or `default`: on CUDA all but pieces and FlashInfer's, "
+        "HuggingFace and ours on a CPU.",
     ),
 ]
 EngineNames = Annotated[
@@ -71,7 +73,7 @@ GraphNames = Annotated[
     typer.Option(
         "--contenders",
         help="Comma-separated: compiled-llm:eager, compiled-llm:compile, compiled-llm:reduce-overhead, "
-        "compiled-llm:cuda-graphs (the engine in each mode), vllm; or `default`: all.",
+        "compiled-llm:cuda-graphs, compiled-llm:pieces (the engine in each mode), vllm; or `default`: all.",
     ),
 ]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each workload, after warming up.")]

@@ -19,6 +19,7 @@ COLOURS = {
     "compiled-llm:compile": "#4292c6",
     "compiled-llm:reduce-overhead": "#2171b5",
     "compiled-llm:cuda-graphs": "#08306b",
+    "compiled-llm:pieces": "#c51b8a",
     "compiled-llm:cuda-graphs:flashinfer": "#756bb1",
     "compiled-llm:engine": "#08306b",
     "compiled-llm:socket": "#4292c6",

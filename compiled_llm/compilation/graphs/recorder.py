@@ -12,10 +12,11 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from compiled_llm.compilation.graphs.pieces import GraphInPieces
 from compiled_llm.compilation.graphs.rolling import Cost
 from compiled_llm_ops.kernels.counters import CapturedCounters, zeroed_counters
 
@@ -30,7 +31,7 @@ class Captured(Generic[Outputs]):
     """
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, outputs: Outputs, cost: Cost, give_back: Callable[[], None]
+        self, graph: torch.cuda.CUDAGraph | GraphInPieces, outputs: Outputs, cost: Cost, give_back: Callable[[], None]
     ) -> None:
         """Keep the graph with the tensors that it writes.
 
@@ -68,13 +69,14 @@ class Recorder:
         count: how many have been captured.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Capture nothing yet."""
+    def __init__(self, device: torch.device, *, in_pieces: bool = False) -> None:
+        """Capture nothing yet; ``in_pieces`` leaves out what may be left out."""
         # Nothing else ever runs on this stream: cuBLAS's workspace for it is allocated in a capture, from our pool,
         # and stays valid for as long as the process lives. So the next recorder has it: a model that sleeps and wakes
         # again and again would leave tens of MB each time.
         idle = _idle_streams[device]
         self._device = device
+        self._new_graph: Callable[[], Any] = GraphInPieces if in_pieces else torch.cuda.CUDAGraph
         self._stream = idle.pop() if idle else torch.cuda.Stream(device)
         weakref.finalize(self, idle.append, self._stream).atexit = False
         self._counters = CapturedCounters(device)
@@ -94,7 +96,7 @@ class Recorder:
         Raises:
             RuntimeError: something in it cannot be captured.
         """
-        graph, start = torch.cuda.CUDAGraph(), time.perf_counter()
+        graph, start = self._new_graph(), time.perf_counter()
         self._counters.make_room()
         # Other threads go on using the device meanwhile.
         capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")

@@ -89,7 +89,7 @@ class Recordings:
         self.nbytes = 0
         self._model = weakref.ref(model)
         self._device = device
-        self._recorder = Recorder(device) if self.ours else None
+        self._recorder = Recorder(device, in_pieces=config.leaves_attention_out) if self.ours else None
         # A model whose recordings are bounded copies what they give: a few microseconds a step.
         self._outputs = SharedOutputs(max(2, config.max_batch_size)) if any(rolling.budget) else None
         self._known: dict[Key, _Known] = {}

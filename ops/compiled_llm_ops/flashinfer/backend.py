@@ -25,7 +25,7 @@ class FlashInfer:
 
     devices: tuple[str, ...] = ("cuda",)
     dtypes = frozenset(QUERY_DTYPES)
-    compiles = True
+    capturable = True
     variants: tuple[int, ...] = (WHOLE, SPLIT)
 
     def problems(self) -> list[str]:

@@ -50,7 +50,7 @@ class Reference:
 
     devices: tuple[str, ...] = ("cuda", "cpu")
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-    compiles = False  # it reads lengths from the device
+    capturable = False  # it reads lengths from the device
     variants: tuple[int, ...] = (0,)
 
     def problems(self) -> list[str]:

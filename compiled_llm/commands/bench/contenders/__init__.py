@@ -18,14 +18,15 @@ ALL: list[Contender] = [
     Ours("compile"),
     Ours("reduce-overhead"),
     Ours("cuda-graphs"),
+    Ours("pieces"),
     Ours("cuda-graphs", "flashinfer"),
     VLLM(),
     SGLang(),
 ]
 ON_CPU = ("hf-eager", "compiled-llm:compile")
 """What runs on a CPU by default: there, the mode that ``wrap`` has by default is this one."""
-NOT_BY_DEFAULT = ("compiled-llm:cuda-graphs:flashinfer",)
-"""What no user gets by default; it runs if it is named."""
+NOT_BY_DEFAULT = ("compiled-llm:pieces", "compiled-llm:cuda-graphs:flashinfer")
+"""What no user gets by default; these run if they are named."""
 
 
 def choose(names: str, device_type: str) -> list[Contender]:
