@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from compiled_llm.commands.bench.serving.workloads import Asked
 from compiled_llm.commands.bench.tables import tables_of
 from compiled_llm.commands.bench.timing import Percentiles
 from support.bench import CPU, PNG, invoke, new_report, new_setup
+from support.stand_in_pieces import let_a_cpu_record_pieces
 from support.stand_in_recordings import let_a_cpu_record
 
 LENGTHS = [10, 20, 40, 70, 90]
@@ -46,12 +47,17 @@ def test_a_cpu_measures_its_modes_and_says_what_it_leaves_out(tmp_path: Path) ->
     assert picture.read_bytes().startswith(PNG)
 
 
-def test_graphs_are_measured_in_each_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_a_cpu_record(monkeypatch)
+@pytest.mark.parametrize(
+    ("mode", "let_it_record"), [("cuda-graphs", let_a_cpu_record), ("pieces", let_a_cpu_record_pieces)]
+)
+def test_graphs_are_measured_in_each_state(
+    mode: str, let_it_record: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_it_record(monkeypatch)
     monkeypatch.setattr(ModeEngine, "obstacle", lambda self, setup: None)
-    monkeypatch.setattr(ModeEngine, "records", lambda self, setup: self.mode == "cuda-graphs")
+    monkeypatch.setattr(ModeEngine, "records", lambda self, setup: True)
     load, report = GraphLoad(LENGTHS, new=8, requests=2, seconds=60.0, few=4), new_report()
-    graphs.measure(graphs.choose("compiled-llm:cuda-graphs"), new_setup(load.bounds), load, report, lambda: None)
+    graphs.measure(graphs.choose(f"compiled-llm:{mode}"), new_setup(load.bounds), load, report, lambda: None)
     assert report.failures == []
     assert [(result.recordings, result.prompt, len(result.first_s)) for result in report.graph_times] == [
         *((ON_DEMAND, length, 1) for length in LENGTHS),
