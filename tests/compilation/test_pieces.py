@@ -48,7 +48,7 @@ def test_attention_is_called_at_each_replay_and_not_by_the_capture(monkeypatch: 
     assert calls == []
     graph.replay()
     graph.replay()
-    assert calls == [[2, 4]] * 2 + [[3, 5]] * 2
+    assert calls == [[1, 3]] * 2 + [[2, 4]] * 2
 
 
 def test_after_a_capture_nothing_is_left_out_even_if_it_failed(seed: int) -> None:

@@ -1,7 +1,7 @@
 """Graphs in pieces on a CPU: a stand-in for CUDA graphs notes every operation, and a replay does the same ones again.
 
 Like a CUDA graph, it reads and writes the tensors that there were, whatever they hold by then. Unlike one, it computes
-while it is captured: attention that is left out gives garbage then, so the step is replayed once at the end.
+while it is captured, what follows from attention that is left out being garbage; what that has written is put back.
 """
 
 from __future__ import annotations
@@ -33,12 +33,25 @@ class _Noting(TorchDispatchMode):
 
     tape: Tape | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: list[tuple[Tensor, Tensor]] = []
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tape, kwargs = self.tape, kwargs or {}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._written += [(tensor, tensor.clone()) for tensor in _tensors(value)]
         results = func(*args, **kwargs)
         if tape is not None and tape is self.tape:  # else it was left out, and another tape begun
             tape.done.append(_Done(func, args, kwargs, _tensors(results)))
         return results
+
+    def put_back(self) -> None:
+        """Let nothing have been written."""
+        while self._written:
+            tensor, before = self._written.pop()
+            tensor.copy_(before)
 
 
 _noting = _Noting()
@@ -80,6 +93,7 @@ def captured(launch: Callable[[], Any]) -> tuple[GraphInPieces, Any]:
             outputs = launch()
         finally:
             graph.capture_end()
+    _noting.put_back()
     return graph, outputs
 
 
@@ -107,9 +121,7 @@ class PieceRecorder:
 
     def capture(self, launch: Callable[[], Any]) -> CapturedPieces:
         self.count += 1
-        found = CapturedPieces(*captured(launch))
-        found.replay()
-        return found
+        return CapturedPieces(*captured(launch))
 
 
 def let_a_cpu_record_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

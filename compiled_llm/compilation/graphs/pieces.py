@@ -70,7 +70,7 @@ class GraphInPieces:
         self._begin_piece()
         results = allocate(arguments)  # by the capture, so from the pool, for as long as the step holds them
         # The pool gives the memory away once the step drops what lies there, as if a graph used it.
-        where = arguments._make(map(unowned, arguments)), [unowned(result) for result in _listed(results)]
+        where = type(arguments)(*map(unowned, arguments)), [unowned(result) for result in _listed(results)]
         self._parts.insert(-1, _Between(launch, *where).replay)
         return results
 
