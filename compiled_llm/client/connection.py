@@ -22,13 +22,16 @@ _AT_ONCE = 2**18
 _PATIENCE = 30
 """Seconds in which a generator, though it may be busy, answers the first message, and reads something later."""
 
+Handle = Callable[[Iterable[FromGenerator]], None]
+"""Takes messages, those that have come together."""
+Lose = Callable[[GeneratorLostError], None]
+"""Is told at the end why nothing more comes."""
+
 
 class Line(Protocol):
     """What carries a client's messages to a generator, and the generator's back."""
 
-    def start(
-        self, handle: Callable[[Iterable[FromGenerator]], None], lost: Callable[[GeneratorLostError], None]
-    ) -> None:
+    def start(self, handle: Handle, lost: Lose) -> None:
         """Have what comes handled from now on."""
         ...
 
@@ -83,9 +86,7 @@ class Connection:
             raise GeneratorError(f"{self.path}: whoever listens speaks another protocol than this client")
         return first
 
-    def start(
-        self, handle: Callable[[Iterable[FromGenerator]], None], lost: Callable[[GeneratorLostError], None]
-    ) -> None:
+    def start(self, handle: Handle, lost: Lose) -> None:
         """Have a thread read from now on.
 
         Args:
@@ -94,17 +95,13 @@ class Connection:
         """
         threading.Thread(target=self._serve, args=(handle, lost), name="compiled_llm client", daemon=True).start()
 
-    def _serve(
-        self, handle: Callable[[Iterable[FromGenerator]], None], lost: Callable[[GeneratorLostError], None]
-    ) -> None:
+    def _serve(self, handle: Handle, lost: Lose) -> None:
         try:
             handle(self._early)
             while True:
                 handle(self._read())
-        except GeneratorLostError as error:
-            lost(error)
-        except Exception as error:  # whatever it was, whoever waits has to hear of it
-            lost(GeneratorLostError(f"the client has failed: {type(error).__name__}: {error}"))
+        except Exception as error:
+            lost(loss_of(error))
 
     def _read(self) -> list[FromGenerator]:
         """Return the messages that have come, one at least.
@@ -112,18 +109,30 @@ class Connection:
         Raises:
             GeneratorLostError: none will.
         """
-        while True:
-            try:
-                data = self._socket.recv(_AT_ONCE)
-                messages = list(self._frames.feed(data))
-            except ConnectionError:
-                raise self._gone() from None
-            except FrameError as error:
-                raise GeneratorLostError(f"the connection to the generator at {self.path} broke: {error}") from None
-            if messages:
-                return messages
-            if not data:
-                raise self._gone()
+        while not (messages := self.receive()):
+            pass
+        return messages
+
+    def receive(self, flags: int = 0) -> list[FromGenerator]:
+        """Receive some bytes, and return the messages that they complete.
+
+        Args:
+            flags: of ``socket.recv``.
+
+        Raises:
+            GeneratorLostError: no more will come.
+            OSError: as of ``socket.recv``.
+        """
+        try:
+            data = self._socket.recv(_AT_ONCE, flags)
+            messages = list(self._frames.feed(data))
+        except ConnectionError:
+            raise self._gone() from None
+        except FrameError as error:
+            raise GeneratorLostError(f"the connection to the generator at {self.path} broke: {error}") from None
+        if not data:
+            raise self._gone()
+        return messages
 
     def _gone(self) -> GeneratorLostError:
         return GeneratorLostError(f"the generator at {self.path} has gone: its process has ended")
@@ -145,6 +154,13 @@ class Connection:
         with suppress(OSError):  # it is closed already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def loss_of(error: Exception) -> GeneratorLostError:
+    """Return why nothing more comes after an error, whatever it was: whoever waits has to hear of it."""
+    if isinstance(error, GeneratorLostError):
+        return error
+    return GeneratorLostError(f"the client has failed: {type(error).__name__}: {error}")
 
 
 def _connected(path: Path) -> socket.socket:

@@ -117,16 +117,27 @@ def tell(several: Sequence[Listeners]) -> None:
     _tell_tasks(several, tasks)
 
 
-def _tell_tasks(several: Iterable[Listeners], tasks: Iterable[Task]) -> None:
+def _tell_tasks(several: Iterable[Listeners], tasks: Sequence[Task]) -> None:
+    if not tasks:
+        return
     loops: defaultdict[asyncio.AbstractEventLoop, list[Task]] = defaultdict(list)
     for task in tasks:
         loops[task[0]].append(task)
+    here = _running_loop()
     for loop, waiting in loops.items():
         try:
-            loop.call_soon_threadsafe(_wake, waiting)
+            (loop.call_soon if loop is here else loop.call_soon_threadsafe)(_wake, waiting)
         except RuntimeError:  # it was closed in the midst of it; nobody waits there any more
             for listeners in several:
                 listeners.forget(waiting)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that this thread runs: it is awake, and to wake it takes two calls of the system."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _wake(tasks: Iterable[Task]) -> None:
