@@ -17,7 +17,7 @@ class Told(Protocol):
     """Writes answers in the form that an endpoint has."""
 
     def stream(self) -> AsyncIterator[Iterable[bytes]]:
-        """Yield events, those together that came together."""
+        """Make ready, then yield events, those together that came together."""
         ...
 
     async def whole(self, completions: Sequence[Completion]) -> BaseModel:
@@ -39,8 +39,9 @@ async def answered(told: Told, answers: Answers, stream: bool, end: bytes = DONE
     """
     try:
         if stream:
+            events = EventStream(told.stream(), answers, end)  # made ready before there is a token to be sent
             await answers.begun()
-            return EventStream(told.stream(), answers, end)
+            return events
         body = await told.whole(await answers.ended())
     except BaseException:
         answers.close()

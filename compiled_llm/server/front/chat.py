@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,6 +12,7 @@ from compiled_llm.engine.output import Completion
 from compiled_llm.server.front.answer_form import with_form
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
+from compiled_llm.server.front.body_route import BodyRoute
 from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of
 from compiled_llm.server.front.chat_message import plain_messages
 from compiled_llm.server.front.chat_prompt import ChatPrompt, chat_prompt
@@ -32,7 +33,7 @@ from compiled_llm.server.front.openapi_responses import ANSWERS
 from compiled_llm.server.front.reading import Reading
 from compiled_llm.server.front.usage import Usage, finish_reason_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ANSWERS)
@@ -96,10 +97,15 @@ class _Told:
         counted = [await reading.reasoning_tokens(self._model.vocabulary) for reading in self._readings]
         return self._answers.usage(sum(counted))
 
-    async def stream(self) -> AsyncIterator[list[bytes]]:
+    def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
-        texts = [self._text_event(choice) for choice in choices]
-        yield [self._chunk([_begins(choice)]) for choice in choices]
+        begins = [self._chunk([_begins(choice)]) for choice in choices]
+        return self._events(choices, begins, [self._text_event(choice) for choice in choices])
+
+    async def _events(
+        self, choices: Sequence[Choice], begins: list[bytes], texts: Sequence[TextEvent]
+    ) -> AsyncIterator[list[bytes]]:
+        yield begins
         async for _ in self._answers.changes():
             yield [
                 new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
@@ -13,12 +13,15 @@ from compiled_llm.server.front.sampling_fields import SamplingFields
 
 _MOST_TOKENS = 16
 """As OpenAI's, where a request does not say."""
+T = TypeVar("T")
+_Until = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first entry that is of another type ends it: the others would have an error each."""
 
 
 class CompletionRequest(SamplingFields):
     """Text, or several texts, to continue: OpenAI's fields, then the sampling that vLLM has besides."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _Until[str] | _Until[int] | list[list[int]]
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     echo: bool | None = None

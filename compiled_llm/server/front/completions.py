@@ -12,6 +12,7 @@ from compiled_llm.engine.output import Completion
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
 from compiled_llm.server.front.beside import beside
+from compiled_llm.server.front.body_route import BodyRoute
 from compiled_llm.server.front.chat_logprobs import entries_of
 from compiled_llm.server.front.completion_logprobs import CompletionScores
 from compiled_llm.server.front.completion_request import CompletionRequest
@@ -22,7 +23,7 @@ from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.openapi_responses import ANSWERS
 from compiled_llm.server.front.usage import finish_reason_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/completions", response_model=TextCompletion, responses=ANSWERS)
@@ -77,9 +78,14 @@ class _Told:
         first = output.prompt_token_ids[0] if prompt else None
         return self._scores().written([*prompt, *entries_of(completion.logprobs)], first)
 
-    async def stream(self) -> AsyncIterator[list[bytes]]:
+    def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
         scores, texts = [self._scores() for _ in choices], [self._text_event(choice) for choice in choices]
+        return self._events(choices, scores, texts)
+
+    async def _events(
+        self, choices: Sequence[Choice], scores: Sequence[CompletionScores], texts: Sequence[TextEvent]
+    ) -> AsyncIterator[list[bytes]]:
         if self._body.echo:
             yield [texts[choice.index](self._echo(choice.index)) for choice in choices]
         async for _ in self._answers.changes():

@@ -96,7 +96,7 @@ class Front:
                     param,
                     "context_length_exceeded",
                 )
-            if any(not 0 <= token < ready.vocabulary for token in prompt):
+            if prompt and (min(prompt) < 0 or max(prompt) >= ready.vocabulary):
                 raise invalid(f"{param}: tokens of the model are from 0 to {ready.vocabulary - 1}", param)
 
     def _salt(self, request: Request, user: str | None, salt: str | None = None) -> str | None:

@@ -12,7 +12,8 @@ from fastapi import APIRouter, Request
 from compiled_llm.engine.output import Completion
 from compiled_llm.server.front.answer_form import with_form
 from compiled_llm.server.front.answering import answered
-from compiled_llm.server.front.answers import Answers, News
+from compiled_llm.server.front.answers import Answers, Choice, News
+from compiled_llm.server.front.body_route import BodyRoute
 from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of
 from compiled_llm.server.front.chat_prompt import chat_prompt
 from compiled_llm.server.front.chat_response import TokenLogprob
@@ -27,7 +28,7 @@ from compiled_llm.server.front.responses_response import Incomplete, ResponseBod
 from compiled_llm.server.front.usage import FinishReason, finish_reason_of
 from compiled_llm.server.front.vocabulary import check_texts
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/responses", response_model=ResponseBody, responses=ANSWERS)
@@ -65,11 +66,15 @@ class _Told:
         deque(self._news(News(completion.text or "", completion.token_ids, places, reason)), maxlen=0)
         return await self._ended(reason)
 
-    async def stream(self) -> AsyncIterator[list[bytes]]:
+    def stream(self) -> AsyncIterator[list[bytes]]:
         (choice,) = self._answers.choices()
-        reason = None
         begun = self._response("in_progress").model_dump()
-        yield [self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
+        begins = [self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
+        return self._events(choice, begins)
+
+    async def _events(self, choice: Choice, begins: list[bytes]) -> AsyncIterator[list[bytes]]:
+        yield begins
+        reason = None
         async for _ in self._answers.changes():
             if (news := choice.news()) is not None:
                 reason = news.finish_reason
