@@ -329,7 +329,6 @@ def test_a_slow_reader_gets_merged_frames_and_loses_nothing(engine: Engine, gene
     assert_equal(beside, *engine.generate([PROMPT], settings()))
     assert tokens == engine.generate([PROMPT], SamplingParams(**params))[0].token_ids
     assert max(frames) > 30  # what came while nobody read
-    assert frames[0] == 1
 
 
 def test_a_reader_that_is_too_slow_loses_its_requests_with_the_reason(engine: Engine, path: Path) -> None:

@@ -54,7 +54,7 @@ class GeneratorProcess:
             )
             code = await self._process.wait()
             if not was_ready():
-                return "the generator has ended before it was ready"
+                return f"the generator has ended before it was ready (exit code {code})"
             if not self._may_restart():
                 return f"the generator has ended again, after {self._most_restarts} restarts within an hour"
             why = "its device has failed" if code == DEVICE_LOST else f"exit code {code}"
