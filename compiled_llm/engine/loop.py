@@ -168,7 +168,8 @@ class Loop:
         return changed
 
     def drain(self) -> list[Request]:
-        """Read what has been launched; otherwise as ``step``."""
+        """Read what has been launched, and let nothing go on; otherwise as ``step``."""
+        self.device_model.settle()
         return self._read_all_but(0)
 
     def restart(self) -> None:
@@ -182,7 +183,8 @@ class Loop:
         self._persistent.restart()
 
     def free_leaks(self) -> None:
-        """Give back what requests that have ended still have, and say so; nobody runs."""
+        """Give back what requests that have ended still have, and say so; nobody runs, and nothing goes on."""
+        self.device_model.settle()
         rows, self.scheduler.rows = self.scheduler.rows, set()
         if rows:
             logger.error(
