@@ -12,20 +12,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import (
-    build_probes_early,
-    forget_when_gone,
-    graph_count,
-    is_compiled_for,
-    own_copy,
-    tracing_seconds,
-)
+from compiled_llm.compat import build_probes_early, forget_when_gone, graph_count, own_copy, tracing_seconds
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.backend import Inductor, Pass
 from compiled_llm.compilation.bounded import Bounded
@@ -50,30 +43,6 @@ logger = logging.getLogger("compiled_llm.graphs")
 
 PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
-
-
-class PreparedCall(NamedTuple):
-    """A call of a program, which knows nothing of any other call: any thread may make it, within ``paged``.
-
-    Attributes:
-        program: what to call.
-        function: what was compiled.
-        arguments: by name, in order.
-    """
-
-    program: Callable[..., Any]
-    function: Callable[..., Any]
-    arguments: dict[str, Any]
-
-    @property
-    def compiled(self) -> bool:
-        """Whether it would compile nothing."""
-        return self.program is self.function or is_compiled_for(self.function, self.arguments)
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        """Make it."""
-        logits, tokens = self.program(*self.arguments.values())
-        return logits, tokens
 
 
 class Programs:
@@ -158,7 +127,10 @@ class Programs:
         self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Run ``prefill_step``; T, B, L and C are symbolic and must be at least 2."""
-        return self.prepared(model, inputs, tables, pages)()
+        _mark_symbolic(inputs)
+        model = self._outlined(model, inputs, tables, pages)
+        logits, tokens = self._program_for(inputs)(model, self._forward, inputs, tables, pages)
+        return logits, tokens
 
     def decode(
         self, model: PreTrainedModel, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
@@ -166,35 +138,9 @@ class Programs:
         """Run ``decode_step``; its results are overwritten by the next call if CUDA graphs are replayed."""
         if self.recorded:
             torch.compiler.cudagraph_mark_step_begin()
-        return self.prepared(model, inputs, tables, pages)()
-
-    def prepared(
-        self,
-        model: PreTrainedModel,
-        inputs: PrefillInputs | DecodeInputs,
-        tables: SamplingTables,
-        pages: list[Tensor],
-    ) -> PreparedCall:
-        """Return a call of the program that serves ``inputs``, for now."""
-        if isinstance(inputs, PrefillInputs):
-            _mark_symbolic(inputs)
         model = self._outlined(model, inputs, tables, pages)
-        arguments = self._arguments(model, inputs, tables, pages)
-        return PreparedCall(self._program_for(inputs), self._function_for(inputs), arguments)
-
-    def compiled_for(
-        self,
-        model: PreTrainedModel,
-        inputs: PrefillInputs | DecodeInputs,
-        tables: SamplingTables,
-        pages: list[Tensor],
-    ) -> bool:
-        """Whether a call with these would compile nothing; the model has been looked at."""
-        outline = self._outlines.get(self._function_for(inputs))
-        if outline is not None:
-            model = outline.of(self._arguments(model, inputs, tables, pages))
-        arguments = self._arguments(model, inputs, tables, pages)
-        return PreparedCall(self._program_for(inputs), self._function_for(inputs), arguments).compiled
+        logits, tokens = self._program_for(inputs)(model, self._forward, inputs, tables, pages)
+        return logits, tokens
 
     def guards(
         self,

@@ -168,8 +168,7 @@ class Loop:
         return changed
 
     def drain(self) -> list[Request]:
-        """Read what has been launched, and let nothing go on; otherwise as ``step``."""
-        self.device_model.settle()
+        """Read what has been launched; otherwise as ``step``."""
         return self._read_all_but(0)
 
     def restart(self) -> None:
@@ -183,8 +182,7 @@ class Loop:
         self._persistent.restart()
 
     def free_leaks(self) -> None:
-        """Give back what requests that have ended still have, and say so; nobody runs, and nothing goes on."""
-        self.device_model.settle()
+        """Give back what requests that have ended still have, and say so; nobody runs."""
         rows, self.scheduler.rows = self.scheduler.rows, set()
         if rows:
             logger.error(

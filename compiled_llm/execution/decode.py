@@ -61,52 +61,24 @@ class Decode:
         """The buckets that are compiled, and on CUDA recorded."""
         return self._readiness.ready_buckets
 
-    def make_ready(self, bucket: int, waiting: int = 0, unchanged: bool = False, number: str = "") -> int:
+    def make_ready(self, bucket: int, waiting: int = 0, unchanged: bool = False, number: str = "") -> None:
         """Compile decode for the bucket and record its graph, if that has not happened yet or no longer holds.
-
-        A call that waits for no more than a recording does not wait: its step runs in a larger bucket, or is launched
-        as it is, and recorded beside those that follow.
 
         Args:
             bucket: B.
             waiting: how many rows a call has that waits for it.
             unchanged: the model cannot have changed since the last prefill or the last call without this.
             number: shown behind what is done, which of how many it is.
-
-        Returns:
-            The bucket to run.
         """
         readiness = self._readiness
         if unchanged and readiness.was_valid(bucket):
-            return bucket
+            return
         if not (unchanged and bucket in self.ready):
             readiness.check_model()
         if bucket in self.ready and readiness.is_valid(bucket):
-            return bucket
-        if waiting and self._recordings.ours and (serving := self._serving(bucket)):
-            return serving
+            return
         self.claim(None)
         self._prepare(bucket, waiting, number)
-        return bucket
-
-    def _serving(self, bucket: int) -> int:
-        """Return the bucket that runs in place of one that is not recorded, itself if it can be launched; else 0."""
-        readiness, recordings = self._readiness, self._recordings
-        if bucket in self.ready or not readiness.can_launch(self._inputs(bucket)):
-            return 0
-        self._state.recordings.missed(bucket)
-        larger = next((other for other in self.ready_buckets if other > bucket), 0)
-        wanted = recordings.wants(bucket)
-        if not larger or (wanted and not recordings.launched_before(bucket)):
-            return bucket  # which begins to record it
-        if not readiness.is_valid(larger):
-            return 0
-        if wanted:
-            self._record(bucket, bucket)
-        return larger
-
-    def _record(self, bucket: int, like: StepOutputs | int, beside: bool = True) -> None:
-        self._readiness.record(bucket, self._inputs(bucket), like, beside=beside)
 
     def _prepare(self, bucket: int, waiting: int, number: str) -> None:
         readiness, what = self._readiness, f"decode bucket {bucket}"
@@ -119,7 +91,7 @@ class Decode:
             outputs = self._launch_padding(bucket)
             readiness.programs.warn_if_nothing_matched(self._state.facts.model)
             if self._recordings.ours:
-                self._record(bucket, outputs, beside=False)
+                readiness.record(bucket, lambda: self._launch(bucket), self._inputs(bucket), outputs)
         self.ready.add(bucket)
 
     def _launch_padding(self, bucket: int) -> StepOutputs:
@@ -183,13 +155,8 @@ class Decode:
             ``[B, V]`` logits, and ``[B]`` int64, the next tokens; both overwritten by the next step.
         """
         self._state.arena.flush()
-        if (recording := self._recordings.get(bucket)) is not None:
-            outputs: StepOutputs = recording.replay()
-            return outputs
-        outputs = self._launch(bucket)
-        if self._recordings.ours:
-            self._record(bucket, outputs)
-        return outputs
+        recording = self._recordings.get(bucket)
+        return self._launch(bucket) if recording is None else recording.replay()
 
     def _launch(self, bucket: int) -> StepOutputs:
         state, readiness = self._state, self._readiness

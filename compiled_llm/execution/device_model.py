@@ -139,7 +139,6 @@ class DeviceModel:
             OutOfPagesError: a row has outgrown what it was promised, and no page is free; nothing has changed.
             ValueError: a row would have more tokens than the model has positions; nothing has changed.
         """
-        self.readiness.adopt()
         if batch.extend:
             return self._extend(batch, persistent, unchanged)
         advances = unchanged and persistent.can_advance(batch.decode)
@@ -151,8 +150,8 @@ class DeviceModel:
         self.state.slots.ensure(rows)
         if batch.tokens is None and not all(row.has_next for row in rows):
             raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
-        wanted = persistent.bucket_for(len(rows))
-        bucket = decode.make_ready(wanted, waiting=len(rows), unchanged=unchanged)
+        bucket = persistent.bucket_for(len(rows))
+        decode.make_ready(bucket, waiting=len(rows), unchanged=unchanged)
         self._check_positions(rows, [1] * len(rows))
         changes = self.pool.changes
         with grown(rows, [1] * len(rows), batch.promise, self.state.copy_pages) as copied:
@@ -166,7 +165,7 @@ class DeviceModel:
                 raise
         for row in rows:
             row.position += 1
-        return persistent.has_run(rows, (wanted, bucket), outputs, stayed, changes)
+        return persistent.has_run(rows, bucket, outputs, stayed, changes)
 
     def _extend(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> Step:
         rows = _rows(batch.extend)
@@ -205,7 +204,6 @@ class DeviceModel:
         Raises:
             OutOfPagesError: as ``run``.
         """
-        self.readiness.adopt()
         rows = _rows(extensions)
         with self._grown_by(extensions, promise):
             logits, _ = self.prefill.run(extensions, keep, embeddings, remember=False)
@@ -265,7 +263,6 @@ class DeviceModel:
             buckets: for how many rows choices are captured on CUDA; others are launched one kernel after the other.
         """
         self.readiness.check_model()
-        self.settle()
         prepare_deferred(self.state, buckets)
 
     @contextmanager
@@ -303,16 +300,11 @@ class DeviceModel:
 
     def release(self) -> None:
         """Give device memory back, whoever holds this still; nobody has rows here, and nothing runs afterwards."""
-        self.settle()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.readiness.release()
         self.state.release()
         self._planner.release()
-
-    def settle(self) -> None:
-        """Wait until nothing is captured beside the steps: whoever runs none may wait for the whole device."""
-        self.readiness.recordings.settle()
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -148,8 +148,10 @@ class Prefill:
         """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or there are none."""
         wanted, chosen = len(keep), len(slots)
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
-        if shape is not None and (served := self._serving(shape)) is not None:
-            logits, tokens = self._run_shape(served, chunk, keep, slots, unchanged)
+        if shape is not None:
+            if shape not in self._recordings:
+                self.make_recorded([shape], waiting=len(chunk))
+            logits, tokens = self._replay(shape, chunk, keep, slots, unchanged)
             return logits[:wanted].clone(), tokens[:chosen].clone()  # the next replay overwrites them
         # A symbolic size is at least 2.
         if len(chunk) == 1:
@@ -194,11 +196,12 @@ class Prefill:
         shapes = [shape._replace(variant=variant) for shape in self._shapes.of(rows) for variant in variants]
         return [shape for shape in shapes if self._planner.fits(shape)]
 
-    def make_recorded(self, shapes: Sequence[Shape], only_with_room: bool = False) -> None:
+    def make_recorded(self, shapes: Sequence[Shape], waiting: int = 0, only_with_room: bool = False) -> None:
         """Record prefills of these shapes, those that are not recorded yet.
 
         Args:
             shapes: what they are padded to.
+            waiting: how many rows a call has that waits for them.
             only_with_room: evict no others for them.
         """
         new = [shape for shape in shapes if shape not in self._recordings]
@@ -207,11 +210,11 @@ class Prefill:
         self.make_ready()
         largest = max(shape.tokens for shape in new)
         none = np.zeros(0, dtype=np.int64)
-        with self._readiness.preparing(f"prefill of up to {largest} tokens", 0, PREFILL):
+        waiting = 0 if all(map(self._recordings.lost, new)) else waiting
+        with self._readiness.preparing(f"prefill of up to {largest} tokens", waiting, PREFILL):
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
                 if not (only_with_room and self._state.recordings.full):
-                    with self._recordings.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
-                        self._run_shape(shape, [], none, none, beside=False)
+                    self._replay(shape, [], none, none)
 
     def _shape_to_replay(
         self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
@@ -228,49 +231,19 @@ class Prefill:
         fits = shape in self._recordings or self._planner.fits(shape)
         return shape if fits else None  # larger ones fit even less
 
-    def _serving(self, shape: Shape) -> Shape | None:
-        """Return the shape that a prefill runs in now, itself if it is recorded; None to launch it as it is.
-
-        If it is not, it is launched in its shape and recorded beside the steps that follow. While that lasts, or if it
-        has been launched in its shape before, the next larger one that is recorded serves.
-        """
-        recordings = self._recordings
-        if shape in recordings:
-            return shape
-        self._state.recordings.missed(shape)
-        if not recordings.wants(shape):
-            return self._next_larger(shape)
-        if not recordings.launched_before(shape) or (larger := self._next_larger(shape)) is None:
-            return shape
-        none = np.zeros(0, dtype=np.int64)
-        packed, table = self._padded(shape, [], none, none)
-        self._planner.plan_prefill(table, shape)
-        self._record(shape, *self._in_new_tensors(shape, packed), shape.rows, beside=True)
-        return larger
-
-    def _next_larger(self, shape: Shape) -> Shape | None:
-        """Return the smallest recorded shape that holds all prefills of another, and does not take far longer."""
-        tokens, rows, variant = shape
-        most = tokens + self._shapes.spare
-        larger = [
-            other
-            for other in self._recordings.shapes()
-            if other.variant == variant and tokens <= other.tokens <= most and rows <= other.rows
-        ]
-        return min(larger, default=None)
-
-    def _run_shape(
+    def _replay(
         self,
         shape: Shape,
         chunk: list[Extension],
         keep: NDArray[np.int64],
         slots: NDArray[np.int64],
         unchanged: bool = False,
-        beside: bool = True,
     ) -> StepOutputs:
-        """Run a prefill of at most ``shape``: replay it, or launch it and record it, beside what follows or now."""
-        state = self._state
-        packed, table = self._padded(shape, chunk, keep, slots)
+        """Run a prefill of at most ``shape``; the first one is launched kernel by kernel, and recorded."""
+        state, missing = self._state, shape.rows - len(keep)
+        keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
+        slots = np.concatenate([slots, state.slots.of([], missing)])
+        packed, table = pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
         if (recording := self._recordings.get(shape)) is not None:
             self._upload(packed, table, shape, self._recordings.filled(shape))
             result: StepOutputs = recording.replay()
@@ -278,34 +251,16 @@ class Prefill:
             # the model does now, all it writes is written again.
             if (unchanged and self._readiness.was_valid(shape)) or self._readiness.is_valid(shape):
                 return result
-            state.slots.restore(packed.slots)
-        inputs, filled = self._in_new_tensors(shape, packed)
+            state.slots.restore(slots)
+        inputs = self._as_inputs(state.staging.to_device(packed), shape)
+        (filled,) = state.staging.to_device([as_bytes(packed)])
         self._upload(packed, table, shape, filled)
-        _unpack(inputs, filled)
-        result = self._launch(inputs)
-        self._record(shape, inputs, filled, result, beside)
+        with self._recordings.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
+            result = self._launch_packed(inputs, filled)
+            launch = functools.partial(self._launch_packed, inputs, filled)
+            own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
+            self._readiness.record(shape, launch, inputs, result, Filled(filled, own))
         return result
-
-    def _padded(
-        self, shape: Shape, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
-    ) -> tuple[Packed, HostTable]:
-        missing = shape.rows - len(keep)
-        keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
-        slots = np.concatenate([slots, self._state.slots.of([], missing)])
-        return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
-
-    def _in_new_tensors(self, shape: Shape, packed: Packed) -> tuple[PrefillInputs, Tensor]:
-        """Return what a recorded prefill reads, and the tensor from which that is filled."""
-        inputs = self._as_inputs(self._state.staging.to_device(packed), shape)
-        (filled,) = self._state.staging.to_device([as_bytes(packed)])
-        return inputs, filled
-
-    def _record(
-        self, shape: Shape, inputs: PrefillInputs, filled: Tensor, like: StepOutputs | int, beside: bool
-    ) -> None:
-        own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
-        first = functools.partial(_unpack, inputs, filled)
-        self._readiness.record(shape, inputs, like, first, Filled(filled, own), beside)
 
     def _upload(self, packed: Packed, table: HostTable, shape: Shape, filled: Tensor) -> None:
         """Put a prefill where its graph reads it, and plan it."""
@@ -313,11 +268,11 @@ class Prefill:
         state.staging.upload([(as_bytes(packed), filled), (table.indices, state.prefill_indices)])
         self._planner.plan_prefill(table, shape)
 
-
-def _unpack(inputs: PrefillInputs, packed: Tensor) -> None:
-    """Fill the inputs of a prefill that was uploaded in one tensor: copies inside a graph take the host no time."""
-    start = 0
-    for name in Packed._fields:
-        column = getattr(inputs, name).view(-1).view(torch.uint8)
-        column.copy_(packed[start : start + len(column)])
-        start += len(column)
+    def _launch_packed(self, inputs: PrefillInputs, packed: Tensor) -> StepOutputs:
+        """Run a prefill that was uploaded in one tensor: copies inside a graph take the host no time."""
+        start = 0
+        for name in Packed._fields:
+            column = getattr(inputs, name).view(-1).view(torch.uint8)
+            column.copy_(packed[start : start + len(column)])
+            start += len(column)
+        return self._launch(inputs)

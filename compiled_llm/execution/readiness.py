@@ -12,23 +12,20 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
+import torch
+
 from compiled_llm.compat import compiling_stage
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.recordings import Filled, Recordings, Step, StepInputs
+from compiled_llm.compilation.graphs.recordings import Filled, Recordings, StepInputs
 from compiled_llm.compilation.graphs.rolling import Key
 from compiled_llm.compilation.graphs.validity import Guards
-from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, PreparedCall, Programs
+from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Programs
 from compiled_llm.execution.device_state import DeviceState
 from compiled_llm.execution.events import Events
 from compiled_llm.execution.progress import ProgressDisplay
 from compiled_llm.execution.threads.executor import Executor
-from compiled_llm.kvcache.memory import wait_for
 from compiled_llm.model.fused_weights import FusedWeights
-
-
-def _nothing() -> None:
-    return None
 
 
 class Readiness:
@@ -116,7 +113,7 @@ class Readiness:
             self._start_again()
         if self.recordings.weights_valid():  # those that are multiplied as one, too
             return
-        if self.recordings.watches:
+        if self.recordings:
             self.ready -= self.recordings.forget()
         if self.weights.intact():
             return
@@ -153,7 +150,8 @@ class Readiness:
             with self.paged():
                 valid = self.recordings.guards_valid(key, self._glance)
             if not valid:
-                wait_for(self._state.device)  # a replay that found this out late may be running
+                if self._state.device.type == "cuda":
+                    torch.cuda.synchronize(self._state.device)  # a replay that found this out late may be running
                 self._valid.clear()
                 self.ready -= self.recordings.forget()
                 self.programs.drop_tensors()
@@ -170,8 +168,8 @@ class Readiness:
 
     def _start_again(self) -> None:
         """Forget what was compiled and recorded; rows and pages stay."""
-        self.recordings.forget()  # first: while one is captured, its program has to stay
         self.programs = self._new_programs()
+        self.recordings.forget()
         self.ready.clear()
 
     def _new_programs(self) -> Programs:
@@ -180,52 +178,32 @@ class Readiness:
 
     # ---- make it so
 
-    def can_launch(self, inputs: StepInputs) -> bool:
-        """Whether a step can be launched, recorded or not, without compiling anything; the model has been looked at."""
-        state = self._state
-        with self.paged():
-            return self.programs.compiled_for(state.facts.model, inputs, state.slots.tables, state.pages)
-
     def record(
         self,
         key: Key,
+        launch: Callable[[], StepOutputs],
         inputs: StepInputs,
-        like: StepOutputs | int,
-        first: Callable[[], None] = _nothing,
+        like: StepOutputs,
         filled: Filled | None = None,
-        beside: bool = False,
     ) -> None:
         """Record a step that has run before, unless it may have run uncompiled: nothing would guard that.
 
         Args:
             key: its name from now on.
+            launch: runs it.
             inputs: the tensors that its program reads.
-            like: what it gave, or of how many rows that was.
-            first: what it launches before the program; any thread may call it.
+            like: what it gave when it ran.
             filled: what it begins with, if that is filled before each replay.
-            beside: while steps go on; ``adopt`` has it then.
         """
         if self.programs.full(inputs):
             return
-        if not beside:
-            self.adopt(wait=True)
-        state = self._state
-        with self.paged():
-            call = self.programs.prepared(state.facts.model, inputs, state.slots.tables, state.pages)
-        check, launch = partial(_check_compiled, call, self.paged), partial(_launch, call, self.paged, first)
-        step = Step(check, launch, like, partial(self._guards, inputs), filled)
-        (self.recordings.begin if beside else self.recordings.record)(key, step)
+        model = self._state.facts.model
 
-    def _guards(self, inputs: StepInputs) -> Guards:
-        state = self._state
-        with self.paged():
-            return self.programs.guards(state.facts.model, inputs, state.slots.tables, state.pages)
+        def guards() -> Guards:
+            with self.paged():
+                return self.programs.guards(model, inputs, self._state.slots.tables, self._state.pages)
 
-    def adopt(self, wait: bool = False) -> None:
-        """Have the recording that was begun beside the steps, if it is done."""
-        key = self.recordings.adopt(wait)
-        if isinstance(key, int):
-            self.ready.add(key)
+        self.recordings.record(key, launch, like, guards, filled)
 
     @contextmanager
     def preparing(self, what: str, waiting: int, program: str, shown: str = "") -> Iterator[None]:
@@ -257,19 +235,3 @@ class Readiness:
             return "recording" if config.records_on(kind) or config.uses_trees_on(kind) else "preparing"
         has_kernels = kind == "cuda" and program in (PREFILL, PREFILL_EMBEDDED)
         return "preparing kernels for, and tracing" if has_kernels else "tracing"
-
-
-_Paged = Callable[[], AbstractContextManager[None]]
-
-
-def _check_compiled(call: PreparedCall, paged: _Paged) -> None:
-    """Check that a call compiles nothing, which would fail in many ways while a graph is captured."""
-    with paged():
-        if not call.compiled:
-            raise RuntimeError("the model has changed")
-
-
-def _launch(call: PreparedCall, paged: _Paged, first: Callable[[], None]) -> StepOutputs:
-    with paged():
-        first()
-        return call()

@@ -24,9 +24,6 @@ class RecordedShapes:
 
     The device takes longer over many tokens than the host takes to launch them: those are not worth recording. Nor are
     more tokens than the rows can have.
-
-    Attributes:
-        spare: so many tokens the device computes in half the time that the host takes to launch a prefill.
     """
 
     def __init__(self, max_rows: int, weights: int, longest: int, most_tokens: int) -> None:
@@ -40,7 +37,6 @@ class RecordedShapes:
         """
         most = max(2, max_rows)  # a symbolic size is at least 2
         worth = [tokens for tokens in _RECORDED_TOKENS if tokens * weights <= _DEVICE_BOUND]
-        self.spare = _DEVICE_BOUND // (4 * weights)
         self._by_rows: dict[int, list[Shape]] = {}
         for rows in sorted({2, min(8, most), most}):
             needed = max(rows, min(most_tokens, min(rows, max_rows) * longest))

@@ -235,7 +235,6 @@ class Runner:
 
     def close(self) -> None:
         """Release all rows; the runner can be used again."""
-        self.device_model.settle()
         self._finalizer()
         self._finalizer = weakref.finalize(self, _free, self.rows)
         self.rows.clear()

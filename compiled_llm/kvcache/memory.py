@@ -88,9 +88,9 @@ def reserved_bytes(device: torch.device) -> int:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until nothing runs any more that was launched on the current stream of a CUDA device, or before."""
-    if device.type == "cuda":  # not for the whole device: somebody may be capturing a graph
-        torch.cuda.current_stream(device).synchronize()
+    """Wait until nothing runs on a CUDA device any more."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def allocate_pages(

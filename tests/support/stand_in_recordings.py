@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.recorder import Captured
-from compiled_llm.compilation.graphs.recordings import Recordings, Step
+from compiled_llm.compilation.graphs.recordings import Recordings
 from compiled_llm.compilation.graphs.rolling import Cost, RollingRecordings
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 
@@ -40,48 +39,17 @@ class StandIn(Captured[Any]):
         self.released = True
 
 
-class Capture(NamedTuple):
-    """One that was begun, to be finished by the test."""
-
-    future: Future[StandIn]
-    captured: Callable[[], StandIn]
-
-    def finish(self) -> None:
-        try:
-            self.future.set_result(self.captured())
-        except Exception as error:
-            self.future.set_exception(error)
-
-    def fail(self) -> None:
-        self.future.set_exception(RuntimeError("no capture"))
-
-
 class StandInRecorder:
-    """Captures beside the steps are done at once, or when the test finishes those in ``late``, if that is a list."""
-
-    late: ClassVar[list[Capture] | None] = None
-
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
+        self.count = 0
 
     def take_new_pool(self) -> None:
         pass
 
     def capture(self, launch: Callable[[], Any]) -> StandIn:
+        self.count += 1
         return StandIn(Weights(self._model()), launch)
-
-    def begin(self, launch: Callable[[], Any], check: Callable[[], None]) -> Future[StandIn]:
-        def captured() -> StandIn:
-            with torch.no_grad():
-                check()
-            return self.capture(launch)
-
-        begun = Capture(Future(), captured)
-        if self.late is None:
-            begun.finish()
-        else:
-            self.late.append(begun)
-        return begun.future
 
 
 class _NoGuards(Guards):
@@ -96,7 +64,7 @@ class _NoGuards(Guards):
 
 def let_a_cpu_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU record as CUDA does."""
-    own, own_prepared = Recordings.__init__, Recordings._prepared
+    own, own_record = Recordings.__init__, Recordings.record
 
     def init(
         self: Recordings, model: PreTrainedModel, config: WrapConfig, device: torch.device, rolling: RollingRecordings
@@ -106,8 +74,8 @@ def let_a_cpu_record(monkeypatch: pytest.MonkeyPatch) -> None:
         self._recorder = StandInRecorder(model)
         self._compiled = config.mode != "eager"
 
-    def prepared(self: Recordings, step: Step) -> Any:
-        return own_prepared(self, step if self._compiled else step._replace(guards=_NoGuards))
+    def record(self: Recordings, key: Any, launch: Any, like: Any, guards: Any, filled: Any = None) -> None:
+        own_record(self, key, launch, like, guards if self._compiled else _NoGuards, filled)
 
     monkeypatch.setattr(Recordings, "__init__", init)
-    monkeypatch.setattr(Recordings, "_prepared", prepared)
+    monkeypatch.setattr(Recordings, "record", record)

@@ -8,7 +8,6 @@ later piece of the same step, as it would in one graph: pieces and launches run 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -42,18 +41,8 @@ class _Between(NamedTuple):
 class GraphInPieces:
     """Captured, replayed and reset like a ``torch.cuda.CUDAGraph``; ops that may be left out are."""
 
-    def __init__(
-        self,
-        new_graph: Callable[[], Any] = torch.cuda.CUDAGraph,
-        beginning: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """Have nothing captured yet.
-
-        Args:
-            new_graph: makes a piece.
-            beginning: what its capture begins in.
-        """
-        self._beginning = beginning
+    def __init__(self, new_graph: Callable[[], Any] = torch.cuda.CUDAGraph) -> None:
+        """Have nothing captured yet; ``new_graph`` makes a piece."""
         self._new_graph = new_graph
         self._graphs: list[Any] = []
         self._parts: list[Callable[[], None]] = []
@@ -87,8 +76,7 @@ class GraphInPieces:
 
     def _begin_piece(self) -> None:
         graph, (args, kwargs) = self._new_graph(), self._options
-        with self._beginning():
-            graph.capture_begin(*args, **kwargs)
+        graph.capture_begin(*args, **kwargs)
         self._graphs.append(graph)
         self._parts.append(graph.replay)
 

@@ -1,8 +1,6 @@
 """The recordings of one model, decode steps by bucket and prefills by shape, and whether they are still valid.
 
-Everything here runs in the model's executor, but for a capture beside the steps: that calls ``Step.launch`` in the
-recorder's thread, and reads and writes nothing of what is here. One is underway at a time. Whatever drops recordings
-waits for it first.
+Everything here runs in the model's executor.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -21,7 +18,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
-from compiled_llm.compilation.graphs.recorder import Captured, Recorder, abandon
+from compiled_llm.compilation.graphs.recorder import Captured, Recorder
 from compiled_llm.compilation.graphs.rolling import Entry, Key, RollingRecordings
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, Shape
@@ -47,24 +44,6 @@ class Filled(NamedTuple):
     nbytes: int
 
 
-class Step(NamedTuple):
-    """A step that is to be recorded.
-
-    Attributes:
-        check: raises if ``launch`` would do more than launch; any thread may call both.
-        launch: runs it.
-        like: what it gave when it ran, or of how many rows that was, if it ran before the last eviction.
-        guards: returns what the compiled program in it takes for granted.
-        filled: what it begins with, if that is filled before each replay.
-    """
-
-    check: Callable[[], None]
-    launch: Callable[[], StepOutputs]
-    like: StepOutputs | int
-    guards: Callable[[], Guards]
-    filled: Filled | None = None
-
-
 class _Known(NamedTuple):
     """What is known of a recorded step.
 
@@ -75,22 +54,6 @@ class _Known(NamedTuple):
 
     guards: Guards
     filled: Filled | None
-
-
-class _Underway(NamedTuple):
-    """A capture that was begun.
-
-    Attributes:
-        key: of what.
-        captured: what it will have given.
-        known: of the step.
-        shared: bytes by which the outputs of all have grown for it.
-    """
-
-    key: Key
-    captured: Future[Captured[StepOutputs]]
-    known: _Known
-    shared: int
 
 
 class Recordings:
@@ -129,10 +92,6 @@ class Recordings:
         self._recorder = Recorder(device, in_pieces=config.leaves_attention_out) if self.ours else None
         # A model whose recordings are bounded copies what they give: a few microseconds a step.
         self._outputs = SharedOutputs(max(2, config.max_batch_size)) if any(rolling.budget) else None
-        self._underway: _Underway | None = None
-        self._launched: set[Key] = set()  # that have run at their size since the model changed
-        self._failed: set[Key] = set()
-        self._decodes = 0
         self._known: dict[Key, _Known] = {}
         rolling.when_dropped.append(functools.partial(_forget, self._known))
         self._weights: Weights | None = None
@@ -160,114 +119,43 @@ class Recordings:
         """Return the recording of a step, if there is one."""
         return self.rolling.get(key)
 
-    def record(self, key: Key, step: Step) -> None:
+    def record(
+        self,
+        key: Key,
+        launch: Callable[[], StepOutputs],
+        like: StepOutputs,
+        guards: Callable[[], Guards],
+        filled: Filled | None = None,
+    ) -> None:
         """Capture a step that has run before; the least recently used ones make room for it.
 
         Args:
             key: its name from now on.
-            step: what it is.
+            launch: runs it.
+            like: what it gave when it ran.
+            guards: returns what the compiled program in it takes for granted.
+            filled: what it begins with, if that is filled before each replay.
 
         Raises:
             RuntimeError: something in it cannot be captured.
             ValueError: it does not fit beside what the same step replays.
         """
-        self.adopt(wait=True)
-        self._failed.discard(key)
-        self.rolling.make_room(key)
-        launch, known, shared = self._prepared(step)
         assert self._recorder is not None
-        self._adopt(key, self._recorder.capture(launch), known, shared)
-
-    def begin(self, key: Key, step: Step) -> None:
-        """Begin to capture a step that has run before, beside what runs, unless another is or this one has failed."""
-        if not self.wants(key):
-            return
-        launch, known, shared = self._prepared(step)
-        assert self._recorder is not None
-        self._underway = _Underway(key, self._recorder.begin(launch, step.check), known, shared)
-
-    def wants(self, key: Key) -> bool:
-        """Whether ``begin`` would begin to capture a step: none is underway, and this one has not failed."""
-        return self._underway is None and key not in self._failed and key not in self
-
-    def adopt(self, wait: bool = False) -> Key | None:
-        """Have the recording that was begun, if it is done; the least recently used ones make room for it.
-
-        If it failed, that is logged the first time, and counted; it is not tried again by itself.
-
-        Args:
-            wait: until it is done.
-
-        Returns:
-            Its name.
-
-        Raises:
-            ValueError: it does not fit beside what the same step replays.
-        """
-        if wait:
-            self.settle()
-        underway = self._underway
-        if underway is None or not underway.captured.done():
-            return None
-        self._underway = None
-        key = underway.key
-        try:
-            captured = underway.captured.result()
-        except Exception as error:
-            self._note_failure(key, error)
-            return None
-        self.rolling.make_room(key)
-        self.nbytes += captured.cost.shared
-        self._adopt(key, captured, underway.known, underway.shared)
-        return key
-
-    def settle(self) -> None:
-        """Wait until nothing is captured: who waits for the whole device meanwhile gets an error. Any thread may."""
-        if (underway := self._underway) is not None:
-            wait([underway.captured])
-
-    def _adopt(self, key: Key, captured: Captured[StepOutputs], known: _Known, shared: int) -> None:
-        self._known[key] = known
-        own, cost = 0 if known.filled is None else known.filled.nbytes, captured.cost
-        cost = cost._replace(nbytes=cost.nbytes + own, shared=cost.shared + shared)
-        self.prefills += isinstance(key, Shape)
-        self._decodes += isinstance(key, int)
-        self._launched.add(key)
-        self.rolling.add(key, captured, cost, _OWNER)
-
-    def _prepared(self, step: Step) -> tuple[Callable[[], StepOutputs], _Known, int]:
-        """Return what to capture, what is known of it, and by how many bytes the outputs of all have grown for it."""
         if self._weights is None:
             self._weights = Weights(self._require_model())
-            self._addresses["recorded"] = self._addresses_now()
-        before, launch = self._shared_bytes(), step.launch
+        self.rolling.make_room(key)
+        shared = self._shared_bytes()
         if self._outputs is not None:
-            launch = self._outputs.writing(launch, step.like)
-        return launch, _Known(step.guards(), step.filled), self._shared_bytes() - before
-
-    def _note_failure(self, key: Key, error: Exception) -> None:
-        level = logging.DEBUG if self._failed else logging.WARNING
-        logger.log(
-            level,
-            "compiled_llm: a step could not be captured as a CUDA graph, and runs kernel by kernel or in a larger one: "
-            "%s: %s; warmup() tries again, and the next ones are only counted (model.compiled.recordings)",
-            type(error).__name__,
-            error,
-        )
-        self._failed.add(key)
-        self.rolling.failed(key)
-
-    def launched_before(self, key: Key) -> bool:
-        """Whether a step has run at its size: its kernels are built and loaded, and where its outputs go is known."""
-        return self._outputs is not None and key in self._launched
+            launch = self._outputs.writing(launch, like)
+        captured = self._recorder.capture(launch)
+        self._known[key] = _Known(guards(), filled)
+        own, cost = 0 if filled is None else filled.nbytes, captured.cost
+        cost = cost._replace(nbytes=cost.nbytes + own, shared=cost.shared + self._shared_bytes() - shared)
+        self.prefills += isinstance(key, Shape)
+        self.rolling.add(key, captured, cost, _OWNER)
 
     def _shared_bytes(self) -> int:
         return 0 if self._outputs is None else self._outputs.nbytes
-
-    @property
-    def watches(self) -> bool:
-        """Whether there are recordings, or one is underway, of weights that have to stay where they are."""
-        return self._weights is not None
 
     def weights_valid(self) -> bool:
         """Whether there are recordings, and the model's modules and tensors are those that they read."""
@@ -285,12 +173,6 @@ class Recordings:
 
     def forget(self) -> set[Key]:
         """Drop all recordings; returns which there were."""
-        if self._underway is not None:
-            abandon(self._underway.captured)
-            self.settle()
-            self._underway = None
-        self._launched.clear()
-        self._failed.clear()
         self._moved = self.moved_weights()
         dropped = set(self.rolling.of("decode", "prefill"))
         self._lost |= dropped
@@ -326,12 +208,12 @@ class Recordings:
     def decodes(self) -> int:
         """Return how many decode steps have been captured."""
         if self._recorder is not None:
-            return self._decodes
+            return self._recorder.count - self.prefills
         return max(0, cudagraph_recordings(self._device) - self._before)
 
     def repeated(self) -> int:
         """Return how many steps were captured again, between steps that only replay, or have to be."""
-        return len(self._lost) + (0 if self.ours else max(0, self.decodes() - self._expected))
+        return len(self._lost) + max(0, self.decodes() - self._expected)
 
     def moved_weights(self) -> list[str]:
         """Return the parameters and buffers that are no longer where a captured graph reads them."""

@@ -91,9 +91,9 @@ class Entry(Generic[KeptT]):
         self.phase: Phase
         self.phase, self.tokens, self.rows, self.variant = _described(key)
         self.recording: KeptT | None = None
-        self.nbytes = self.captures = self.evictions = self.replays = self.misses = self.failures = 0
+        self.nbytes = self.captures = self.evictions = self.replays = 0
         self.seconds = 0.0
-        self.used = clock()
+        self.used = 0.0
         self._clock = clock
 
     def captured(self, recording: KeptT, cost: Cost) -> None:
@@ -122,8 +122,6 @@ class Entry(Generic[KeptT]):
             captures=self.captures,
             evictions=self.evictions,
             replays=self.replays,
-            misses=self.misses,
-            failures=self.failures,
             idle_seconds=round(max(0.0, self._clock() - self.used), 3),
             capture_seconds=round(self.seconds, 6),
         )
@@ -155,7 +153,7 @@ class RollingRecordings:
         self.shared: Counter[str] = Counter()
         self.when_dropped: list[Callable[[Key], None]] = []
         self._wait, self._clock = wait, clock
-        self._entries: dict[Key, Entry[Any]] = {}  # those that are not ready, too
+        self._entries: dict[Key, Entry[Any]] = {}  # those that were evicted, too
         self._ready: dict[Key, Entry[Any]] = {}
         self._settled = clock()  # all that was launched before has ended
 
@@ -208,7 +206,7 @@ class RollingRecordings:
             ValueError: it does not fit beside what the same step replays; it is dropped.
         """
         self.shared[owner] += cost.shared
-        entry = self._entry(key)
+        entry = self._entries.setdefault(key, Entry(key, self._clock))
         entry.captured(recording, cost)
         self._ready[key] = entry
         while self._exceeds() and (victim := self._victim(key)) is not None:
@@ -220,17 +218,6 @@ class RollingRecordings:
                 f"graph_memory: the recordings of one step take {mib(least)} ({least} bytes), and the limit is "
                 f"{mib(self.budget.nbytes or 0)}; give at least graph_memory={least}"
             )
-
-    def missed(self, key: Key) -> None:
-        """Count a step that wants a recording that there is not."""
-        self._entry(key).misses += 1
-
-    def failed(self, key: Key) -> None:
-        """Count one that could not be captured."""
-        self._entry(key).failures += 1
-
-    def _entry(self, key: Key) -> Entry[Any]:
-        return self._entries.setdefault(key, Entry(key, self._clock))
 
     def _victim(self, new: Key) -> Entry[Any] | None:
         """Return the least recently used, leaving those that run in one step with a new one."""
