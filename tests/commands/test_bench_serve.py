@@ -168,12 +168,14 @@ def test_vllms_server_is_started_asked_and_ended(tmp_path: Path) -> None:
 
 
 def test_a_server_that_ends_says_why() -> None:
-    command = [sys.executable, "-c", "raise ValueError('no such thing')"]
+    command = [sys.executable, "-c", "print('something before'); raise ValueError('no such thing')"]
+    log: list[str] = []
     with (
         pytest.raises(RuntimeError, match="exit code 1: ValueError: no such thing"),
-        running(command, "http://127.0.0.1:9/ready", "a", lambda line: None),
+        running(command, "http://127.0.0.1:9/ready", "a", log.append),
     ):
         pass
+    assert "a: something before" in log
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ _LOOKING = 0.1
 """Seconds between two looks whether it is ready."""
 _PATIENCE = 30.0
 """Seconds that it has to end before it is killed."""
+_LAST_LINES = 30
+"""Lines of a server that has ended, that the log gets."""
 
 
 @contextmanager
@@ -72,11 +74,20 @@ def _wait(process: subprocess.Popen[bytes], output: IO[str], url: str, say: Log)
     said = ""
     while (doing := _doing(url)) is not None:
         if process.poll() is not None:
-            raise RuntimeError(f"the server ended with exit code {process.returncode}: {last_words(output)}")
+            why = last_words(output)
+            for line in _tail(output):
+                say(line)
+            raise RuntimeError(f"the server ended with exit code {process.returncode}: {why}")
         if doing != said:
             said = doing
             say(doing)
         time.sleep(_LOOKING)
+
+
+def _tail(output: IO[str]) -> list[str]:
+    """Return the last lines: the one that says why may only say that another process has ended."""
+    output.seek(0)
+    return [line.rstrip() for line in output.readlines()[-_LAST_LINES:]]
 
 
 def _doing(url: str) -> str | None:
