@@ -46,8 +46,8 @@ def tracing(patch: pytest.MonkeyPatch) -> Graphs:
     given.traced = []
 
     class Backend(inductor.Inductor):
-        def __init__(self, *args: Any, piecewise: bool) -> None:
-            super().__init__(*args, piecewise=True)
+        def __init__(self, *args: Any, piecewise: bool, **options: Any) -> None:
+            super().__init__(*args, piecewise=True, **options)
 
         def _compile_piecewise(self, module: fx.GraphModule) -> Callable[..., Any]:
             given.append(module)
