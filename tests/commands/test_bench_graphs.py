@@ -47,6 +47,7 @@ def test_a_cpu_measures_its_modes_and_says_what_it_leaves_out(tmp_path: Path) ->
     assert picture.read_bytes().startswith(PNG)
 
 
+@pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(
     ("mode", "let_it_record"), [("cuda-graphs", let_a_cpu_record), ("pieces", let_a_cpu_record_pieces)]
 )

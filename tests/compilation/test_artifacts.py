@@ -96,7 +96,7 @@ def test_two_processes_at_once_compile_nothing_and_say_what_huggingface_says(
 
 
 def test_a_damaged_file_of_compiled_code_is_an_error_in_wrap_which_changes_nothing(
-    model_folder: Path, artifacts: Path, tmp_path: Path, seed: int
+    one_thread: None, model_folder: Path, artifacts: Path, tmp_path: Path, seed: int
 ) -> None:
     shutil.copytree(artifacts, tmp_path / "copy")
     libraries = sorted((tmp_path / "copy").rglob("*.so"))
