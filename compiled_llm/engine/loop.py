@@ -153,7 +153,7 @@ class Loop:
             self.device_model.thread.call(self._launch, plan, unchanged)
             self.scheduler.launched(plan)
             self.steps += 1
-        self.stuck = not (launched or self.idle or self._launched)
+        self.stuck = not (launched or self.scheduler.idle or self._launched)
         return self._read_all_but(int(self.asynchronous and launched))
 
     def read_first_tokens(self) -> list[Request]:

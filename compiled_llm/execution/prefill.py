@@ -109,7 +109,7 @@ class Prefill:
             keep: ``[L]`` ascending, which packed tokens' logits are wanted; if None, the last of each row that ends.
             embeddings: ``[T, hidden]``, what the model reads in place of the tokens' ids.
             remember: whether the rows' slots keep the tokens that are chosen.
-            unchanged: the model cannot have changed since the last prefill; what was valid then still is.
+            unchanged: the model cannot have changed since it was last looked at; what was valid then still is.
 
         Returns:
             ``[L, V]`` logits, and the tokens chosen from them: ``[L]`` int64 if ``keep`` is None, else none.

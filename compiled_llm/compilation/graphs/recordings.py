@@ -90,7 +90,7 @@ class Recordings:
         self._model = weakref.ref(model)
         self._device = device
         self._recorder = Recorder(device, in_pieces=config.leaves_attention_out) if self.ours else None
-        # A model whose recordings are bounded copies what they give: a few microseconds a step.
+        # A model whose recordings are bounded copies what they give, in launches of their own.
         self._outputs = SharedOutputs(max(2, config.max_batch_size)) if any(rolling.budget) else None
         self._known: dict[Key, _Known] = {}
         rolling.when_dropped.append(functools.partial(_forget, self._known))
