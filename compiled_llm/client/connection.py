@@ -93,11 +93,11 @@ class Connection:
             handle: takes messages, those that have come together.
             lost: is told at the end why nothing more comes.
         """
+        handle(self._early)  # here: whoever has connected finds the generator ready, if it is
         threading.Thread(target=self._serve, args=(handle, lost), name="compiled_llm client", daemon=True).start()
 
     def _serve(self, handle: Handle, lost: Lose) -> None:
         try:
-            handle(self._early)
             while True:
                 handle(self._read())
         except Exception as error:

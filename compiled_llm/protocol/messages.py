@@ -2,6 +2,7 @@
 
 Numbers that clients give their requests are theirs alone: those of two connections have nothing to do with each other.
 Messages of what happens in every step are arrays, the others maps; fields that a reader does not know are passed over.
+The garbage collector does not look at those of every step (``gc=False``): nothing in them can refer to them.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Ready(Struct, tag="ready", frozen=True):
     model_type: str = ""
 
 
-class Ended(Struct, array_like=True, frozen=True):
+class Ended(Struct, array_like=True, frozen=True, gc=False):
     """How an answer has ended.
 
     Attributes:
@@ -126,7 +127,7 @@ class Ended(Struct, array_like=True, frozen=True):
     error: str | None = None
 
 
-class Update(Struct, array_like=True, frozen=True):
+class Update(Struct, array_like=True, frozen=True, gc=False):
     """What is new of one answer.
 
     Attributes:
@@ -144,7 +145,7 @@ class Update(Struct, array_like=True, frozen=True):
     ended: Ended | None = None
 
 
-class Summary(Struct, array_like=True, frozen=True):
+class Summary(Struct, array_like=True, frozen=True, gc=False):
     """What a request came to, once its last answer has ended; nothing comes of it afterwards.
 
     Attributes:

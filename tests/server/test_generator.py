@@ -22,7 +22,7 @@ from compiled_llm.protocol.messages import Cancel, Preparing, Refused, Step, Sub
 from compiled_llm.server.generator import stream
 from compiled_llm.server.generator.facts import ready_of
 from support.failing_calls import fail_once
-from support.generators import PATIENCE, Bytes, Loop, generating
+from support.generators import PATIENCE, Bytes, Loop, generating, until
 from support.text_tokenizers import byte_level
 from support.tiny_models import tiny_qwen3
 
@@ -235,12 +235,32 @@ def test_a_step_is_one_frame_for_all_requests_of_a_client(engine: Engine, path: 
         assert frames <= engine.stats().steps
 
 
-def test_the_engine_wakes_the_event_loop_once_a_step(client: Client, engine: Engine, generator: Loop) -> None:
+def test_the_engine_wakes_the_generator_once_a_step(client: Client, engine: Engine, generator: Loop) -> None:
     steps: list[int] = []
     wake, before = generator.generator.wake, engine.stats().steps
     generator.generator.wake = lambda: steps.append(engine.stats().steps) or wake()  # type: ignore[method-assign]
     client.generate([PROMPT] * 6, settings(max_tokens=20))
     assert len(steps) <= engine.stats().steps - before + 6  # and each request once as it begins and is cancelled
+
+
+def test_tokens_come_while_the_event_loop_is_busy(client: Client, engine: Engine, generator: Loop) -> None:
+    """The thread that has read them sends them; to wake another one would take longer."""
+    (expected,) = client.generate([PROMPT], settings(max_tokens=40))
+    is_busy, tokens_are_there, is_free = threading.Event(), threading.Event(), threading.Event()
+
+    def be_busy() -> None:
+        is_busy.set()
+        tokens_are_there.wait(10.0)
+        is_free.set()
+
+    with engine.paused():
+        handle = client.submit(PROMPT, settings(max_tokens=40))
+        until(lambda: engine._driver.waiting)
+        threading.Thread(target=generator.call, args=(be_busy,)).start()
+        assert is_busy.wait(PATIENCE)
+    assert list(handle) == expected.token_ids
+    assert not is_free.is_set()
+    tokens_are_there.set()
 
 
 # ---- whoever leaves, and whoever does not read

@@ -22,8 +22,11 @@ from compiled_llm.protocol.messages import (
     Refused,
     Step,
     Submit,
+    Summary,
+    Update,
 )
 from compiled_llm.server.defaults import MOST_UNSENT
+from compiled_llm.server.generator.outlet import Outlet
 
 if TYPE_CHECKING:  # imports torch
     from compiled_llm.server.generator.stream import Stream
@@ -55,7 +58,7 @@ class Desk(Protocol):
 
 
 class Connection:
-    """Talks to one client.
+    """Talks to one client, in an event loop; ``wake`` may be called from any thread.
 
     Attributes:
         streams: its requests that have not ended, by their numbers.
@@ -85,77 +88,81 @@ class Connection:
         self._most_unsent = most_unsent
         self._frames: Frames[FromClient] = Frames(FromClient)
         self._messages: deque[Struct] = deque()
-        self._changed = asyncio.Event()
-        self._idle = asyncio.Event()  # whether all that was sent has been taken
-        self._idle.set()
+        self._long: set[int] = set()  # requests whose news takes long to write
+        # The transport has the socket, and only reads it.
+        self._outlet = Outlet(writer.get_extra_info("socket").dup(), self._due, self._failed)
         self._client = "a client"
-        # With a byte that is not taken, further steps wait, and become one frame.
-        writer.transport.set_write_buffer_limits(high=0)
 
     # ---- what happens
 
-    def send(self, message: Struct) -> None:
-        """Send a message, after those before it."""
-        self._messages.append(message)
-        self._changed.set()
+    def send(self, *messages: Struct) -> None:
+        """Send messages together, after those before them."""
+        self._messages.extend(messages)
+        self._outlet.flush()
 
     def wake(self) -> None:
         """Send what is new of its requests; if it does not read, that waits up to a limit."""
-        self._changed.set()
-        if not self._idle.is_set() and sum(stream.unsent for stream in self.streams.values()) > self._most_unsent:
+        if self._long:
+            self._outlet.flush_soon()
+        else:
+            self._outlet.flush()
+        if self._outlet.blocked and sum(stream.unsent for stream in self._streams()) > self._most_unsent:
             self.end_all(f"the client has not read, and more than {self._most_unsent:,} tokens wait for it")
 
     def end_all(self, reason: str) -> None:
         """End its requests with a reason, which is sent with what they have."""
-        ending = [stream for stream in self.streams.values() if not stream.handle.done]
+        ending = [stream for stream in self._streams() if not stream.handle.done]
         if ending:
             logger.warning("compiled_llm: %s: requests that end: %d; %s", self._client, len(ending), reason)
         for stream in ending:
             stream.fail(reason)
 
+    def _streams(self) -> list[Stream]:
+        return list(self.streams.values())  # at once: another thread may change it
+
     def close(self) -> None:
-        """End the connection; what was sent before still goes out."""
+        """End the connection; what its client has not taken is dropped."""
+        self._outlet.close()
         self._writer.close()
 
     @property
     def busy(self) -> bool:
         """Whether there is something that the client has not got."""
-        return bool(self.streams or self._messages or not self._idle.is_set())
+        return bool(self.streams or self._messages or self._outlet.blocked)
 
     async def serve(self) -> None:
         """Talk until the client leaves, or has sent what is no frame; its requests end with it."""
-        writing = asyncio.create_task(self._write())
-        writing.add_done_callback(self._written)
         try:
             await self._read()
         except FrameError as error:
-            await self._refuse(writing, str(error))
+            await self._refuse(str(error))
         except OSError as error:
             logger.info("compiled_llm: %s: %s", self._client, error)
         finally:
-            writing.cancel()
-            self._leave()
+            self._end_requests()
+            self.close()
 
-    def _leave(self) -> None:
-        for stream in self.streams.values():
+    def _end_requests(self) -> None:
+        streams = self._streams()
+        self.streams.clear()
+        for stream in streams:
             stream.handle.cancel()
-        self._writer.close()
 
-    async def _refuse(self, writing: asyncio.Task[None], reason: str) -> None:
+    async def _refuse(self, reason: str) -> None:
         """Say why the connection ends, unless nobody reads it."""
         logger.warning("compiled_llm: %s: the connection is closed: %s", self._client, reason)
-        writing.cancel()
-        with suppress(OSError, asyncio.TimeoutError):
-            self._writer.write(frame_of(Problem(reason)))
-            await asyncio.wait_for(self._writer.drain(), _PATIENCE)
+        self._end_requests()
+        self._messages.clear()
+        self.send(Problem(reason))
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._outlet.taken(), _PATIENCE)
 
     # ---- reading
 
     async def _read(self) -> None:
         hello = await self._hello()
         self._client = hello.client or self._client
-        for message in self._desk.greeting():
-            self.send(message)
+        self.send(*self._desk.greeting())
         self.greeted = True
         await self._take(b"")  # what came with the hello
         while data := await self._reader.read(_AT_ONCE):
@@ -182,9 +189,9 @@ class Connection:
     async def _take(self, data: bytes) -> None:
         for message in self._frames.feed(data):
             self._handle(message)
-            await asyncio.sleep(0)  # a step may have ended, of which others are to hear
+            await asyncio.sleep(0)  # others have their turn, and the engine's thread may have Python's lock
         if len(self._messages) > _MOST_WAITING:
-            await self._idle.wait()
+            await self._outlet.taken()
 
     def _handle(self, message: FromClient) -> None:
         match message:
@@ -204,47 +211,35 @@ class Connection:
         if isinstance(begun, Refused):
             self.send(begun)
         else:
+            if begun.takes_long:
+                self._long.add(submit.request)
             self.streams[submit.request] = begun
-            self._changed.set()  # a token may have come before anybody listened
+            if begun.unsent or begun.handle.done:  # before anybody listened
+                self._outlet.flush()
 
-    # ---- writing
+    # ---- writing, in any thread, one at a time
 
-    async def _write(self) -> None:
-        try:
-            while True:
-                await self._changed.wait()
-                self._changed.clear()
-                if frames := list(self._due()):
-                    self._idle.clear()
-                    self._writer.writelines(frames)
-                    await self._writer.drain()
-                    self._idle.set()
-                await asyncio.sleep(0)
-        except OSError:  # whoever reads learns of it, too
-            pass
-        finally:
-            self._idle.set()  # nobody takes any more, and nobody should wait for that
-
-    def _written(self, writing: asyncio.Task[None]) -> None:
-        if not writing.cancelled() and (error := writing.exception()) is not None:
-            logger.error("compiled_llm: %s: the connection is closed", self._client, exc_info=error)
-            self.close()
+    def _failed(self, error: Exception) -> None:
+        logger.error("compiled_llm: %s: the connection is closed", self._client, exc_info=error)
+        self.close()
 
     def _due(self) -> Iterator[bytearray]:
         """Yield what is to be sent now: messages, then one frame for what is new of all requests."""
         while self._messages:
             yield frame_of(self._messages.popleft())
-        updates, summaries = [], []
+        updates: list[Update] = []
+        summaries: list[Summary] = []
         for number, stream in tuple(self.streams.items()):
             updates += stream.updates()
             if not stream.ended:
                 continue
             if (scores := stream.prompt_scores()) is not None:
                 yield frame_of(scores)
-                self._changed.set()  # for those that are left, after others had their turn
+                self._outlet.flush_soon()  # for those that are left, after others had their turn
             else:
                 summaries.append(stream.summary())
-                del self.streams[number]
+                self.streams.pop(number, None)
+                self._long.discard(number)
         if updates or summaries:
             yield frame_of(Step(updates, summaries))
 

@@ -62,7 +62,6 @@ class Generator:
         self._engine: Engine | None = None
         self._ready: Ready | None = None
         self._connections: set[Connection] = set()
-        self._woken = False
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -82,10 +81,12 @@ class Generator:
         self._call(self._begin_taking, engine, ready)
 
     def wake(self) -> None:
-        """Send what is new, soon; the engine calls this once a step."""
-        if not self._woken:
-            self._woken = True
-            self._call(self._wake_all)
+        """Send what is new, here and now; the engine calls this once a step, in the thread that has read its tokens."""
+        for connection in tuple(self._connections):
+            if connection.streams:
+                connection.wake()
+        if self._engine is not None and self._engine.lost is not None:
+            self._call(self.when_lost)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None, "the generator has not started"
@@ -106,14 +107,6 @@ class Generator:
         for connection in self._connections:
             if connection.greeted:
                 connection.send(message)
-
-    def _wake_all(self) -> None:
-        self._woken = False  # first: what comes from now on is sent by the next call
-        for connection in self._connections:
-            if connection.streams:
-                connection.wake()
-        if self._engine is not None and self._engine.lost is not None:
-            self.when_lost()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(self, reader, writer, self._most_unsent)

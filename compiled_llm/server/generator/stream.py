@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from compiled_llm.engine.answer import Answer
@@ -65,6 +66,7 @@ class Stream:
 
     Attributes:
         handle: of the engine.
+        takes_long: whether to say what is new keeps others waiting: log-probabilities do.
     """
 
     def __init__(self, number: int, handle: RequestHandle) -> None:
@@ -74,9 +76,11 @@ class Stream:
             number: what its client calls it.
             handle: of the engine.
         """
+        first = handle.requests[0]
         self.handle = handle
+        self.takes_long = first.logprobs is not None or first.prompt_logprobs is not None
         self._number = number
-        self._open = [_Sent(answer) for answer in handle.answers]
+        self._open = tuple(_Sent(answer) for answer in handle.answers)
         self._scores: Logprobs | None = None
         self._scored = 0  # how many of them have been told
 
@@ -90,21 +94,27 @@ class Stream:
         """Whether all that comes of its answers has been told."""
         return not self._open
 
-    def updates(self) -> list[Update]:
-        """Return what is new of each answer; it counts as told."""
-        return [update for sent in tuple(self._open) if (update := self._update(sent)) is not None]
+    def updates(self) -> Iterator[Update]:
+        """Yield what is new of each answer; it counts as told."""
+        for sent in self._open:
+            if (update := self._update(sent)) is not None:
+                yield update
 
     def _update(self, sent: _Sent) -> Update | None:
         answer = sent.answer
         done, tokens = answer.done, answer.tokens_behind(sent.tokens)  # in this order: no token comes after the end
         if not (tokens or done):
             return None
-        logprobs = token_logprobs(answer.request, tokens, sent.tokens)
+        entries = self._entries(sent, tokens) if self.takes_long else None
         sent.tokens += len(tokens)
-        if done:
-            self._open.remove(sent)
-        entries = None if logprobs is None else list(map(_entries, logprobs))
-        return Update(self._number, answer.request.index, tokens, entries, _ended(answer) if done else None)
+        if not done:
+            return Update(self._number, answer.request.index, tokens, entries)
+        self._open = tuple(other for other in self._open if other is not sent)
+        return Update(self._number, answer.request.index, tokens, entries, _ended(answer))
+
+    def _entries(self, sent: _Sent, tokens: list[int]) -> list[list[Entry]] | None:
+        logprobs = token_logprobs(sent.answer.request, tokens, sent.tokens)
+        return None if logprobs is None else list(map(_entries, logprobs))
 
     def summary(self) -> Summary:
         """Return what it came to, once it has ``ended``."""

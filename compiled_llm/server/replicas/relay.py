@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -78,10 +79,14 @@ class Relay:
     # ---- in the thread that reads the line
 
     def _take(self, messages: Iterable[FromGenerator]) -> None:
-        self._loop.call_soon_threadsafe(self._sort, list(messages))
+        self._call(self._sort, list(messages))
 
     def _lose(self, error: GeneratorLostError) -> None:
-        self._loop.call_soon_threadsafe(self._end, error)
+        self._call(self._end, error)
+
+    def _call(self, function: Callable[..., object], argument: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and with it whoever waits
+            self._loop.call_soon_threadsafe(function, argument)
 
     # ---- in the event loop again
 

@@ -1,0 +1,113 @@
+"""What a client is sent: at once, by whichever thread has it, as far as the socket takes it; the rest when it can."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+_NOTHING = memoryview(b"")
+
+
+class Outlet:
+    """Sends what is due in the thread that says so: to wake another one takes longer than to write a step's tokens.
+
+    Nobody waits: not for the client to read, and not for a thread that is sending, which looks again when it has sent.
+    """
+
+    def __init__(
+        self, connection: socket.socket, due: Callable[[], Iterable[bytearray]], failed: Callable[[Exception], None]
+    ) -> None:
+        """Send nothing yet; made in an event loop.
+
+        Args:
+            connection: does not block; it is closed with this.
+            due: returns frames, all that are to be sent now; it is called by one thread at a time.
+            failed: is told in the event loop of what ``due`` has raised; nothing more is sent then.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._socket = connection
+        self._due = due
+        self._failed = failed
+        self._sending = threading.Lock()
+        self._wanted = self._over = False
+        self._rest = _NOTHING
+        self._taken = asyncio.Event()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something waits for the client to read; what is due meanwhile goes out together."""
+        return bool(self._rest)
+
+    def flush(self) -> None:
+        """Send what is due, in any thread."""
+        self._wanted = True
+        while self._wanted and self._sending.acquire(blocking=False):
+            try:
+                self._wanted = False
+                if not (self._rest or self._over):
+                    self._send_due()
+            finally:
+                self._sending.release()
+
+    def flush_soon(self) -> None:
+        """Send what is due in the event loop, whichever thread says so."""
+        self._call(self.flush)
+
+    def close(self) -> None:
+        """Send what is due, and nothing more, in the event loop; what the client does not take at once is dropped."""
+        with self._sending:
+            if not (self._rest or self._over):
+                self._send_due()
+            self._over, self._rest = True, _NOTHING
+            if self._socket.fileno() >= 0:
+                self._loop.remove_writer(self._socket)
+                self._socket.close()
+        self._taken.set()
+
+    def _send_due(self) -> None:
+        try:
+            data = b"".join(self._due())
+        except Exception as error:
+            self._over = True
+            self._call(self._failed, error)
+            return
+        if data and not self._sent(memoryview(data)):
+            self._call(self._await_room)
+
+    def _sent(self, data: memoryview) -> bool:
+        """Send what the socket takes, and keep the rest; whether there is none."""
+        try:
+            self._rest = data[self._socket.send(data) :]
+        except BlockingIOError:
+            self._rest = data
+        except OSError:  # whoever reads learns of it, too
+            self._over, self._rest = True, _NOTHING
+        return not self._rest
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # ---- in the event loop
+
+    async def taken(self) -> None:
+        """Wait until the client has taken what was sent, or takes no more."""
+        while self._rest:
+            self._await_room()
+            await self._taken.wait()
+
+    def _await_room(self) -> None:
+        if self._rest:
+            self._taken.clear()
+            self._loop.add_writer(self._socket, self._go_on)
+
+    def _go_on(self) -> None:
+        with self._sending:
+            if not self._sent(self._rest):
+                return
+            self._loop.remove_writer(self._socket)
+        self._taken.set()
+        self.flush()
