@@ -8,8 +8,11 @@ from pathlib import Path
 from types import TracebackType
 
 from compiled_llm.client.base import RETURNS_WITHIN, BaseClient
+from compiled_llm.client.connection import Line
 from compiled_llm.client.errors import GeneratorLostError
 from compiled_llm.client.gathering import Gathering
+from compiled_llm.client.link import Link
+from compiled_llm.client.loop_connection import LoopConnection
 from compiled_llm.client.plain import Prompt
 from compiled_llm.client.tokenizer import Given
 from compiled_llm.engine.listeners import Listeners
@@ -21,8 +24,9 @@ from compiled_llm.protocol.messages import Ready, Stats
 class AsyncClient(BaseClient):
     """Talks to a generator as ``Client`` does; whatever waits is awaited. ``submit`` and ``stream`` are the same.
 
-    They do not wait to connect again if the generator was lost: ``await client.wait_until_ready()`` does, and so do
-    ``generate`` and ``stats``.
+    The event loop that connects it reads what comes, so that no thread has to be woken for that; as long as it runs,
+    others may use the client, too. ``submit`` and ``stream`` do not wait to connect again if the generator was lost:
+    ``await client.wait_until_ready()`` does, and so do ``generate`` and ``stats``.
 
     Examples:
         >>> async with AsyncClient("/run/llm.sock", tokenizer=True) as client:  # doctest: +SKIP
@@ -38,6 +42,7 @@ class AsyncClient(BaseClient):
             tokenizer: as of ``Client``; it is loaded beside the event loop.
         """
         super().__init__(path, tokenizer)
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def connect(self, wait: bool = True) -> None:
         """Connect to the generator.
@@ -49,13 +54,15 @@ class AsyncClient(BaseClient):
             GeneratorLostError: there is no generator, or it ends before it is ready.
             GeneratorError: it does not want to talk to this client.
         """
+        self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._connect)
         if wait:
             await self.wait_until_ready()
 
     async def wait_until_ready(self, timeout: float | None = None) -> Ready:
         """As of ``Client``; then the tokenizer is loaded, too."""
-        if self._link.broken:
+        if self._link_to_use().broken:
+            self._loop = asyncio.get_running_loop()
             seconds = RETURNS_WITHIN if timeout is None else min(timeout, RETURNS_WITHIN)
             await asyncio.to_thread(self._reconnect, seconds)
         session = self._session
@@ -91,8 +98,17 @@ class AsyncClient(BaseClient):
 
     async def _rejoin(self) -> None:
         """Wait for the next generator, if the last one was lost."""
-        if self._link.broken:
+        if self._link_to_use().broken:
             await self.wait_until_ready()
+
+    def _dial(self) -> Line:
+        assert self._loop is not None, "it was not connected"
+        return LoopConnection(self._path, self._loop)
+
+    def _link_to_use(self) -> Link:
+        if self._loop is not None and self._loop.is_closed() and self._session.lost is None:
+            self._session.lose(GeneratorLostError("the event loop that has read the connection is closed"))
+        return self._link
 
     async def __aenter__(self) -> AsyncClient:
         """Connect, and wait until the generator is ready; the client is closed at the end of the block."""

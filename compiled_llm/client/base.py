@@ -128,7 +128,7 @@ class BaseClient:
         ids = token_ids(prompt, self._tokenizer)
         submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt)
         cancel = partial(self._cancel, link, number)
-        handle = RemoteHandle(ids, params.n, _ends(params, ready), self._form(params), cancel)
+        handle = RemoteHandle(ids, params.n, _ends(params, ready), self._form(params), cancel, link.check_may_wait)
         session.expect(number, handle)
         try:
             link.send(submit)

@@ -39,6 +39,14 @@ class Line(Protocol):
         """Send a message, without waiting."""
         ...
 
+    def check_may_wait(self) -> None:
+        """Check that this thread may wait for what comes.
+
+        Raises:
+            RuntimeError: nothing would come meanwhile.
+        """
+        ...
+
     def close(self) -> None:
         """End it, and with it the requests of the client."""
         ...
@@ -148,6 +156,9 @@ class Connection:
         if isinstance(message, Submit) and self._outbox.has_stood_still_for(_PATIENCE):
             raise GeneratorError(f"the generator has read nothing for {_PATIENCE} s: its process is stopped or blocked")
         self._outbox.put(frame)
+
+    def check_may_wait(self) -> None:
+        """Any thread may wait: none of those that do reads the connection."""
 
     def close(self) -> None:
         """End the connection, and with it the requests of the client."""

@@ -33,7 +33,13 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
     """
 
     def __init__(
-        self, prompt: Sequence[int], count: int, ends: frozenset[int], form: TextFormat | None, cancel: Cancelling
+        self,
+        prompt: Sequence[int],
+        count: int,
+        ends: frozenset[int],
+        form: TextFormat | None,
+        cancel: Cancelling,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait for answers.
 
@@ -43,8 +49,9 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
             ends: tokens that end an answer.
             form: how tokens become text; None without a tokenizer.
             cancel: ends an answer, or all.
+            check: raises an error in a thread that must not wait, because nothing comes meanwhile.
         """
-        super().__init__([RemoteAnswer(index, Received(ends), form) for index in range(count)], Listeners())
+        super().__init__([RemoteAnswer(index, Received(ends), form) for index in range(count)], Listeners(check))
         self.prompt = prompt
         self.has_text = False
         self.refused: Exception | None = None

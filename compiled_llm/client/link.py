@@ -61,6 +61,15 @@ class Link:
         assert self._line is not None, "nobody has said who is there"
         self._line.send(message)
 
+    def check_may_wait(self) -> None:
+        """Check that this thread may wait for what comes.
+
+        Raises:
+            RuntimeError: nothing would come meanwhile.
+        """
+        assert self._line is not None, "nobody has said who is there"
+        self._line.check_may_wait()
+
     def close(self) -> None:
         """End the connection, and with it its requests."""
         self.closed = True

@@ -123,7 +123,7 @@ def _tell_tasks(several: Iterable[Listeners], tasks: Sequence[Task]) -> None:
     loops: defaultdict[asyncio.AbstractEventLoop, list[Task]] = defaultdict(list)
     for task in tasks:
         loops[task[0]].append(task)
-    here = _running_loop()
+    here = running_loop()  # it is awake, and to wake it takes two calls of the system
     for loop, waiting in loops.items():
         try:
             (loop.call_soon if loop is here else loop.call_soon_threadsafe)(_wake, waiting)
@@ -132,8 +132,8 @@ def _tell_tasks(several: Iterable[Listeners], tasks: Sequence[Task]) -> None:
                 listeners.forget(waiting)
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that this thread runs: it is awake, and to wake it takes two calls of the system."""
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that this thread runs; None if it runs none."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -15,12 +15,12 @@ from typing import Any
 
 import uvicorn
 
+from compiled_llm.client import AsyncClient
 from compiled_llm.server.front.app import application
 from compiled_llm.server.front.front import Front
 from compiled_llm.server.front.generator_link import GeneratorLink
 from compiled_llm.server.front.generator_process import GeneratorProcess
 from compiled_llm.server.front.http_protocol import LimitedHttpTools
-from compiled_llm.server.front.loop_client import LoopClient
 from compiled_llm.server.front.settings import FrontSettings
 
 logger = logging.getLogger("compiled_llm.server")
@@ -112,7 +112,7 @@ async def _stop(generator: GeneratorProcess, at_once: bool) -> None:
 
 def server_of(settings: FrontSettings, path: Path) -> tuple[uvicorn.Server, Front]:
     """Return a server, and what it answers with, at the path of a generator's socket."""
-    app = application(settings, GeneratorLink(lambda tokenizer: LoopClient(path, tokenizer=tokenizer)))
+    app = application(settings, GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer)))
     protocol: Any = partial(
         LimitedHttpTools, client_seconds=settings.client_seconds, most_connections=settings.most_connections
     )

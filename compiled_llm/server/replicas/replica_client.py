@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from compiled_llm.client import AsyncClient, GeneratorError
@@ -15,7 +14,7 @@ class ReplicaClient(AsyncClient):
     """Sends each request to the replica that a router chooses."""
 
     def __init__(self, replicas: Replicas, tokenizer: Any = None) -> None:
-        """Connect to nobody yet; made in the event loop that uses it.
+        """Connect to nobody yet.
 
         Args:
             replicas: that answer.
@@ -23,9 +22,9 @@ class ReplicaClient(AsyncClient):
         """
         super().__init__("replicas", tokenizer=tokenizer)
         self._replicas = replicas
-        self._loop = asyncio.get_running_loop()
 
     def _dial(self) -> Line:
+        assert self._loop is not None, "it was not connected"
         return ReplicaLine(self._replicas, self._loop)
 
     async def stats(self, timeout: float | None = 60) -> Stats:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from compiled_llm.client.errors import GeneratorBusyError, GeneratorError, GeneratorLostError
+from compiled_llm.client.loop_connection import check_may_wait
 from compiled_llm.protocol.frames import Frames
 from compiled_llm.protocol.messages import Cancel, FromGenerator, Preparing, Ready, Refused, Submit
 
@@ -76,6 +77,10 @@ class ReplicaLine:
                 self._call(self._begin, message.request, self._answer, message)
             case Cancel(request, None):  # fronts never end one of several answers
                 self._call(self._cancel, request)
+
+    def check_may_wait(self) -> None:
+        """As of ``LoopConnection``."""
+        check_may_wait(self._loop)
 
     def close(self) -> None:
         """End what is under way."""

@@ -1,4 +1,4 @@
-"""A client that reads in the front's event loop: a thread would have to be woken for each token, and then the loop."""
+"""A connection that an event loop reads: a thread would have to be woken for each step's tokens, and then the loop."""
 
 from __future__ import annotations
 
@@ -7,20 +7,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from compiled_llm.client import AsyncClient
-from compiled_llm.client.connection import Connection, Handle, Line, Lose, loss_of
-
-
-class LoopClient(AsyncClient):
-    """Reads what comes in the event loop that connects it; only what never blocks that loop may wait for answers."""
-
-    async def connect(self, wait: bool = True) -> None:
-        """As of ``AsyncClient``."""
-        self._loop = asyncio.get_running_loop()
-        await super().connect(wait)
-
-    def _dial(self) -> Line:
-        return LoopConnection(self._path, self._loop)
+from compiled_llm.client.connection import Connection, Handle, Lose, loss_of
+from compiled_llm.engine.listeners import running_loop
 
 
 class LoopConnection(Connection):
@@ -63,7 +51,30 @@ class LoopConnection(Connection):
             self._socket.close()
             lost(loss_of(error))
 
+    def check_may_wait(self) -> None:
+        """Check that this thread may wait for what comes.
+
+        Raises:
+            RuntimeError: it runs the event loop that reads it.
+        """
+        check_may_wait(self._loop)
+
     def close(self) -> None:
         """End the connection; the loop finds the end, and closes the socket, which it must not find closed."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        if self._loop.is_closed():
+            self._socket.close()
+
+
+def check_may_wait(loop: asyncio.AbstractEventLoop) -> None:
+    """Check that this thread may wait for what an event loop reads.
+
+    Raises:
+        RuntimeError: it is the one that runs the loop.
+    """
+    if running_loop() is loop:
+        raise RuntimeError(
+            "nothing would come while this thread waits: its event loop reads the connection; await the handle, or use "
+            "compiled_llm.client.Client"
+        )

@@ -1,0 +1,107 @@
+"""A client for event loops reads in the one that connects it, until the connection ends, whoever has ended it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_llm.client import AsyncClient, GeneratorLostError
+from compiled_llm.client.session import Session
+from compiled_llm.engine.params import SamplingParams
+from support.generators import PATIENCE, Loop
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+def in_a_loop(path: Path, use: Callable[[AsyncClient], Awaitable[None]]) -> None:
+    async def running() -> None:
+        client = AsyncClient(path)
+        await asyncio.wait_for(client.connect(), PATIENCE)
+        await asyncio.wait_for(use(client), PATIENCE)
+
+    asyncio.run(running())
+
+
+def test_what_comes_is_taken_in_the_event_loop(generator: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, own = set(), Session.take
+
+    def take(session: Session, messages: object) -> None:
+        threads.add(threading.current_thread())
+        own(session, messages)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Session, "take", take)
+
+    async def use(client: AsyncClient) -> None:
+        output = await client.submit([1, 2, 3], PARAMS)
+        assert len(output.outputs[0].token_ids) == PARAMS.max_tokens
+        client.close()
+
+    in_a_loop(generator.generator._path, use)
+    assert threads == {threading.main_thread()}
+
+
+def test_a_client_that_closes_reads_no_more_and_its_requests_end(generator: Loop) -> None:
+    async def use(client: AsyncClient) -> None:
+        connection: Any = client._link._line
+        descriptor = connection._socket.fileno()
+        handle = client.submit([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
+        client.close()
+        assert isinstance(await client.wait_until_lost(), GeneratorLostError)
+        with pytest.raises(GeneratorLostError):
+            await handle
+        assert connection._socket.fileno() == -1
+        assert not asyncio.get_running_loop().remove_reader(descriptor)  # the next socket may have its number
+
+    in_a_loop(generator.generator._path, use)
+
+
+def test_connections_follow_one_another(generator: Loop) -> None:
+    async def use(client: AsyncClient) -> None:
+        for _ in range(3):
+            await client.submit([1, 2, 3], PARAMS)
+            client.close()
+            await client.wait_until_lost()
+            client = AsyncClient(generator.generator._path)
+            await client.connect()
+        client.close()
+
+    in_a_loop(generator.generator._path, use)
+
+
+def test_a_thread_whose_event_loop_reads_the_answer_must_not_wait_for_it(generator: Loop) -> None:
+    async def use(client: AsyncClient) -> None:
+        handle = client.submit([1, 2, 3], PARAMS)
+        for waiting in (handle.result, lambda: list(handle)):
+            with pytest.raises(RuntimeError, match="its event loop reads the connection; await the handle, or use"):
+                waiting()
+        elsewhere = await asyncio.to_thread(handle.result, PATIENCE)
+        assert elsewhere.token_ids == (await handle).token_ids == handle.result().token_ids
+        client.close()
+
+    in_a_loop(generator.generator._path, use)
+
+
+def test_other_event_loops_use_it_while_its_own_runs_and_connect_again_after_it(generator: Loop) -> None:
+    async def use(client: AsyncClient) -> None:
+        async def tokens() -> list[int]:
+            return [token async for token in client.submit([1, 2, 3], PARAMS)]
+
+        assert await asyncio.to_thread(asyncio.run, tokens()) == await tokens()
+        clients.append(client)
+
+    async def use_again(client: AsyncClient) -> None:
+        with pytest.raises(GeneratorLostError, match="the event loop that has read the connection is closed"):
+            client.submit([1, 2, 3], PARAMS)
+        (output,) = await client.generate([1, 2, 3], PARAMS)
+        assert len(output.token_ids) == PARAMS.max_tokens
+        assert (await client.stats()).connections == 1
+        client.close()
+
+    clients: list[AsyncClient] = []
+    in_a_loop(generator.generator._path, use)
+    asyncio.run(asyncio.wait_for(use_again(clients[0]), PATIENCE))
