@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -27,11 +28,22 @@ def plain_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def _given(fields: Any) -> dict[str, Any]:
-    values = {field.name: (getattr(fields, field.name), field.default) for field in dataclasses.fields(fields)}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    kind: Any = type(fields)
+    given = {}
+    for name, default in _defaults(kind):
+        if (value := getattr(fields, name)) is not default and value != default:
+            given[name] = value
+    return given
+
+
+@functools.cache
+def _defaults(kind: Any) -> list[tuple[str, Any]]:
+    return [(field.name, field.default) for field in dataclasses.fields(kind)]
 
 
 def _plain(name: str, value: Any) -> Any:
+    if type(value) in (bool, float, str):
+        return value
     try:
         if isinstance(value, StructuredOutputsParams):
             value = _given(value)

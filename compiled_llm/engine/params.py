@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -144,7 +144,7 @@ class SamplingParams:
         """Check each value."""
         for name, rule in _RULES.items():
             value = getattr(self, name)
-            if not (value is None and name in _MAY_BE_NONE):
+            if not (value is _DEFAULTS[name] or (value is None and name in _MAY_BE_NONE)):
                 self._check(name, _is(rule.kind, value) and rule.holds(value), rule.must)
         self._keep("stop", _strings, _are_strings, "must be a string or several, none of them empty")
         self._keep("stop_token_ids", tuple, _are_tokens, "must be token ids")
@@ -180,6 +180,9 @@ class SamplingParams:
     def _check(self, name: str, holds: bool, must: str) -> None:
         if not holds:
             raise ValueError(f"SamplingParams: {name}={reprlib.repr(getattr(self, name))} {must}")
+
+
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
 def _is(kind: type, value: Any) -> bool:

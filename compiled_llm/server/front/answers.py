@@ -33,6 +33,7 @@ class Answers:
 
     Attributes:
         handles: one for each prompt.
+        over: whether all have ended, at the last of ``changes`` and after it.
     """
 
     def __init__(self, handles: Sequence[RemoteHandle], request: Request, keeps_ends: bool, most_unsent: int) -> None:
@@ -45,6 +46,7 @@ class Answers:
             most_unsent: tokens that wait for a client that does not read a stream, before they end.
         """
         self.handles = handles
+        self.over = False
         self._keeps_ends = keeps_ends
         self._most_unsent = most_unsent
         self._choices: list[Choice] = []
@@ -79,12 +81,12 @@ class Answers:
         with ExitStack() as listening:
             for handle in self.handles:
                 listening.enter_context(handle.listeners.listening(event))
-            over = False
-            while not over:
+            self.over = False
+            while not self.over:
                 event.clear()
-                over = self._are_over()
+                self.over = self._are_over()
                 yield
-                if not over:
+                if not self.over:
                     await event.wait()
 
     async def begun(self) -> None:

@@ -134,6 +134,10 @@ def _path(location: Sequence[int | str], body: Any) -> str | None:
     return path.removeprefix(".") or None
 
 
+ANSWERED = (RequestValidationError, HTTPException, ApiError, GeneratorError, ValueError, RecursionError)
+"""What an endpoint raises, and ``respond`` tells its client."""
+
+
 async def respond(request: Request, error: Exception) -> JSONResponse:
     """Answer a request that has failed."""
     if isinstance(error, RequestValidationError):

@@ -8,19 +8,15 @@ from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from compiled_llm.client import GeneratorError
 from compiled_llm.server.front import chat, completions, metrics, page, responses, status, tokens
-from compiled_llm.server.front.api_error import ApiError, respond
+from compiled_llm.server.front.api_error import ANSWERED, respond
 from compiled_llm.server.front.front import Front
 from compiled_llm.server.front.generator_link import GeneratorLink
 from compiled_llm.server.front.guard import Guard
 from compiled_llm.server.front.settings import FrontSettings
-
-_ANSWERED = (RequestValidationError, HTTPException, ApiError, GeneratorError, ValueError, RecursionError)
+from compiled_llm.server.front.short_way import ShortWay
 
 
 def application(settings: FrontSettings, link: GeneratorLink) -> FastAPI:
@@ -39,8 +35,9 @@ def application(settings: FrontSettings, link: GeneratorLink) -> FastAPI:
         app.include_router(room.router)
     if settings.page:
         app.include_router(page.router)
-    for kind in _ANSWERED:
+    for kind in ANSWERED:
         app.add_exception_handler(kind, respond)
+    app.add_middleware(ShortWay, routes=[*chat.router.routes, *completions.router.routes, *responses.router.routes])
     app.add_middleware(Guard, settings=settings, metrics=app.state.metrics)
     if settings.cors_origins:  # outside the guard: a browser asks first, without a key
         app.add_middleware(

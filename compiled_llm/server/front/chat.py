@@ -12,7 +12,6 @@ from compiled_llm.engine.output import Completion
 from compiled_llm.server.front.answer_form import with_form
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
-from compiled_llm.server.front.body_route import BodyRoute
 from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of
 from compiled_llm.server.front.chat_message import plain_messages
 from compiled_llm.server.front.chat_prompt import ChatPrompt, chat_prompt
@@ -33,7 +32,7 @@ from compiled_llm.server.front.openapi_responses import ANSWERS
 from compiled_llm.server.front.reading import Reading
 from compiled_llm.server.front.usage import Usage, finish_reason_of
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter()
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ANSWERS)

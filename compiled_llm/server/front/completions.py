@@ -12,7 +12,6 @@ from compiled_llm.engine.output import Completion
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
 from compiled_llm.server.front.beside import beside
-from compiled_llm.server.front.body_route import BodyRoute
 from compiled_llm.server.front.chat_logprobs import entries_of
 from compiled_llm.server.front.completion_logprobs import CompletionScores
 from compiled_llm.server.front.completion_request import CompletionRequest
@@ -23,7 +22,7 @@ from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.openapi_responses import ANSWERS
 from compiled_llm.server.front.usage import finish_reason_of
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter()
 
 
 @router.post("/v1/completions", response_model=TextCompletion, responses=ANSWERS)

@@ -45,17 +45,20 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of them."""
-        last = self._end
+        last, end = b"", self._end
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for group in self._groups:
-                if events := b"".join(group):
+                events = b"".join(group)
+                if self._answers.over:  # nothing is waited for any more: all that follows goes out together
+                    last += events
+                elif events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
         except Exception as error:  # the status was sent long ago
-            last = _failed(error)
+            end = _failed(error)
         finally:
             self._answers.close()
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await send({"type": "http.response.body", "body": last + end, "more_body": False})
 
 
 def _failed(error: Exception) -> bytes:

@@ -7,15 +7,16 @@ import hmac
 import logging
 import re
 import time
+from functools import lru_cache
 from ipaddress import ip_address
 
 import anyio
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_llm.server.front.api_error import ApiError, unexpected
 from compiled_llm.server.front.front import new_id
 from compiled_llm.server.front.metrics import FrontMetrics
+from compiled_llm.server.front.replayed import replayed
 from compiled_llm.server.front.settings import FrontSettings
 
 logger = logging.getLogger("compiled_llm.server")
@@ -25,6 +26,9 @@ _POLLED = ("/health", "/ready", "/metrics")
 """Asked again and again, by programs and pages that watch the server."""
 _ID = "x-request-id"
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::\d*)?", re.ASCII)
+_KNOWN = 1024
+"""Hosts and clients that were looked at, and need not be again."""
+_Headers = dict[str, str]
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 
 
@@ -53,9 +57,10 @@ class Guard:
             return
         entry = _Entry(scope, send, self._metrics, self._settings.behind_proxy)
         try:
-            self._check(scope)
-            body = await self._body(Headers(scope=scope), receive) if scope["method"] not in _WITHOUT_BODY else b""
-            await self._app(scope, _replayed(body, receive), entry.send)
+            headers = _first_of_each(scope)
+            self._check(scope, headers)
+            body = await self._body(headers, receive) if scope["method"] not in _WITHOUT_BODY else b""
+            await self._app(scope, replayed(body, receive), entry.send)
         except ApiError as error:
             await error.response()(scope, receive, entry.send)
         except Exception:  # of ours
@@ -67,19 +72,18 @@ class Guard:
 
     # ---- who
 
-    def _check(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
+    def _check(self, scope: Scope, headers: _Headers) -> None:
         self._check_host(headers)
         self._check_origin(headers)
         if scope["path"] not in _FOR_EVERYBODY:
             self._check_key(scope, headers)
 
-    def _check_host(self, headers: Headers) -> None:
+    def _check_host(self, headers: _Headers) -> None:
         name = _host_name(headers.get("host", ""))
         if "*" not in self._hosts and name not in self._hosts:
             raise ApiError(403, f"Host: {name!r} is not served here; start the server with --allowed-host", code="host")
 
-    def _check_origin(self, headers: Headers) -> None:
+    def _check_origin(self, headers: _Headers) -> None:
         """A page that a user of this machine visits must not use the server."""
         origin = headers.get("origin")
         if origin is None or origin in self._settings.cors_origins or "*" in self._settings.cors_origins:
@@ -89,9 +93,10 @@ class Guard:
                 403, "Origin: pages of other servers are not served; start the server with --cors-origin", code="origin"
             )
 
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
+    def _check_key(self, scope: Scope, headers: _Headers) -> None:
         if not self._keys:
-            _check_local(scope.get("client"))
+            if (client := scope.get("client")) is not None and not _is_loopback(client[0]):
+                raise ApiError(403, "without API keys only programs of the server's machine are served", code="no_keys")
             return
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip() if kind.lower() == "bearer" else "")
@@ -105,7 +110,7 @@ class Guard:
 
     # ---- with what
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+    async def _body(self, headers: _Headers, receive: Receive) -> bytes:
         """Return the body, once all of it has come."""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -137,7 +142,7 @@ class _Entry:
     """One request in the log and in the metrics; its id goes out with the response."""
 
     def __init__(self, scope: Scope, send: Send, metrics: FrontMetrics, behind_proxy: bool) -> None:
-        named = Headers(scope=scope).get(_ID) if behind_proxy else None
+        named = _first_of_each(scope).get(_ID) if behind_proxy else None
         self.id = named or new_id("req")
         self._tells = named is None
         self._scope = scope
@@ -156,7 +161,7 @@ class _Entry:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             if self._tells:
-                MutableHeaders(scope=message)[_ID] = self.id
+                message["headers"] = [*message.get("headers", ()), (_ID.encode(), self.id.encode())]
         await self._send(message)
 
     def close(self) -> None:
@@ -169,26 +174,21 @@ class _Entry:
         logger.log(level, "compiled_llm: %s %s %s %s %.3f s", *what, seconds)
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return what receives a body again that has come, then what comes behind it."""
-    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return first.pop() if first else await receive()
-
-    return replay
+def _first_of_each(scope: Scope) -> _Headers:
+    """Return the headers by name; of several, the first."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
 
 
-def _check_local(client: tuple[str, int] | None) -> None:
-    """Check that a client without a key is of this machine: a proxy may listen where others are."""
+@lru_cache(_KNOWN)
+def _is_loopback(address: str) -> bool:
+    """Whether a client is of this machine; without a key, others are refused: a proxy may listen where they can."""
     try:
-        is_local = client is None or ip_address(client[0]).is_loopback
+        return ip_address(address).is_loopback
     except ValueError:
-        is_local = False
-    if not is_local:
-        raise ApiError(403, "without API keys only programs of the server's machine are served", code="no_keys")
+        return False
 
 
+@lru_cache(_KNOWN)
 def _host_name(host: str) -> str:
     """Return the name in a ``Host`` header, without the port; nothing if it is no name with a port."""
     found = _HOST.fullmatch(host)

@@ -18,6 +18,37 @@ _LOOKS = 4
 """How often a client is looked at in the time that it has."""
 
 
+class _HeadWithBody:
+    """A transport for one response, whose head goes out with the beginning of its body: a write costs as much again."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head: bytes | None = b""
+
+    def write(self, data: bytes) -> None:
+        if self._head is None:
+            self._transport.write(data)
+        elif self._head:
+            self._head += data
+            self._send_head()
+        else:
+            self._head = data
+            self._loop.call_soon(self._send_head)  # if the body does not follow at once
+
+    def _send_head(self) -> None:
+        if self._head:
+            head, self._head = self._head, None
+            self._transport.write(head)
+
+    def close(self) -> None:
+        self._send_head()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+
 class LimitedHttpTools(HttpToolsProtocol):
     """Closes connections that nobody uses as they are meant; uvicorn and httptools would keep them as they are.
 
@@ -89,6 +120,8 @@ class LimitedHttpTools(HttpToolsProtocol):
         """Go on with the body."""
         self._in_head, self._in_body, self._owed_since = False, True, self.loop.time()
         super().on_headers_complete()
+        cycle: Any = self.cycle
+        cycle.transport = _HeadWithBody(self.transport, self.loop)
 
     def on_message_complete(self) -> None:
         """Wait for the next request, as long as uvicorn does."""

@@ -13,7 +13,6 @@ from compiled_llm.engine.output import Completion
 from compiled_llm.server.front.answer_form import with_form
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
-from compiled_llm.server.front.body_route import BodyRoute
 from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of
 from compiled_llm.server.front.chat_prompt import chat_prompt
 from compiled_llm.server.front.chat_response import TokenLogprob
@@ -28,7 +27,7 @@ from compiled_llm.server.front.responses_response import Incomplete, ResponseBod
 from compiled_llm.server.front.usage import FinishReason, finish_reason_of
 from compiled_llm.server.front.vocabulary import check_texts
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter()
 
 
 @router.post("/v1/responses", response_model=ResponseBody, responses=ANSWERS)

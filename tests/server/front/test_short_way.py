@@ -1,4 +1,4 @@
-"""A body is read as FastAPI reads it, in less time; a stream is made ready before there is a token."""
+"""A body is taken and read as FastAPI does it, in less time; a stream is made ready before there is a token."""
 
 from __future__ import annotations
 
@@ -8,12 +8,60 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any, cast
 
 import pytest
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from fastapi.testclient import TestClient
 from pydantic import ValidationError
+from starlette.types import Receive, Scope, Send
 
+from compiled_llm.client import GeneratorError
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers
-from compiled_llm.server.front.body_route import decoded
+from compiled_llm.server.front.api_error import ApiError
 from compiled_llm.server.front.completion_request import CompletionRequest
+from compiled_llm.server.front.short_way import ShortWay, decoded
+
+
+def asked(body: object, raises: Exception | None = None) -> tuple[list[str], Any]:
+    """Who has answered a request with this body, and the response."""
+    answered_by: list[str] = []
+    router = APIRouter()
+
+    @router.post("/of/bodies")
+    async def take(body: CompletionRequest, request: Request) -> Response:
+        answered_by.append(request.scope["route"].path)
+        if raises is not None:
+            raise raises
+        return JSONResponse([body.prompt, (await request.body()).decode()])
+
+    async def fastapi(scope: Scope, receive: Receive, send: Send) -> None:
+        answered_by.append("FastAPI")
+        await JSONResponse((await Request(scope, receive).body()).decode())(scope, receive, send)
+
+    client = TestClient(ShortWay(fastapi, router.routes), raise_server_exceptions=True)
+    response = client.post("/of/bodies", content=body if isinstance(body, str) else json.dumps(body))
+    return answered_by, response
+
+
+def test_a_body_goes_straight_to_its_endpoint() -> None:
+    body = {"prompt": [1, 2], "max_tokens": 3}
+    answered_by, response = asked(body)
+    assert (answered_by, response.json()) == (["/of/bodies"], [[1, 2], json.dumps(body)])
+
+
+@pytest.mark.parametrize("body", ["{", '{"prompt": 1}', '{"prompt": "a", "colour": 1}', "[" * 100_000])
+def test_what_is_no_body_is_left_to_fastapi_as_it_came(body: str) -> None:
+    answered_by, response = asked(body)
+    assert (answered_by, response.json()) == (["FastAPI"], body)
+
+
+def test_errors_of_an_endpoint_are_answered_as_fastapi_would_and_faults_are_the_guards() -> None:
+    for error, status in ((ApiError(418, "a test"), 418), (ValueError("x"), 400), (GeneratorError("x"), 503)):
+        answered_by, response = asked({"prompt": "a"}, error)
+        assert (answered_by, response.status_code) == (["/of/bodies"], status)
+    with pytest.raises(ZeroDivisionError):
+        asked({"prompt": "a"}, ZeroDivisionError())
+
 
 BODIES = [
     b'{"a": [1, -0, 1.5, 1E5, true, null, "\\u00fc\xc3\xbc"]}',
