@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -16,6 +16,7 @@ from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.options import Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
 from compiled_llm.commands.source import Source, locate
+from compiled_llm.compilation.graphs.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.progress import ProgressDisplay
 from compiled_llm.server.defaults import MAX_ROWS
@@ -24,6 +25,20 @@ if TYPE_CHECKING:
     from compiled_llm.compilation.artifacts.manifest import Manifest
 
 _PREPARED = "What it is compiled for"
+
+
+class Prepared(NamedTuple):
+    """What artifacts are made for, beside the model and the options of ``wrap``.
+
+    Attributes:
+        max_rows: room for so many rows.
+        sizes: whose kernels are built; all if there are none.
+        profile: file of what processes that start with them prepare.
+    """
+
+    max_rows: int
+    sizes: list[int]
+    profile: Path | None
 
 
 def compile_ahead(
@@ -41,6 +56,14 @@ def compile_ahead(
             rich_help_panel=_PREPARED,
         ),
     ] = "",
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Put this profile into the folder: which sizes processes that start with it prepare.",
+            rich_help_panel=_PREPARED,
+        ),
+    ] = None,
     mode: RunningMode = "cuda-graphs",
     backend: Backend = "auto",
     dtype: WeightsDtype = Dtype.auto,
@@ -63,16 +86,18 @@ def compile_ahead(
         sizes = integers("--warmup", warmup)
         if wrong := [size for size in sizes if size > max_rows]:
             raise ValueError(f"--warmup {wrong[0]}: there is room for {max_rows} requests; raise --max-rows")
+        if profile is not None:
+            Profile.read(profile)  # tells at once that it is damaged
         check_driver(device.value)
         target = output.expanduser().absolute()
         source = locate(model, progress=not quiet)
-        manifest = _write(source, target, options, dtype.value, device.value, max_rows, sizes)
+        manifest = _write(source, target, options, dtype.value, device.value, Prepared(max_rows, sizes, profile))
         size = sum(entry.nbytes for entry in manifest.files.values())
         typer.echo(f"compiled_llm: {len(manifest.files)} files, {size / 2**20:,.1f} MiB, in {target}", err=True)
 
 
 def _write(
-    source: Source, target: Path, options: dict[str, Any], dtype: str, device: str, max_rows: int, sizes: list[int]
+    source: Source, target: Path, options: dict[str, Any], dtype: str, device: str, prepared: Prepared
 ) -> Manifest:
     with ProgressDisplay(options["progress"]).task("importing torch and transformers"):
         from compiled_llm.commands.loading import fetched, load
@@ -82,21 +107,22 @@ def _write(
     with unfinished(target) as folder:
         os.environ.update(variables(folder))  # this process does nothing else, and nothing is built yet
         loaded, tokenizer = load(fetched(source, options["progress"]), dtype, device, progress=options["progress"])
-        return _compiled_into(folder, loaded, tokenizer, options, max_rows, sizes)
+        return _compiled_into(folder, loaded, tokenizer, options, prepared)
 
 
-def _compiled_into(
-    folder: Path, loaded: Any, tokenizer: Any, options: dict[str, Any], max_rows: int, sizes: list[int]
-) -> Manifest:
+def _compiled_into(folder: Path, loaded: Any, tokenizer: Any, options: dict[str, Any], prepared: Prepared) -> Manifest:
     import compiled_llm
     from compiled_llm.compat import uncached_graphs
     from compiled_llm.compilation.artifacts.made_for import made_for
-    from compiled_llm.compilation.artifacts.writing import seal
+    from compiled_llm.compilation.artifacts.writing import PROFILE, seal
     from compiled_llm.execution.decode_buffers import buckets_up_to
     from compiled_llm.execution.device_side import prepare
 
     here = made_for(loaded, type(loaded), WrapConfig.from_options(options))
+    max_rows, sizes, profile = prepared
     model = compiled_llm.wrap(loaded, max_batch_size=max_rows, **options)
+    if profile is not None:
+        model.compiled.warming.read(profile).save(folder / PROFILE)
     with compiled_llm.Engine(model, tokenizer=tokenizer, max_rows=max_rows, watch_model=False) as engine:
         default = [1, min(2, max_rows)] if model.device.type == "cpu" else buckets_up_to(max_rows)
         engine.warmup(sizes or default)

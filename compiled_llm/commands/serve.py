@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
@@ -15,20 +16,21 @@ from compiled_llm.commands.leash import end_with_parent
 from compiled_llm.commands.options import MODEL, Artifacts, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
 from compiled_llm.commands.serve_http import HttpFlags, run_with_front
 from compiled_llm.commands.source import Source, locate
+from compiled_llm.compilation.graphs.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.progress import ProgressDisplay
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_QUEUE, MAX_ROWS
 
 if TYPE_CHECKING:
     from compiled_llm.engine.engine import Engine
+    from compiled_llm.huggingface.handle import CompiledModel
     from compiled_llm.protocol.messages import Ready
     from compiled_llm.server.generator.generator import Generator
+    from compiled_llm.server.generator.kept_profile import KeptProfile
     from compiled_llm.server.generator.operations import Operations
 
 _SERVING, _HTTP = "Serving", "HTTP"
 _IMPORTING = "importing torch and transformers"
-_MOST_ON_CPU = 8
-"""Requests at once that are compiled for before the first: on a CPU nothing is recorded, and each size takes long."""
 
 
 class Served(NamedTuple):
@@ -44,6 +46,7 @@ class Served(NamedTuple):
     max_queue: int | None
     max_step_ms: float | None
     warmup: list[int]
+    profile: Path | None
     operations_uds: Path | None
     artifacts: Path | None
     quiet: bool
@@ -58,10 +61,20 @@ class Served(NamedTuple):
         """Return the options of ``Engine``."""
         return {"max_rows": self.max_rows, "max_queue": self.max_queue, "max_step_ms": self.max_step_ms}
 
-    def sizes(self, device: str, buckets: Sequence[int]) -> Sequence[int]:
-        """Return the numbers of requests to be ready for at first, of all ``buckets``, on a kind of device."""
-        most = _MOST_ON_CPU if device == "cpu" else self.max_rows
-        return self.warmup or [size for size in buckets if size <= most] or buckets
+    def prepare(self, engine: Engine, structured: bool, report: Callable[[str], None]) -> None:
+        """Prepare what requests of earlier runs have used, or else the sizes that are asked for.
+
+        Args:
+            engine: serves them.
+            structured: whether answers can have forms.
+            report: takes what is being prepared, in words.
+        """
+        if self.profile is not None and self.profile.exists():
+            engine.warmup(profile=self.profile, structured=structured, report=report)
+            return
+        if structured:
+            engine.warmup(self.warmup[:1] or 1, structured=True, report=report)
+        engine.warmup(self.warmup or "auto", report=report)
 
     def arguments(self) -> list[str]:
         """Return the command that serves it to a front's clients, of whom a few thousand may wait."""
@@ -179,6 +192,14 @@ def serve(
             rich_help_panel=_SERVING,
         ),
     ] = "",
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Keep in this file which sizes requests use; if it is there, prepare these in place of --warmup.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
     kv_memory: Annotated[
         str | None,
         typer.Option(
@@ -214,7 +235,7 @@ def serve(
         sizes = integers("--warmup", warmup)
         served = Served(
             *(model, mode, backend, dtype.value, device.value, kv_memory),
-            *(max_rows, max_queue, max_step_ms, sizes),
+            *(max_rows, max_queue, max_step_ms, sizes, _absolute(profile)),
             *(_absolute(operations_uds), _absolute(artifacts), quiet),
         )
         _check(served, drain_seconds)
@@ -232,8 +253,19 @@ def _check(served: Served, drain_seconds: float) -> None:
         raise ValueError(f"--max-rows {served.max_rows}: must be at least 1")
     if wrong := [size for size in served.warmup if size > served.max_rows]:
         raise ValueError(f"--warmup {wrong[0]}: there are {served.max_rows} requests at once; raise --max-rows")
+    if served.profile is not None:
+        _check_profile(served.profile, served.mode)
     if drain_seconds < 0:
         raise ValueError(f"--drain-seconds {drain_seconds:g}: must be 0 or more")
+
+
+def _check_profile(path: Path, mode: str) -> None:
+    if mode == "eager":
+        raise ValueError(f"--profile {path}: --mode eager compiles and records nothing that one could name")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--profile {path}: {path.parent} is no folder that you can write to; make it first")
+    if path.exists():
+        Profile.read(path)  # which tells before the model is loaded that it is damaged
 
 
 def _run_front(http: HttpFlags, served: Served, source: Source, uds: Path | None, drain_seconds: float) -> None:
@@ -244,19 +276,21 @@ def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashe
     if leashed:
         end_with_parent()
     from compiled_llm.server.generator.generator import Generator
+    from compiled_llm.server.generator.kept_profile import KeptProfile
     from compiled_llm.server.generator.process import run
 
     generator = Generator(uds)
+    kept = None if served.profile is None else KeptProfile(served.profile)
     operations = _operations(generator, served.operations_uds)
     say = _silent if served.quiet or leashed else _say  # a front says it, once it is true of HTTP
     say(f"listening at {uds}")
 
     def prepare(report: Callable[[str], None]) -> tuple[Engine, Ready]:
-        engine, ready = _prepared(served, source, report)
+        engine, ready = _prepared(served, source, report, kept)
         say("ready")
         return engine, ready
 
-    run(generator, prepare, drain_seconds, operations)
+    run(generator, prepare, drain_seconds, operations, kept)
 
 
 def _operations(generator: Generator, uds: Path | None) -> Operations | None:
@@ -268,12 +302,13 @@ def _operations(generator: Generator, uds: Path | None) -> Operations | None:
     return Operations(generator, uds)
 
 
-def _prepared(served: Served, source: Source, report: Callable[[str], None]) -> tuple[Engine, Ready]:
+def _prepared(
+    served: Served, source: Source, report: Callable[[str], None], kept: KeptProfile | None
+) -> tuple[Engine, Ready]:
     report(_IMPORTING)
     with ProgressDisplay(not served.quiet).task(_IMPORTING):
         import compiled_llm
         from compiled_llm.commands.loading import fetched, load
-        from compiled_llm.execution.decode_buffers import buckets_up_to
         from compiled_llm.server.generator.facts import ready_of
 
     report(f"loading {source.public_name}")
@@ -282,10 +317,9 @@ def _prepared(served: Served, source: Source, report: Callable[[str], None]) -> 
     model = compiled_llm.wrap(loaded, **served.wrap_options())
     engine = compiled_llm.Engine(model, tokenizer=tokenizer, watch_model=False, **served.engine_options())
     ready = ready_of(model, engine, source.name, tokenizer, source.location, source.gguf_file)
-    sizes = served.sizes(model.device.type, buckets_up_to(served.max_rows))
-    for number, size in enumerate(sizes, start=1):
-        report(f"preparing steps of {size} request{'s' * (size > 1)} ({number} of {len(sizes)})")
-        engine.warmup(size, structured=number == 1 and bool(ready.form_ends))
+    served.prepare(engine, bool(ready.form_ends), report)
+    if kept is not None:
+        kept.begin(cast("CompiledModel", model.compiled))
     return engine, ready
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
@@ -20,8 +20,8 @@ from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.grammars.compiling import Grammars
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError as QueueFullError
-from compiled_llm.engine.intake import check_grammars, requests_for
-from compiled_llm.engine.logprobs import LogprobsMode, prepare_logprobs
+from compiled_llm.engine.intake import requests_for
+from compiled_llm.engine.logprobs import LogprobsMode
 from compiled_llm.engine.loop import LoopSettings
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.output import RequestOutput
@@ -30,11 +30,11 @@ from compiled_llm.engine.prompts import Prompt
 from compiled_llm.engine.several_prompts import with_params
 from compiled_llm.engine.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.engine.update import update_weights
-from compiled_llm.execution.decode_buffers import buckets_up_to
+from compiled_llm.engine.warmup import prepare_grammars, warm_up
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime, runtime_of
 from compiled_llm.execution.slow_paths import Reason
-from compiled_llm.model.sizes import logits_width
+from compiled_llm.execution.warmup import Report, Sizes, no_report
 
 
 class Engine:
@@ -215,32 +215,37 @@ class Engine:
 
     # ---- around them
 
-    def warmup(self, rows: int | Sequence[int] | None = None, *, structured: bool = False) -> None:
+    def warmup(
+        self,
+        rows: Sizes = None,
+        *,
+        profile: str | Path | None = None,
+        structured: bool = False,
+        report: Report = no_report,
+    ) -> None:
         """Compile and record what steps of these sizes need, so that no request waits for it.
 
         Args:
-            rows: how many requests will run at once, one number or several; 1 to ``max_rows`` if None.
-            structured: prepare for ``structured_outputs``, too; else the first request that has some waits for it.
+            rows: how many requests will run at once, one number or several; 1 to ``max_rows`` if None, and with
+                ``"auto"`` what ``model.compiled.warmup("auto")`` prepares.
+            profile: a file of ``model.compiled.save_profile``, as in ``model.compiled.warmup``.
+            structured: prepare for ``structured_outputs``, too; else the first request that has some waits for it,
+                unless the profile names some.
+            report: called with what is being prepared, in words.
 
         Raises:
-            ValueError: one is no whole number between 1 and ``max_rows``; or grammars cannot be compiled without a
-                tokenizer, or a token that ends answers.
+            ValueError: one is no whole number between 1 and ``max_rows``; the profile cannot be used; or grammars
+                cannot be compiled without a tokenizer, or a token that ends answers.
             RuntimeError: xgrammar is missing.
         """
         self._check_open()
         self._driver.check.look()
-        given = buckets_up_to(self._max_rows) if rows is None else rows
-        sizes = list(given) if isinstance(given, Iterable) else [given]
-        if wrong := [size for size in sizes if not (_is_count(size) and size <= self._max_rows)]:
+        wanted = self._runtime.warming.wanted("rows", rows, profile, self._max_rows)
+        if wrong := [size for size in wanted.sizes if not (_is_count(size) and size <= self._max_rows)]:
             raise ValueError(f"rows: {wrong[0]!r} is not a whole number between 1 and max_rows={self._max_rows}")
-        if structured:
-            stops = check_grammars(self._model, self._tokenizer)
-            self._grammars.prepare(logits_width(self._model), stops)
-        with self._driver.paused():
-            self._runtime.prepare(sizes)
-            device_model = self._driver.check.look()
-            prepare_logprobs(device_model)
-            device_model.thread.call(device_model.prepare_deferred, sizes if structured else ())
+        if structured or (self._tokenizer is not None and wanted.structured):
+            prepare_grammars(self._grammars, self._model, self._tokenizer)
+        warm_up(self._runtime, self._driver, wanted, structured, report)
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""

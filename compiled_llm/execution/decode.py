@@ -154,6 +154,7 @@ class Decode:
         Returns:
             ``[B, V]`` logits, and ``[B]`` int64, the next tokens; both overwritten by the next step.
         """
+        self._readiness.events.used[bucket] += 1
         self._state.arena.flush()
         recording = self._recordings.get(bucket)
         return self._launch(bucket) if recording is None else recording.replay()

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
+from compiled_llm.compilation.graphs.rolling import Choice
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling import choose
 from compiled_llm.config import WrapConfig
@@ -254,6 +255,8 @@ class DeviceModel:
 
         Otherwise as ``DeferredChoice.run``.
         """
+        if not edited and (rows := len(persistent.deferred.rows)):
+            self.events.used[Choice(self.decode.bucket_for(rows), masks is not None)] += 1
         return persistent.deferred.run(masks, edited)
 
     def prepare_deferred(self, buckets: Sequence[int] = ()) -> None:

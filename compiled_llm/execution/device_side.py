@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -76,6 +76,11 @@ class DeviceSide:
         self.asleep = False
         self._kept: Kept | None = None
         self._weights: HostWeights | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has room for, or will have."""
+        return self._max_rows
 
     def make_room(self, rows: int) -> None:
         """Have room for so many rows; one that has less is made anew when it is next needed."""
@@ -270,7 +275,11 @@ def is_host(device: torch.device) -> bool:
 
 
 def prepare(
-    device_model: DeviceModel, buckets: Sequence[int], recorded: Iterable[Sequence[Shape]], embedded: bool = False
+    device_model: DeviceModel,
+    buckets: Sequence[int],
+    recorded: Iterable[Sequence[Shape]],
+    embedded: bool = False,
+    report: Callable[[str], None] = lambda doing: None,
 ) -> None:
     """Compile, and on CUDA record, what is not ready yet.
 
@@ -279,15 +288,19 @@ def prepare(
         buckets: of decode steps.
         recorded: shapes of prefills, those together that are shown as one.
         embedded: prefill from embeddings, too.
+        report: takes what is being prepared, in words.
     """
     thread, prefill, decode = device_model.thread, device_model.prefill, device_model.decode
+    report("preparing prefill")
     thread.call(prefill.make_ready)
     if embedded:
         thread.call(prefill.make_ready, embedded=True)
     missing = [bucket for bucket in buckets if bucket not in decode.ready]
-    for bucket in buckets:
+    for number, bucket in enumerate(buckets, start=1):
+        report(f"preparing steps of {bucket} request{'s' * (bucket > 1)} ({number} of {len(buckets)})")
         thread.call(decode.make_ready, bucket, number=_number(bucket, missing))
-    for shapes in recorded:
+    for shapes in filter(None, recorded):
+        report(f"preparing prefills of up to {max(shape.tokens for shape in shapes)} tokens")
         thread.call(prefill.make_recorded, shapes, only_with_room=True)
 
 

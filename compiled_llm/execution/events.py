@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from compiled_llm.compilation.graphs.rolling import Key
 from compiled_llm.execution.stopwatch import Stopwatch
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -44,12 +45,14 @@ class Events:
     """Events of a wrapped model; they survive ``model.to()``.
 
     Attributes:
+        used: how often calls have used each step, and under its name the prefill from embeddings.
         uploads: page tables written into the decode buffers, by cause.
         cold_starts: what calls had to wait for.
         generating: runs while our loops do, and nothing is compiled.
         preparing: runs while something is compiled or recorded.
     """
 
+    used: Counter[Key | str] = field(default_factory=Counter)
     uploads: Counter[UploadCause] = field(default_factory=Counter)
     cold_starts: list[ColdStart] = field(default_factory=list)
     generating: Stopwatch = field(default_factory=Stopwatch)

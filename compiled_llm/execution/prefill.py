@@ -116,6 +116,7 @@ class Prefill:
         """
         self.make_ready(embedded=embeddings is not None, waiting=len(extensions), unchanged=unchanged)
         if embeddings is not None:
+            self._readiness.events.used[PREFILL_EMBEDDED] += 1
             embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
         slots = self._state.slots.of([], 0)
         if keep is None:
@@ -149,6 +150,7 @@ class Prefill:
         wanted, chosen = len(keep), len(slots)
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
         if shape is not None:
+            self._readiness.events.used[shape] += 1
             if shape not in self._recordings:
                 self.make_recorded([shape], waiting=len(chunk))
             logits, tokens = self._replay(shape, chunk, keep, slots, unchanged)
@@ -190,8 +192,20 @@ class Prefill:
 
     # ---- recorded
 
+    def all_shapes(self) -> list[Shape]:
+        """Return all shapes that prefills may be recorded in; of these some may not fit."""
+        if not self._recordings.ours:
+            return []
+        return [shape._replace(variant=each) for shape in self._shapes.all() for each in self._planner.variants]
+
+    def fits(self, shape: Shape) -> bool:
+        """Return whether prefills of a shape can be recorded."""
+        return self._planner.fits(shape)
+
     def recorded_shapes(self, rows: int) -> list[Shape]:
         """Return the shapes that prefills of ``rows`` rows are padded to and recorded in, smallest first."""
+        if not self._recordings.ours:
+            return []
         variants = self._planner.variants
         shapes = [shape._replace(variant=variant) for shape in self._shapes.of(rows) for variant in variants]
         return [shape for shape in shapes if self._planner.fits(shape)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -13,14 +13,14 @@ from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.compilation.graphs.table import RecordingTable
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.decode_buffers import buckets_up_to
 from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.execution.device_side import DeviceSide, Holder, prepare
+from compiled_llm.execution.device_side import DeviceSide, Holder
 from compiled_llm.execution.events import Events
 from compiled_llm.execution.runner import Runner
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.stats import Counters, Stats
 from compiled_llm.execution.threads.loop_lock import LoopLock
+from compiled_llm.execution.warmup import ProfilePath, Report, Sizes, Warmup, no_report
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.model.checks import check_process
 from compiled_llm.model.facts import ModelFacts
@@ -53,6 +53,7 @@ class Runtime:
         counters: what ran where; read them through ``stats``.
         events: what happened on the device side; read it through ``explain``.
         artifacts: what was compiled before, in place of compiling; None without.
+        warming: prepares it, and saves what calls use.
         device_side: what lies on the device, if it is not asleep.
         engine: returns what runs the loop of an engine on this model; None if there is none.
         engines: of all engines on this model.
@@ -74,6 +75,7 @@ class Runtime:
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.artifacts = _artifacts_for(facts, config)
         self.device_side = DeviceSide(facts, config, self.modules, self.events, self.engines, self.artifacts)
+        self.warming = Warmup(facts, config, self.device_side, self.events, self.artifacts)
         self._forked = False
         _runtimes.add(self)
 
@@ -87,29 +89,42 @@ class Runtime:
             state = f"{ready}; {pages.used} of {pages.total} pages used"
         return f"<{type(self).__name__} mode={self.config.mode!r}: {state}>"
 
-    def warmup(self, batch_sizes: int | Iterable[int] | None = None) -> None:
-        """Allocate pages, compile, and record every bucket that batches of these sizes use.
+    def warmup(
+        self, batch_sizes: Sizes = None, *, profile: ProfilePath | None = None, report: Report = no_report
+    ) -> None:
+        """Allocate pages, compile, and record what batches of these sizes use, or what a profile names.
 
         Args:
-            batch_sizes: rows that calls will have, one number or several; 1 to ``max_batch_size`` if None.
+            batch_sizes: rows that calls will have, one number or several; 1 to ``max_batch_size`` if None. ``"auto"``
+                prepares what the profile in the ``artifacts`` names; without one, on CUDA all sizes, and on a CPU those
+                up to 8.
+            profile: a file of ``save_profile``. Exactly the steps in it are prepared; if ``graph_memory`` or
+                ``max_graphs`` leave no room for all, the most used ones.
+            report: called with what is being prepared, in words.
 
         Raises:
-            ValueError: a batch size is not between 1 and ``max_batch_size``.
+            ValueError: a batch size is not between 1 and ``max_batch_size``; or the profile cannot be used: it is
+                damaged, of another model or other options, or names sizes that there are not.
         """
-        if batch_sizes is None:
-            sizes = buckets_up_to(self.config.max_batch_size)
-        else:
-            sizes = list(batch_sizes) if isinstance(batch_sizes, Iterable) else [batch_sizes]
-        self.check_sizes("batch_sizes", sizes)
-        self.prepare(sizes)
+        wanted = self.warming.wanted("batch_sizes", batch_sizes, profile, self.config.max_batch_size)
+        self.check_sizes("batch_sizes", wanted.sizes)
+        self.warming.prepare(wanted, report)
 
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Compile, and on CUDA record, what steps of so many rows need; the device side has room for them."""
-        device_model = self.device_model()
-        device_model.thread.call(device_model.readiness.make_room)
-        buckets = sorted({device_model.decode.bucket_for(size) for size in sizes})
-        prepare(device_model, buckets, {tuple(device_model.prefill.recorded_shapes(size)) for size in sizes})
-        self.events.warmed_up()
+    def save_profile(self, path: ProfilePath) -> None:
+        """Save which steps calls have used and how often, for ``warmup(profile=path)`` of a later process.
+
+        If this one began with a profile, what that counted is in it, too, with half its weight. The file is replaced
+        at once: it is never there half written.
+
+        Args:
+            path: of a file.
+
+        Raises:
+            RuntimeError: no step has been used yet; or the weights wait in host memory.
+            ValueError: ``mode="eager"`` prepares nothing.
+            OSError: the file cannot be written.
+        """
+        self.warming.save(path)
 
     def stats(self) -> Stats:
         """Return what has happened so far."""

@@ -30,6 +30,16 @@ def test_bad_options_are_one_line(model_folder: Path, tmp_path: Path, options: l
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_profile_that_is_none_is_refused_at_once(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("{}")
+    arguments = ["compile", str(model_folder), "-o", str(tmp_path / "artifacts"), "--profile"]
+    for name, message in (("profile", "is damaged, or is no profile"), ("none", "cannot be read: No such file")):
+        done = CliRunner().invoke(app, [*arguments, str(tmp_path / name)], env=WIDE)
+        assert done.exit_code == 2
+        assert f"--profile {tmp_path / name} {message}" in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["profile"]
+
+
 def test_a_folder_that_exists_is_not_written_over(model_folder: Path, tmp_path: Path) -> None:
     folder = made_up(tmp_path / "artifacts")
     for target, message in ((folder, "exists already"), (tmp_path / "no" / "where", "there is no folder")):

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from compiled_llm.commands import early_checks
 from compiled_llm.commands.app import app
 from compiled_llm.commands.serve import Served
+from compiled_llm.engine.engine import Engine
 from compiled_llm.server.front.generator_process import GeneratorProcess
 from compiled_llm.server.generator.socket_file import listen
 
@@ -123,14 +124,42 @@ def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, arg
 
 
 @pytest.mark.parametrize(
-    ("options", "device", "sizes"),
+    ("options", "structured", "calls"),
     [
-        ({}, "cuda", [1, 2, 4, 8, 16]),
-        ({}, "cpu", [1, 2, 4, 8]),
-        ({"warmup": [16]}, "cpu", [16]),
+        ({}, False, [("auto",)]),
+        ({}, True, [(1, "structured"), ("auto",)]),
+        ({"warmup": [16, 4]}, True, [([16], "structured"), ([16, 4],)]),
+        ({"profile": "nowhere"}, False, [("auto",)]),
+        ({"profile": "there", "warmup": [16]}, True, [("profile", "there", "structured")]),
     ],
 )
-def test_what_is_compiled_before_the_first_request(options: dict[str, Any], device: str, sizes: list[int]) -> None:
-    given = {"model": "demo", "mode": "eager", "max_rows": 16, "warmup": [], **options}
+def test_what_is_compiled_before_the_first_request(
+    tmp_path: Path, options: dict[str, Any], structured: bool, calls: list[Any]
+) -> None:
+    (tmp_path / "there").touch()
+
+    class Warmed:
+        def warmup(self, *sizes: Any, profile: Path | None = None, structured: bool = False, report: Any) -> None:
+            named = [] if profile is None else ["profile", profile.name]
+            made.append((*sizes, *named, *["structured"] * structured))
+
+    made: list[Any] = []
+    given = {"model": "demo", "max_rows": 16, "warmup": [], **options}
+    if "profile" in given:
+        given["profile"] = tmp_path / given["profile"]
     served = Served(**{name: given.get(name) for name in Served._fields})
-    assert served.sizes(device, [1, 2, 4, 8, 16]) == sizes
+    served.prepare(cast(Engine, Warmed()), structured, lambda doing: None)
+    assert made == calls
+
+
+def test_a_profile_that_cannot_be_kept_is_refused_at_once(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "damaged").write_text("{")
+    for profile, options, said in (
+        (tmp_path / "damaged", (), "is damaged, or is no profile; remove it, and have it saved anew"),
+        (tmp_path, (), "cannot be read: Is a directory"),
+        (tmp_path / "no" / "where", (), f"{tmp_path / 'no'} is no folder that you can write to; make it first"),
+        (tmp_path / "new", ("--mode", "eager"), "--mode eager compiles and records nothing that one could name"),
+    ):
+        code, line = failed("serve", "demo", "--uds", str(path), "--profile", str(profile), *options)
+        assert (code, line.startswith(f"error: --profile {profile}"), said in line) == (2, True, True), line
+    assert not path.exists()

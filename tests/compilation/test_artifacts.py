@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 import compiled_llm
 from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
+from compiled_llm.compilation.artifacts.made_for import sizes_made_for
+from compiled_llm.compilation.graphs.profile import Profile, UsedStep
 from support import start_with_artifacts
 from support.artifact_folders import compiled
 from support.characters import character_tokenizer
@@ -43,8 +45,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifacts(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("written") / "artifacts"
-    done = compiled(model_folder, target, "--max-rows", "64", "--quiet")
+    profile, target = tmp_path_factory.mktemp("saved") / "profile", tmp_path_factory.mktemp("written") / "artifacts"
+    model = compiled_llm.wrap(loaded(model_folder), progress=False)
+    made_for = sizes_made_for(model, model.compiled.facts.model_class, model.compiled.config, 64)
+    Profile(made_for, {UsedStep("decode", 4, 4, 0): 3}).save(profile)
+    done = compiled(model_folder, target, "--max-rows", "64", "--profile", str(profile), "--quiet")
     assert done.returncode == 0, done.stderr
     assert list(target.parent.iterdir()) == [target]
     return target
@@ -163,6 +168,31 @@ def test_an_engine_has_the_room_that_was_compiled_for(one_thread: None, model_fo
     with compiled_llm.Engine(model, max_rows=8) as engine:
         engine.generate([[5, 6], [7]] * 4, compiled_llm.SamplingParams(max_tokens=3, seed=0))
     assert model.compiled.stats().builds == NOTHING
+
+
+def test_what_the_profile_in_it_names_is_prepared_by_auto(
+    one_thread: None, model_folder: Path, artifacts: Path, tmp_path: Path
+) -> None:
+    model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
+    with compiled_llm.Engine(model, max_rows=64) as engine:
+        engine.warmup("auto")
+    assert model.compiled.stats().buckets == [4]
+    assert model.compiled.stats().builds == NOTHING
+    shutil.copytree(artifacts, tmp_path / "copy")
+    path = tmp_path / "copy" / "profile.json"
+    path.write_bytes(path.read_bytes().replace(b'"uses": 3', b'"uses": 4'))
+    with pytest.raises(ValueError, match=r"is damaged: profile.json is not what it was"):
+        compiled_llm.wrap(loaded(model_folder), artifacts=tmp_path / "copy")
+
+
+def test_a_profile_of_another_model_is_not_put_into_artifacts(
+    one_thread: None, model_folder: Path, tmp_path: Path
+) -> None:
+    Profile({"model": "another"}, {}).save(tmp_path / "profile")
+    done = compiled(model_folder, tmp_path / "artifacts", "--profile", str(tmp_path / "profile"), "--quiet")
+    assert done.returncode == 2
+    assert "it was saved for something else: model 'another' there" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["profile"]
 
 
 def test_a_copy_of_a_model_starts_with_them_too(one_thread: None, model_folder: Path, artifacts: Path) -> None:

@@ -3,6 +3,7 @@
 ::
 
     DIR/manifest.json     what it was made for, and each file with its size and SHA-256
+        profile.json      which steps to prepare before the first request, if it was given
         inductor/         what Inductor and AOTAutograd keep in their caches: graphs, and on a CPU built kernels
         triton/           Triton's cache: Inductor's kernels and our own, on CUDA
         flashinfer/       NAME/NAME.so, FlashInfer's kernels, on CUDA

@@ -16,7 +16,8 @@ from compiled_llm.compat import compile_with_inductor, inductor_cache_at
 from compiled_llm.compat.triton import find_kernels_in, forget_kernels_in, has_triton, kernels_built
 from compiled_llm.compilation.artifacts.checked_folder import RefusedError, copy, manifest_of
 from compiled_llm.compilation.artifacts.manifest import MadeFor, Manifest, differences
-from compiled_llm.compilation.artifacts.writing import PLACE
+from compiled_llm.compilation.artifacts.writing import PLACE, PROFILE
+from compiled_llm.compilation.graphs.profile import Profile
 from compiled_llm_ops.protocol import Backend
 
 
@@ -30,6 +31,7 @@ class Artifacts:
     Attributes:
         source: where it was read from.
         rows: how many rows the programs have room for.
+        profile: which steps to prepare; None if none was given when they were written.
     """
 
     def __init__(self, source: Path, manifest: Manifest, folder: Path, backend: Backend) -> None:
@@ -43,6 +45,7 @@ class Artifacts:
         """
         self.source = source
         self.rows = manifest.rows
+        self.profile = Profile.read(folder / PROFILE) if PROFILE in manifest.files else None
         self._folder = folder
         self._libraries_at_first = self._libraries = _libraries(folder)
         self._backend = backend

@@ -16,9 +16,13 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat import cpp_compiler
 from compiled_llm.config import WrapConfig
+from compiled_llm.model.sizes import max_positions_of
 
 OPTIONS = ("mode", "backend", "page_size", "prefill_tokens", "fuse_projections", "workspace_bytes")
 """The options of ``wrap`` that code depends on; of ``max_batch_size`` it is the room for rows that counts."""
+
+SIZE_OPTIONS = ("mode", "backend", "prefill_tokens")
+"""The options of ``wrap`` that decide, with the room for rows, which sizes steps have."""
 
 _UNSAID = {"transformers_version", "dtype", "torch_dtype"}
 """What a config says beside the model itself; its type is looked up in the weights."""
@@ -40,7 +44,7 @@ def made_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config:
         "machine": platform.machine(),
         "device": kind,
         **(_of_cuda(model.device) if kind == "cuda" else _of_cpu()),
-        "model": f"{model_class.__module__}.{model_class.__qualname__}",
+        "model": _name_of(model_class),
         "dtype": str(model.dtype),
         "weights": _fingerprint(model),
         **{f"config.{name}": value for name, value in _config_of(model).items()},
@@ -48,6 +52,35 @@ def made_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config:
     }
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
+
+
+def sizes_made_for(
+    model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig, rows: int
+) -> dict[str, Any]:
+    """Return what decides which sizes steps have, by name; other versions, and another GPU, have the same.
+
+    Args:
+        model: the model.
+        model_class: its own class.
+        config: the options of ``wrap``.
+        rows: how many rows there is room for.
+    """
+    found = {
+        "model": _name_of(model_class),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "positions": max_positions_of(model),
+        "dtype": str(model.dtype),
+        "weights": _fingerprint(model),
+        "device": model.device.type,
+        **{f"option {name}": getattr(config, name) for name in SIZE_OPTIONS},
+        "rows": rows,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return plain
+
+
+def _name_of(model_class: type[PreTrainedModel]) -> str:
+    return f"{model_class.__module__}.{model_class.__qualname__}"
 
 
 def _version(package: str) -> str:

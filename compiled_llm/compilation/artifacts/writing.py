@@ -15,6 +15,9 @@ from compiled_llm.compilation.artifacts.manifest import NAME, Entry, MadeFor, Ma
 PLACE = b"[folder of compiled_llm's artifacts]"
 """What stands in Triton's lists of files for the folder that they lie in, wherever that is."""
 
+PROFILE = "profile.json"
+"""Which steps processes that start with the folder prepare."""
+
 _FLASHINFER = "flashinfer_workspace"
 _NOT_CODE = {"locks"}
 

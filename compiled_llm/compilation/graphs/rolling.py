@@ -89,7 +89,7 @@ class Entry(Generic[KeptT]):
         """Begin with nothing captured."""
         self.key = key
         self.phase: Phase
-        self.phase, self.tokens, self.rows, self.variant = _described(key)
+        self.phase, self.tokens, self.rows, self.variant = described(key)
         self.recording: KeptT | None = None
         self.nbytes = self.captures = self.evictions = self.replays = 0
         self.seconds = 0.0
@@ -222,7 +222,7 @@ class RollingRecordings:
     def _victim(self, new: Key) -> Entry[Any] | None:
         """Return the least recently used, leaving those that run in one step with a new one."""
         latest = {entry.phase: entry for entry in sorted(self._ready.values(), key=_used)}
-        phase = _described(new)[0]
+        phase = described(new)[0]
         stay = [entry for other, entry in latest.items() if other in ("decode", "prefill") and other != phase]
         others = [entry for entry in self._ready.values() if entry.key != new and entry not in stay]
         return min(others, key=_used, default=None)
@@ -266,7 +266,7 @@ def _used(entry: Entry[Any]) -> float:
     return entry.used
 
 
-def _described(key: Key) -> tuple[Phase, int, int, int]:
+def described(key: Key) -> tuple[Phase, int, int, int]:
     """Return phase, tokens, rows and variant."""
     if isinstance(key, Shape):
         return "prefill", key.tokens, key.rows, key.variant

@@ -16,6 +16,7 @@ from compiled_llm.server.generator.generator import LAST_WORDS, Generator
 
 if TYPE_CHECKING:  # imports torch
     from compiled_llm.engine.engine import Engine
+    from compiled_llm.server.generator.kept_profile import KeptProfile
     from compiled_llm.server.generator.operations import Operations
 
 logger = logging.getLogger("compiled_llm.server")
@@ -30,7 +31,11 @@ Prepare = Callable[[Report], "tuple[Engine, Ready]"]
 
 
 def run(
-    generator: Generator, prepare: Prepare, drain_seconds: float = 30.0, operations: Operations | None = None
+    generator: Generator,
+    prepare: Prepare,
+    drain_seconds: float = 30.0,
+    operations: Operations | None = None,
+    profile: KeptProfile | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then let requests end, for a while. The second signal ends the process at once.
 
@@ -41,19 +46,26 @@ def run(
         prepare: returns the engine, and what clients are told of it.
         drain_seconds: how long requests may go on after the first signal.
         operations: what else is asked of it, at a socket of their own.
+        profile: of what requests use; saved again and again, and once they have ended.
 
     Raises:
         Exception: what kept the engine from being ready.
     """
-    asyncio.run(_Life(generator, prepare, drain_seconds, operations).run())
+    asyncio.run(_Life(generator, prepare, drain_seconds, operations, profile).run())
 
 
 class _Life:
     def __init__(
-        self, generator: Generator, prepare: Prepare, drain_seconds: float, operations: Operations | None
+        self,
+        generator: Generator,
+        prepare: Prepare,
+        drain_seconds: float,
+        operations: Operations | None,
+        profile: KeptProfile | None,
     ) -> None:
         self._generator = generator
         self._operations = operations
+        self._profile = profile
         self._prepare = prepare
         self._drain_seconds = drain_seconds
         self._engine: Engine | None = None
@@ -70,7 +82,10 @@ class _Life:
         if self._operations is not None:
             self._operations.start()
         threading.Thread(target=self._prepared, args=(loop,), name="compiled_llm preparation", daemon=True).start()
+        saving = None if self._profile is None else asyncio.create_task(self._profile.run())
         await self._ending.wait()
+        if saving is not None:
+            saving.cancel()
         await self._end()
 
     def _prepared(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -104,6 +119,8 @@ class _Life:
         await self._generator.drain(self._drain_seconds)
         if self._operations is not None:
             await asyncio.to_thread(self._operations.close)
+        if self._profile is not None:
+            await asyncio.to_thread(self._profile.save)
         if self._engine is not None:
             self._engine.close()
         if self._failure is not None:

@@ -11,7 +11,7 @@ from compiled_llm.server.front.settings import FrontSettings, keys_in
 
 OF_GENERATORS = frozenset(
     {"artifacts", "backend", "device", "dtype", "kv_memory", "max_queue", "max_rows", "max_step_ms", "mode", "quiet"}
-    | {"warmup"}
+    | {"profile", "warmup"}
 )
 _SAFETY_OF_FRONTS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
 OF_FRONTS = frozenset(_SAFETY_OF_FRONTS | {"page", "request_seconds", "served_model_name"})

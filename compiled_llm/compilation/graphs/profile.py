@@ -1,0 +1,158 @@
+"""Profiles: which steps requests have used and how often, in a file, so that the next process prepares these first.
+
+A profile is data, in JSON. It says nothing of what requests were about.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from compiled_llm.compilation.artifacts.manifest import MadeFor, differences
+from compiled_llm.compilation.graphs.table import Phase
+
+FORMAT = 1
+
+_NUMBERS = ("tokens", "rows", "variant", "uses")
+
+
+class UsedStep(NamedTuple):
+    """What requests have used, with the fields of a ``RecordingRow``.
+
+    Attributes:
+        phase: what it runs.
+        tokens: how many it computes, padding included.
+        rows: how many of them choose a token, padding included.
+        variant: of a prefill how the backend divides it, of a choice 1 if it writes masks first; else 0.
+    """
+
+    phase: Phase
+    tokens: int
+    rows: int
+    variant: int
+
+    def __str__(self) -> str:
+        """Its fields in words."""
+        return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, variant={self.variant}"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What requests have used.
+
+    Attributes:
+        made_for: the model and what else decides which sizes there are.
+        uses: how often each step was used.
+        embeddings: how many prefills began from embeddings.
+    """
+
+    made_for: MadeFor
+    uses: Mapping[UsedStep, int]
+    embeddings: int = 0
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read what ``save`` has written.
+
+        Raises:
+            ValueError: there is no such file, or it is no profile of this format.
+        """
+        try:
+            content = Path(path).expanduser().read_bytes()
+        except OSError as error:
+            raise ValueError(f"profile={os.fspath(path)!r} cannot be read: {error.strerror}") from None
+        try:
+            return cls._decoded(content)
+        except ValueError as error:
+            raise ValueError(f"profile={os.fspath(path)!r} {error}; remove it, and have it saved anew") from None
+
+    @classmethod
+    def _decoded(cls, content: bytes) -> Profile:
+        """Read a file's content.
+
+        Raises:
+            ValueError: it is none; the message says why, without its name.
+        """
+        try:
+            said = json.loads(content)
+            version = said["format"]
+            if version == FORMAT:
+                uses = dict(map(_use, said["steps"]))
+                return cls({**said["made_for"]}, uses, _count(said["embeddings"]))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ValueError("is damaged, or is no profile") from None
+        raise ValueError(f"has format {version!r}, and this version reads {FORMAT}")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, which at any moment is there whole: as it was before, or as it is now.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        target = Path(path).expanduser().absolute()
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.unfinished-", dir=target.parent)
+        unfinished = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(self._encoded())
+                file.flush()
+                os.fsync(handle)
+            unfinished.chmod(0o644)
+            unfinished.replace(target)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def _encoded(self) -> bytes:
+        steps = [{**step._asdict(), "uses": uses} for step, uses in self.by_use]
+        said = {"format": FORMAT, "made_for": dict(self.made_for), "embeddings": self.embeddings, "steps": steps}
+        return json.dumps(said, indent=1).encode() + b"\n"
+
+    @property
+    def by_use(self) -> list[tuple[UsedStep, int]]:
+        """The steps and how often each was used, the most used ones first."""
+        return sorted(self.uses.items(), key=lambda entry: (-entry[1], entry[0]))
+
+    @property
+    def structured(self) -> bool:
+        """Whether tokens were chosen under grammars."""
+        return any(step.phase == "choice" and step.variant > 0 for step in self.uses)
+
+    def check(self, here: MadeFor) -> None:
+        """Check that it is of a model and options that have the same sizes.
+
+        Raises:
+            ValueError: it is not; the message says what differs.
+        """
+        if different := differences(self.made_for, here):
+            raise ValueError(
+                f"profile: it was saved for something else: {'; '.join(different)}; use one that was saved with this "
+                "model and these options"
+            )
+
+    def after(self, earlier: Profile | None) -> Profile:
+        """Return this one with what was used in earlier runs, which counts half as much with each run."""
+        if earlier is None:
+            return self
+        uses = Counter({step: uses // 2 for step, uses in earlier.uses.items()})
+        uses.update(self.uses)
+        return Profile(self.made_for, +uses, self.embeddings + earlier.embeddings // 2)
+
+
+def _use(row: Any) -> tuple[UsedStep, int]:
+    if row["phase"] not in get_args(Phase):
+        raise ValueError
+    tokens, rows, variant, uses = (_count(row[name]) for name in _NUMBERS)
+    return UsedStep(row["phase"], tokens, rows, variant), uses
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError
+    return number

@@ -1,0 +1,260 @@
+"""Warm-up: by a profile exactly what was used is prepared, most used first within a budget; what is wrong is refused.
+
+Recordings are those of ``support.stand_in_recordings``, on a CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm import Engine, SamplingParams
+from compiled_llm.compilation.graphs.profile import Profile, UsedStep
+from compiled_llm.compilation.graphs.rolling import Budget, Choice, Cost, Key, RollingRecordings, described
+from compiled_llm.compilation.inputs import Shape
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.used_steps import prepare_profile
+from support.parity import greedy, mixed_prompts
+from support.stand_in_recordings import let_a_cpu_record
+from support.tiny_models import tiny_qwen3
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_a_cpu_record(monkeypatch)
+
+
+def wrapped(**options: Any) -> PreTrainedModel:
+    return compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=None), **{**OPTIONS, **options})
+
+
+def ready_in(model: PreTrainedModel) -> set[UsedStep]:
+    rows = model.compiled.recordings.rows
+    return {UsedStep(row.phase, row.tokens, row.rows, row.variant) for row in rows if row.ready}
+
+
+def steps(*keys: Key) -> list[UsedStep]:
+    return [UsedStep(*described(key)) for key in keys]
+
+
+def rewritten(path: Path, **uses: Any) -> None:
+    """Have a profile say something else."""
+    profile = Profile.read(path)
+    Profile(profile.made_for, **uses).save(path)
+
+
+# ---- real models
+
+
+@pytest.mark.usefixtures("without_inductor", "recording")
+def test_what_was_used_is_prepared_and_nothing_else(tmp_path: Path, seed: int) -> None:
+    path, model = tmp_path / "profile.json", wrapped()
+    model.compiled.warmup([1, 2])  # which nobody uses
+    with Engine(model, max_rows=8) as engine:
+        for count in (3, 3, 5):
+            prompts = [[7 + number, 8, 9] * 6 for number in range(count)]
+            engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6))
+    greedy(model, mixed_prompts([5, 40, 3], 128, seed), 10)
+    model.compiled.save_profile(path)
+    profile = Profile.read(path)
+    assert {step.rows for step in profile.uses if step.phase == "decode"} == {4, 8}
+    assert {step.phase for step in profile.uses} == {"decode", "prefill"}
+    new = wrapped()
+    told: list[str] = []
+    new.compiled.warmup(profile=path, report=told.append)
+    assert ready_in(new) == set(profile.uses)
+    assert new.compiled.stats().buckets == [4, 8]
+    assert "preparing steps of 4 requests (1 of 2)" in told
+    before = new.compiled.recordings.captures
+    with Engine(new, max_rows=8) as engine:
+        for count in (3, 3, 5):
+            prompts = [[7 + number, 8, 9] * 6 for number in range(count)]
+            engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6))
+        assert engine.stats().cold_starts == 0
+    assert new.compiled.recordings.captures == before
+
+
+@pytest.mark.usefixtures("without_inductor", "recording")
+def test_a_run_that_began_with_a_profile_saves_what_that_said_at_half_its_weight(tmp_path: Path, seed: int) -> None:
+    path, model = tmp_path / "profile.json", wrapped()
+    greedy(model, mixed_prompts([5, 4, 3], 128, seed), 9)
+    model.compiled.save_profile(path)
+    before = Profile.read(path)
+    new = wrapped()
+    new.compiled.warmup(profile=path)
+    greedy(new, mixed_prompts([5], 128, seed), 9)
+    new.compiled.save_profile(path)
+    after = Profile.read(path)
+    ((of_four, uses),) = [entry for entry in before.uses.items() if entry[0].phase == "decode"]
+    assert after.uses[of_four] == uses // 2 > 0
+    assert after.uses[UsedStep("decode", 1, 1, 0)] == uses
+
+
+@pytest.mark.usefixtures("without_inductor", "recording")
+def test_an_engine_prepares_a_profile_within_max_graphs(tmp_path: Path, seed: int) -> None:
+    path, model = tmp_path / "profile.json", wrapped()
+    for lengths, tokens in (([5], 30), ([5, 4, 3], 20), ([5, 4, 3, 3, 3], 3)):
+        greedy(model, mixed_prompts(lengths, 128, seed), tokens)
+    model.compiled.save_profile(path)
+    new = wrapped(max_graphs=2)
+    with Engine(new, max_rows=8) as engine:
+        engine.warmup(profile=path)
+        assert ready_in(new) == set(steps(1, 4))
+        assert new.compiled.recordings.evictions == 0
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_without_recordings_sizes_of_steps_are_prepared(tmp_path: Path, seed: int) -> None:
+    path, model = tmp_path / "profile.json", wrapped(mode="compile")
+    greedy(model, mixed_prompts([5, 4, 3], 128, seed), 9)
+    model.compiled.save_profile(path)
+    assert set(Profile.read(path).uses) == set(steps(4))
+    new = wrapped(mode="compile")
+    with Engine(new) as engine, pytest.raises(ValueError, match="rows 8 there, 256 here"):
+        engine.warmup(profile=path)
+    new = wrapped(mode="compile")
+    new.compiled.warmup(profile=path)
+    assert new.compiled.stats().buckets == [4]
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_auto_prepares_up_to_eight_rows_on_a_cpu(tmp_path: Path) -> None:
+    model = wrapped(mode="compile", max_batch_size=24)
+    told: list[str] = []
+    with Engine(model, max_rows=24) as engine:
+        engine.warmup("auto", report=told.append)
+    assert model.compiled.stats().buckets == [1, 2, 4, 8]
+    assert told[-1] == "preparing steps of 8 requests (4 of 4)"
+    model.compiled.warmup()
+    assert model.compiled.stats().buckets == [1, 2, 4, 8, 16, 24]
+
+
+# ---- refusals
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_what_cannot_be_used_is_refused_and_the_next_call_works(tmp_path: Path, seed: int) -> None:
+    path, model = tmp_path / "profile.json", wrapped(mode="compile")
+    with pytest.raises(RuntimeError, match="no step has run yet; save a profile after the first requests"):
+        model.compiled.save_profile(path)
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        model.compiled.warmup(profile=path)
+    with pytest.raises(ValueError, match="batch_sizes='all': give numbers of rows, 'auto', or profile=PATH"):
+        model.compiled.warmup("all")
+    with pytest.raises(ValueError, match=r"batch_sizes=\[1\], profile='.*': give one of them"):
+        model.compiled.warmup([1], profile=path)
+    assert model.compiled.stats().buckets == []
+    greedy(model, mixed_prompts([5], 128, seed), 4)
+    model.compiled.save_profile(path)
+
+    other = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=2, eos_token_id=None), mode="compile", **OPTIONS)
+    with pytest.raises(ValueError, match=r"saved for something else: parameters .* there, .* here; weights"):
+        other.compiled.warmup(profile=path)
+    other = wrapped()
+    with pytest.raises(ValueError, match="option mode 'compile' there, 'cuda-graphs' here"):
+        other.compiled.warmup(profile=path)
+    eager = wrapped(mode="eager")
+    for call in (lambda: eager.compiled.warmup(profile=path), lambda: eager.compiled.save_profile(path)):
+        with pytest.raises(ValueError, match="profile: mode='eager' compiles and records nothing"):
+            call()
+
+    new = wrapped(mode="compile")
+    rewritten(path, uses=dict.fromkeys(steps(1, 7), 3))
+    with pytest.raises(ValueError, match="it names a decode with tokens=7, rows=7, variant=0; here there are tokens 1"):
+        new.compiled.warmup(profile=path)
+    rewritten(path, uses=dict.fromkeys(steps(Shape(16, 2)), 3))
+    with pytest.raises(ValueError, match="prefill with tokens=16, rows=2, variant=0; here there is no such phase"):
+        new.compiled.warmup(profile=path)
+    assert new.compiled.stats().buckets == []
+    rewritten(path, uses=dict.fromkeys(steps(2), 3))
+    new.compiled.warmup(profile=path)
+    assert new.compiled.stats().buckets == [2]
+
+
+# ---- any profile, any budget
+
+
+class FakeDevice:
+    """Records as a device model does, without a model."""
+
+    def __init__(self, budget: Budget, sizes: dict[Key, int]) -> None:
+        ticks = itertools.count()
+        self.rolling = RollingRecordings(budget, clock=lambda: float(next(ticks)))
+        self.sizes, self.choices = sizes, []
+        self.state = SimpleNamespace(recordings=self.rolling)
+        self.config = SimpleNamespace(max_batch_size=8)
+        self.prefill, self.decode, self.thread = self, self, self
+        self.ready = self.rolling
+
+    def call(self, function: Any, *arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    def all_shapes(self) -> list[Shape]:
+        return SHAPES
+
+    def fits(self, shape: Shape) -> bool:
+        return True
+
+    def make_ready(self, bucket: int | None = None, number: str = "", embedded: bool = False) -> None:
+        if bucket is not None:
+            self.record(bucket)
+
+    def make_recorded(self, shapes: list[Shape], only_with_room: bool = False) -> None:
+        for shape in reversed(shapes):
+            if not (only_with_room and self.rolling.full):
+                self.record(shape)
+
+    def record(self, key: Key) -> None:
+        self.rolling.make_room(key)
+        graph = SimpleNamespace(release=lambda: None)
+        self.rolling.add(key, cast(Any, graph), Cost(self.sizes[key], 0, 0.1), "steps")
+
+    def prepare_deferred(self, buckets: list[int]) -> None:
+        self.choices += buckets
+
+
+SHAPES = [Shape(16, 2), Shape(16, 2, 1), Shape(64, 2), Shape(64, 8)]
+KEYS: list[Key] = [1, 2, 4, 8, *SHAPES, Choice(2, False), Choice(2, True), Choice(8, True)]
+budgets = st.one_of(
+    st.just(Budget()),
+    st.integers(2, 9).map(lambda most: Budget(None, most)),
+    st.tuples(st.integers(20, 60), st.none() | st.integers(2, 9)).map(lambda both: Budget(*both)),
+)
+
+
+@given(
+    uses=st.dictionaries(st.sampled_from(KEYS), st.integers(1, 50), min_size=1),
+    budget=budgets,
+    sizes=st.fixed_dictionaries({key: st.integers(1, 10) for key in KEYS}),
+)
+def test_the_most_used_steps_are_prepared_as_far_as_there_is_room(
+    uses: dict[Key, int], budget: Budget, sizes: dict[Key, int]
+) -> None:
+    device = FakeDevice(budget, sizes)
+    profile = Profile({}, Counter({UsedStep(*described(key)): count for key, count in uses.items()}))
+    prepare_profile(cast(DeviceModel, device), profile, lambda doing: None)
+    used = [key for key in uses if not isinstance(key, Choice)]
+    used.sort(key=lambda key: (-uses[key], described(key)))
+    used = used[: budget.most]
+    ready = set(device.rolling.of("decode", "prefill"))
+    assert device.choices == sorted({key.rows for key in uses if isinstance(key, Choice)})
+    if budget.nbytes is None:
+        assert ready == set(used)
+        return
+    assert device.rolling.nbytes <= budget.nbytes
+    for phase in ("decode", "prefill"):
+        own = [key for key in used if described(key)[0] == phase]
+        kept = [key for key in own if key in ready]
+        assert kept == own[: len(kept)]
+        assert bool(kept) == bool(own)

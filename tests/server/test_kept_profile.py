@@ -1,0 +1,105 @@
+"""A generator keeps the profile of what its requests use, and the next one begins with it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from compiled_llm.client import Client
+from compiled_llm.compilation.graphs.profile import Profile, UsedStep
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.execution.runtime import Runtime
+from compiled_llm.server.generator.kept_profile import KeptProfile
+from support.generators import PATIENCE, generator_process
+
+OPTIONS = ("--mode", "compile", "--warmup", "1", "--max-rows", "8", "--kv-memory", "20000 tokens")
+
+
+class Used:
+    """The runtime of a model whose requests use steps."""
+
+    def __init__(self) -> None:
+        self.asleep, self.fails, self.saved = False, False, 0
+        self.warming = SimpleNamespace(uses=0)
+
+    def save_profile(self, path: Path) -> None:
+        if self.fails:
+            raise OSError("the disk is full")
+        self.saved += 1
+
+
+def test_it_is_saved_when_something_was_used_and_the_model_is_awake(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    used, kept = Used(), KeptProfile(tmp_path / "profile")
+    kept.save()  # before there is a model
+    kept.begin(cast(Runtime, used))
+    kept.save()
+    assert used.saved == 0
+    used.warming.uses, used.asleep = 3, True
+    kept.save()
+    assert used.saved == 0
+    used.asleep, used.fails = False, True
+    kept.save()
+    assert "the profile could not be saved at" in caplog.text
+    assert "the disk is full" in caplog.text
+    used.fails = False
+    for _ in range(2):
+        kept.save()
+    assert used.saved == 1
+
+
+def test_it_is_saved_again_and_again() -> None:
+    used, kept = Used(), KeptProfile(Path("profile"), period=0.001)
+    kept.begin(cast(Runtime, used))
+
+    async def use() -> None:
+        saving = asyncio.create_task(kept.run())
+        for uses in (1, 2, 3):
+            used.warming.uses = uses
+            while used.saved < uses:
+                await asyncio.sleep(0.001)
+        saving.cancel()
+
+    asyncio.run(asyncio.wait_for(use(), PATIENCE))
+    assert used.saved == 3
+
+
+@contextmanager
+def ended(folder: Path, path: Path, profile: Path) -> Iterator[Client]:
+    """A generator with a profile, which is told to end."""
+    with generator_process(folder, path, *OPTIONS, "--profile", str(profile)) as process:
+        with Client(path) as client:
+            yield client
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, error
+
+
+@pytest.mark.slow
+def test_the_next_generator_prepares_what_requests_of_the_last_one_have_used(
+    model_folder: Path, path: Path, tmp_path: Path
+) -> None:
+    profile, prompts = tmp_path / "profile", [[3, 4, 5]]
+    params: Any = SamplingParams(temperature=0.0, max_tokens=12, n=3)
+    with ended(model_folder, path, profile) as client:
+        (expected,) = client.generate(prompts, params)
+        assert client.stats().cold_starts > 0
+    saved = Profile.read(profile)
+    of_four = UsedStep("decode", 4, 4, 0)
+    assert saved.uses[of_four] > 0
+    with ended(model_folder, path, profile) as client:
+        pass
+    assert Profile.read(profile) == saved  # nobody came
+    with ended(model_folder, path, profile) as client:
+        (again,) = client.generate(prompts, params)
+        assert client.stats().cold_starts == 0
+    assert [answer.token_ids for answer in again.outputs] == [answer.token_ids for answer in expected.outputs]
+    assert Profile.read(profile).uses[of_four] == saved.uses[of_four] + saved.uses[of_four] // 2
