@@ -34,7 +34,7 @@ from compiled_llm.engine.warmup import prepare_grammars, warm_up
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime, runtime_of
 from compiled_llm.execution.slow_paths import Reason
-from compiled_llm.execution.warmup import Report, Sizes, no_report
+from compiled_llm.execution.warmup import Report, Sizes, quiet
 
 
 class Engine:
@@ -216,12 +216,7 @@ class Engine:
     # ---- around them
 
     def warmup(
-        self,
-        rows: Sizes = None,
-        *,
-        profile: str | Path | None = None,
-        structured: bool = False,
-        report: Report = no_report,
+        self, rows: Sizes = None, *, profile: str | Path | None = None, structured: bool = False, report: Report = quiet
     ) -> None:
         """Compile and record what steps of these sizes need, so that no request waits for it.
 

@@ -20,7 +20,7 @@ from compiled_llm.execution.runner import Runner
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.stats import Counters, Stats
 from compiled_llm.execution.threads.loop_lock import LoopLock
-from compiled_llm.execution.warmup import ProfilePath, Report, Sizes, Warmup, no_report
+from compiled_llm.execution.warmup import ProfilePath, Report, Sizes, Warmup, quiet
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.model.checks import check_process
 from compiled_llm.model.facts import ModelFacts
@@ -89,9 +89,7 @@ class Runtime:
             state = f"{ready}; {pages.used} of {pages.total} pages used"
         return f"<{type(self).__name__} mode={self.config.mode!r}: {state}>"
 
-    def warmup(
-        self, batch_sizes: Sizes = None, *, profile: ProfilePath | None = None, report: Report = no_report
-    ) -> None:
+    def warmup(self, batch_sizes: Sizes = None, *, profile: ProfilePath | None = None, report: Report = quiet) -> None:
         """Allocate pages, compile, and record what batches of these sizes use, or what a profile names.
 
         Args:

@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
         return self.profile is not None and self.profile.structured
 
 
-def no_report(doing: str) -> None:
+def quiet(doing: str) -> None:
     """Take what is being prepared, and tell nobody."""
 
 

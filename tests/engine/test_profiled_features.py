@@ -1,0 +1,72 @@
+"""A profile knows of features, too: choices under grammars, and prompts as embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.compilation.graphs.profile import Profile
+from compiled_llm.compilation.programs import PREFILL_EMBEDDED
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.grammars.compiling import Grammars
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.execution.device_model import DeviceModel
+from support.text_tokenizers import byte_level
+from support.tiny_models import tiny_qwen3
+
+pytestmark = pytest.mark.usefixtures("one_thread", "without_inductor")
+
+
+def wrapped() -> PreTrainedModel:
+    plain = tiny_qwen3(eos_token_id=1, num_hidden_layers=1, vocab_size=404)
+    return compiled_llm.wrap(
+        plain, mode="compile", page_size=4, kv_memory="3000 tokens", max_batch_size=8, progress=False
+    )
+
+
+def test_choices_under_grammars_are_prepared_for_as_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xgrammar")
+    model, path = wrapped(), tmp_path / "profile"
+    choice = StructuredOutputsParams(choice=["yes", "no"])
+    with Engine(model, tokenizer=byte_level(), max_rows=8) as engine:
+        engine.generate([[5, 6]], SamplingParams(n=3, seed=0, max_tokens=20, structured_outputs=choice))
+    model.compiled.save_profile(path)
+    profile = Profile.read(path)
+    assert profile.structured
+    rows = sorted({step.rows for step in profile.uses if step.phase == "choice"})
+    assert 4 in rows
+
+    prepared: list[Any] = []
+    own, deferred = Grammars.prepare, DeviceModel.prepare_deferred
+    monkeypatch.setattr(Grammars, "prepare", lambda self, *given: prepared.append("grammars") or own(self, *given))
+    monkeypatch.setattr(
+        DeviceModel,
+        "prepare_deferred",
+        lambda self, buckets=(): prepared.append(list(buckets)) or deferred(self, buckets),
+    )
+    with Engine(wrapped(), tokenizer=byte_level(), max_rows=8) as engine:
+        engine.warmup(profile=path)
+    assert prepared == ["grammars", rows, []]
+    prepared.clear()
+    with Engine(wrapped(), max_rows=8) as engine:  # which can have no grammars
+        engine.warmup(profile=path)
+    assert prepared == [rows, []]
+
+
+def test_prefill_from_embeddings_is_prepared_if_it_was_used(tmp_path: Path) -> None:
+    model, path = wrapped(), tmp_path / "profile"
+    embeddings = model.get_input_embeddings()(torch.tensor([[5, 6, 7]]))
+    model.generate(inputs_embeds=embeddings, max_new_tokens=3, do_sample=False)
+    model.compiled.save_profile(path)
+    assert Profile.read(path).embeddings == 1
+    new = wrapped()
+    new.compiled.warmup(profile=path)
+    assert PREFILL_EMBEDDED in new.compiled.device_model().readiness.ready
+    new.generate(inputs_embeds=embeddings, max_new_tokens=3, do_sample=False)
+    assert new.compiled.events.cold_starts == []
