@@ -40,11 +40,19 @@ def test_warmup_takes_one_batch_size_or_several(given, buckets, model):
     assert model.compiled.stats().buckets == buckets
 
 
-@pytest.mark.parametrize("given", [0, 5, 2.5, [2.5], "3"])
+@pytest.mark.parametrize("given", [0, 5, 2.5, [2.5], ["3"]])
 def test_warmup_takes_nothing_else(given, model):
     with pytest.raises(ValueError, match=r"batch_sizes: .* is not a whole number between 1 and max_batch_size=4"):
         model.compiled.warmup(given)
     assert model.compiled.stats().pages is None
+
+
+def test_no_word_but_auto_says_which_sizes(model):
+    with pytest.raises(ValueError, match=r"batch_sizes='3': give numbers of rows, 'auto', or profile=PATH"):
+        model.compiled.warmup("3")
+    assert model.compiled.stats().pages is None
+    model.compiled.warmup("auto")
+    assert model.compiled.stats().buckets == [1, 2, 4]
 
 
 def test_tokens_are_counted_up_to_the_end_of_each_row(model, seed):
