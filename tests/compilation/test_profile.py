@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_llm.compilation.graphs.profile import Profile, UsedStep
@@ -18,6 +18,7 @@ MADE_FOR = {"model": "a.B", "rows": 8, "option mode": "cuda-graphs"}
 steps = st.builds(UsedStep, st.sampled_from(["decode", "prefill", "choice"]), *[st.integers(0, 5000) for _ in range(3)])
 uses = st.dictionaries(steps, st.integers(1, 10**9))
 profiles = st.builds(Profile, st.just(MADE_FOR), uses, st.integers(0, 100))
+deterministic = settings(derandomize=True, deadline=None, max_examples=60)
 ONE = Profile(MADE_FOR, {UsedStep("decode", 4, 4, 0): 7, UsedStep("prefill", 64, 2, 1): 3}, 2)
 
 
@@ -26,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("profiles")
 
 
+@deterministic
 @given(profile=profiles)
 def test_what_is_saved_is_read_again(folder: Path, profile: Profile) -> None:
     profile.save(folder / "profile.json")
@@ -36,6 +38,7 @@ def test_what_is_saved_is_read_again(folder: Path, profile: Profile) -> None:
     assert len(counts) == len(profile.uses)
 
 
+@deterministic
 @given(now=profiles, before=profiles)
 def test_earlier_runs_count_half(now: Profile, before: Profile) -> None:
     both = now.after(before)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -233,6 +233,7 @@ budgets = st.one_of(
 )
 
 
+@settings(derandomize=True, deadline=None, max_examples=300)
 @given(
     uses=st.dictionaries(st.sampled_from(KEYS), st.integers(1, 50), min_size=1),
     budget=budgets,
