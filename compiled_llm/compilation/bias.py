@@ -60,6 +60,8 @@ def packed_values(values: Mapping[int, float], others: Iterable[Bias] = ()) -> N
     Hundreds of the former come with one request: to make a ``Bias`` of each would take longer than all else it needs.
     """
     rest = packed(others)
+    if not values:
+        return rest
     columns = np.full((len(rest), len(values)), -1, dtype=np.int32)
     columns[0] = np.fromiter(values.keys(), np.int64, len(values))
     columns[1] = np.fromiter(values.values(), np.float32, len(values)).view(np.int32)

@@ -193,7 +193,7 @@ class Engine:
         **waiting: Any,
     ) -> RequestHandle:
         requests = requests_for(
-            prompt, params, self._model, device_model, self._tokenizer, choosings=choosings, **waiting
+            prompt, params, self._driver.check.tokens, device_model, self._tokenizer, choosings=choosings, **waiting
         )
         self._grammars.begin(requests)
         if (constraint := requests[0].constraint) is not None and constraint.processors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -15,11 +15,31 @@ from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.prompts import Prompt, token_ids
 from compiled_llm.engine.request import Request
 from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import logits_width
 
 
 class QueueFullError(RuntimeError):
     """As many requests wait as may; nothing was taken."""
+
+
+class TokenFacts(NamedTuple):
+    """What of a model's tokens requests follow.
+
+    Attributes:
+        vocabulary: how many ids it can take.
+        logits: how many logits a token has.
+        ends: the end-of-sequence tokens that ``generate`` would stop at.
+    """
+
+    vocabulary: int
+    logits: int
+    ends: frozenset[int]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> TokenFacts:
+        """Return those of a model as it is now."""
+        return cls(vocabulary_of(model), logits_width(model), end_tokens(model))
 
 
 def check_queue(waiting: int, more: int, most: int | None) -> None:
@@ -35,7 +55,7 @@ def check_queue(waiting: int, more: int, most: int | None) -> None:
 def requests_for(
     prompt: Prompt,
     params: SamplingParams,
-    model: PreTrainedModel,
+    model: TokenFacts,
     device_model: DeviceModel,
     tokenizer: Any,
     *,
@@ -49,7 +69,7 @@ def requests_for(
     Args:
         prompt: token ids, text or chat messages.
         params: how to answer.
-        model: the wrapped model.
+        model: what of it answers follow.
         device_model: its device side.
         tokenizer: for text and messages; None if there is none.
         priority: smaller ones run first.
@@ -64,16 +84,15 @@ def requests_for(
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params: give SamplingParams(...); got a {type(params).__name__}")
     _check_waiting(priority, timeout, salt)
-    ids, now = token_ids(prompt, tokenizer, device_model.vocabulary), time.monotonic()
+    ids, now = token_ids(prompt, tokenizer, model.vocabulary), time.monotonic()
     most = _most_new(len(ids), params.max_tokens, device_model)
     if params.min_tokens > most:
         raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")
-    stops, eos = frozenset(params.stop_token_ids or ()), end_tokens(model)
+    stops, eos, width = frozenset(params.stop_token_ids or ()), model.ends, model.logits
     ends = stops if params.ignore_eos else stops | eos
-    vocabulary = logits_width(model)
-    constraints = constraints_for(params, eos, vocabulary, tokenizer)
+    constraints = constraints_for(params, eos, width, tokenizer)
     requests: list[Request] = []
-    choosing = (choosings or Choosings()).of(params, stops | eos, vocabulary, tokenizer)
+    choosing = (choosings or Choosings()).of(params, stops | eos, width, tokenizer)
     for index, sampling in enumerate(choosing.samplings(ids)):
         if (constraint := constraints[index]) is not None:
             ends |= constraint.stops

@@ -9,6 +9,7 @@ import weakref
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import DeviceLostError
+from compiled_llm.engine.intake import TokenFacts
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime, runtime_of
 
@@ -23,6 +24,7 @@ class ModelCheck:
 
     Attributes:
         lost: why the device runs nothing more in this process; None while it does.
+        tokens: what requests follow of the model, as it was at the last look.
     """
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime, watching: bool = True) -> None:
@@ -34,6 +36,7 @@ class ModelCheck:
             watching: False if nobody changes the model, which is then looked at once for each device side.
         """
         self.lost: DeviceLostError | None = None
+        self.tokens = TokenFacts.of(model)
         self._watching = watching
         self._seen: weakref.ref[DeviceModel] | None = None
         self._model = model
@@ -73,6 +76,7 @@ class ModelCheck:
             self._check_no_obstacle()
             device_model = self._runtime.device_model()
             self._seen = weakref.ref(device_model)
+            self.tokens = TokenFacts.of(self._model)
         return device_model
 
     def _seen_before(self) -> DeviceModel | None:

@@ -37,6 +37,8 @@ def token_ids(prompt: Prompt, tokenizer: Any, vocabulary: int) -> NDArray[np.int
 
 
 def _ids(prompt: Prompt, tokenizer: Any) -> Any:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return prompt
     if isinstance(prompt, torch.Tensor):
         return (prompt.float() if prompt.is_floating_point() else prompt).detach().cpu().numpy()
     if isinstance(prompt, np.ndarray):

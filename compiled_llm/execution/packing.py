@@ -6,7 +6,9 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them aft
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,9 +57,11 @@ def token_count(batch: Sequence[Extension]) -> int:
     return sum(len(extension.ids) for extension in batch)
 
 
+@lru_cache(1024)
 def null_extension(length: int, page_size: int) -> Extension:
     """Return a row of padding, whose tokens all go to the null page and to position 0, which every model has."""
     none = np.zeros(length, dtype=np.int64)
+    none.flags.writeable = False
     return Extension(Span.null(max(1, length), page_size), none, none)  # a row has a page, with tokens or without
 
 
@@ -77,27 +81,38 @@ def pack(
     """
     queries = [len(extension.ids) for extension in batch]
     table = build_table([extension.row for extension in batch], queries, page_size, len(batch))
-    starts = [extension.row.length - count for extension, count in zip(batch, queries, strict=True)]
-    packed = Packed(
-        ids=np.concatenate([extension.ids for extension in batch]),
-        positions=np.concatenate([extension.positions for extension in batch]),
-        keep=keep.astype(np.int64),
-        ends=np.arange(len(slots), dtype=np.int64),
-        slots=slots,
-        token_rows=np.repeat(np.arange(len(batch), dtype=np.int32), queries),
-        token_positions=np.concatenate(
-            [np.arange(start, start + count, dtype=np.int32) for start, count in zip(starts, queries, strict=True)]
-        ),
-        qo_indptr=table.qo_indptr,
-        indptr=table.indptr,
-        last_page_len=table.last_page_len,
-    )
+    packed = _allocated(sum(queries), len(keep), len(slots), len(batch))
+    np.concatenate([extension.ids for extension in batch], out=packed.ids)
+    np.concatenate([extension.positions for extension in batch], out=packed.positions)
+    start = 0
+    for number, (extension, count) in enumerate(zip(batch, queries, strict=True)):
+        first, end = extension.row.length - count, start + count
+        packed.token_rows[start:end] = number
+        packed.token_positions[start:end] = np.arange(first, first + count, dtype=np.int32)
+        start = end
+    packed.keep[:], packed.ends[:], packed.slots[:] = keep, np.arange(len(slots)), slots
+    packed.qo_indptr[:], packed.indptr[:], packed.last_page_len[:] = table.qo_indptr, table.indptr, table.last_page_len
     return packed, table
 
 
+def _allocated(tokens: int, wanted: int, chosen: int, rows: int) -> Packed:
+    """Return columns that lie one after the other in one piece of memory."""
+    wide = (tokens, tokens, wanted, chosen, chosen)
+    narrow = (tokens, tokens, rows + 1, rows + 1, rows)
+    memory = np.empty(8 * sum(wide) + 4 * sum(narrow), np.uint8)
+    columns: list[NDArray[Any]] = []
+    for sizes, words in (
+        (wide, memory[: 8 * sum(wide)].view(np.int64)),
+        (narrow, memory[8 * sum(wide) :].view(np.int32)),
+    ):
+        ends = list(accumulate(sizes, initial=0))
+        columns += (words[start:end] for start, end in pairwise(ends))
+    return Packed(*columns)
+
+
 def as_bytes(packed: Packed) -> NDArray[np.uint8]:
-    """Return all columns, one after the other."""
-    return np.concatenate([column.view(np.uint8) for column in packed])
+    """Return all columns, one after the other, as ``pack`` has laid them out."""
+    return cast(NDArray[np.uint8], packed.ids.base)
 
 
 def chunks(batch: Sequence[Extension], most: int, page_size: int) -> Iterator[list[Extension]]:

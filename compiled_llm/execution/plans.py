@@ -18,8 +18,9 @@ from compiled_llm.execution.prefill_room import PrefillRoom
 from compiled_llm.kvcache.memory import free, mark_static
 from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.attention import AttentionPlans
-from compiled_llm_ops import Geometry, plan_paged_attention
+from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.contracts import PlannedBatch
 from compiled_llm_ops.protocol import Captured, Plan
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -152,12 +153,10 @@ class Planner:
             self._plan(bucket, table, _NOT_CAPTURED, _BEST_VARIANT)
 
     def _plan(self, key: Shape | int | None, table: HostTable, tokens: int, variant: int) -> None:
-        qo_indptr, indptr, _, last_page_len = map(torch.from_numpy, table)
-        buffer = self._workspace.buffer
+        # Without the dispatcher of ``plan_paged_attention``: nothing traces this, and first tokens wait for it.
+        columns, buffer = (table.qo_indptr, table.indptr, table.last_page_len), self._workspace.buffer
         for group, plan in zip(self._groups, self._plans_of(key), strict=True):
-            plan_paged_attention(
-                plan.tensor, plan.numbers, qo_indptr, indptr, last_page_len, buffer, *group, tokens, variant
-            )
+            plan.decide(PlannedBatch(*columns, group, buffer, tokens, variant))
 
     def _plans_of(self, key: Shape | int | None) -> list[Plan]:
         if key not in self._plans:

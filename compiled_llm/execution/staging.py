@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,13 +20,25 @@ _AREAS = 8
 _ALIGNMENT = 8
 
 
+class _Area(NamedTuple):
+    """Host memory to copy from, as a tensor and as an array: to get one from the other takes longer than a copy."""
+
+    memory: Tensor
+    bytes: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, nbytes: int, pinned: bool = True) -> _Area:
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned, device="cpu")
+        return cls(memory, memory.numpy())
+
+
 class Staging:
     """Pinned areas used one after the other, and one that is lent; on a CPU the copies are plain ones."""
 
     def __init__(self, device: torch.device) -> None:
         """Allocate nothing yet: areas grow to the largest upload."""
         self._device = device
-        self._areas: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device="cpu")] * _AREAS
+        self._areas = [_Area.of(0, pinned=False)] * _AREAS
         self._events = [torch.cuda.Event() for _ in range(_AREAS)] if device.type == "cuda" else []
         self._current = 0
         self._lent = torch.empty(0, 0, dtype=torch.int32, device="cpu")
@@ -66,9 +78,9 @@ class Staging:
         area = self._area(sum(_aligned(array.nbytes) for array, _ in pairs))
         start = 0
         for array, target in pairs:
-            pinned = area[start : start + array.nbytes].view(target.dtype)
-            pinned.numpy()[:] = array
-            target[: len(array)].copy_(pinned, non_blocking=True)
+            end = start + array.nbytes
+            area.bytes[start:end] = array.view(np.uint8)
+            target[: len(array)].copy_(area.memory[start:end].view(target.dtype), non_blocking=True)
             start += _aligned(array.nbytes)
         self._events[self._current].record()
 
@@ -91,10 +103,9 @@ class Staging:
             self._current = number
             self._area(nbytes)
 
-    def _area(self, nbytes: int) -> Tensor:
-        if self._areas[self._current].numel() < nbytes:
-            size = 1 << max(12, (nbytes - 1).bit_length())
-            self._areas[self._current] = torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
+    def _area(self, nbytes: int) -> _Area:
+        if len(self._areas[self._current].bytes) < nbytes:
+            self._areas[self._current] = _Area.of(1 << max(12, (nbytes - 1).bit_length()))
         return self._areas[self._current]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -56,19 +56,18 @@ def build_table(rows: Sequence[Stored], queries: Sequence[int], page_size: int, 
         page_size: S.
         padded: B, at least ``len(rows)``.
     """
+    # Sums over lists: of numpy, each other function that a first token needs has to come into the caches first.
     null = padded - len(rows)
     pages = [row.pages for row in rows] + [[NULL_PAGE]] * null
-    indptr = _starts([len(numbers) for numbers in pages])
-    lengths = np.array([row.length for row in rows] + [1] * null, dtype=np.int32)
+    counts = list(map(len, pages))
+    last = [row.length - (len(row.pages) - 1) * page_size for row in rows] + [1] * null
     return HostTable(
         qo_indptr=_starts([*queries, *[1] * null]),
-        indptr=indptr,
-        indices=np.fromiter(chain.from_iterable(pages), dtype=np.int32, count=indptr[-1]),
-        last_page_len=lengths - (np.diff(indptr) - 1) * np.int32(page_size),
+        indptr=_starts(counts),
+        indices=np.array(list(chain.from_iterable(pages)), dtype=np.int32),
+        last_page_len=np.array(last, dtype=np.int32),
     )
 
 
 def _starts(counts: Sequence[int]) -> NDArray[np.int32]:
-    starts = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=starts[1:])
-    return starts
+    return np.array(list(accumulate(counts, initial=0)), dtype=np.int32)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -103,6 +105,28 @@ class PlanPagedAttention(NamedTuple):
     def geometry(self) -> Geometry:
         """The attention group that is planned for."""
         return Geometry(*(getattr(self, name) for name in Geometry._fields))
+
+
+class PlannedBatch(NamedTuple):
+    """A batch that is planned, as its page table lies on the host.
+
+    Attributes:
+        qo_indptr: ``[B + 1]`` int32.
+        indptr: ``[B + 1]`` int32.
+        last_page_len: ``[B]`` int32.
+        geometry: the attention group.
+        workspace: what launches will be given.
+        captured_tokens: as ``plan_paged_attention`` takes it.
+        variant: likewise.
+    """
+
+    qo_indptr: NDArray[np.int32]
+    indptr: NDArray[np.int32]
+    last_page_len: NDArray[np.int32]
+    geometry: Geometry
+    workspace: Tensor
+    captured_tokens: int = -1
+    variant: int = -1
 
 
 class PagedAttention(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlanPagedAttention
+from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlannedBatch
 
 
 class Captured(NamedTuple):
@@ -49,7 +49,7 @@ class Plan(Protocol):
     tensor: Tensor
     numbers: Tensor
 
-    def decide(self, args: PlanPagedAttention) -> None:
+    def decide(self, batch: PlannedBatch) -> None:
         """Plan a batch; see ``plan_paged_attention``."""
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
@@ -18,7 +19,6 @@ from compiled_llm import WrapConfig
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.compilation.options import passes_for
 from compiled_llm.compilation.passes.attention import PreparedInAttention
-from compiled_llm.execution import plans
 from compiled_llm.execution.packing import null_extension, pack, padded
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill_room import PrefillRoom
@@ -28,8 +28,9 @@ from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops import Geometry, append_paged_kv, paged_attention_lse
 from compiled_llm_ops.backends import BACKENDS, backend_named
-from compiled_llm_ops.contracts import AppendPagedKv, PagedAttention, PlanPagedAttention
+from compiled_llm_ops.contracts import AppendPagedKv, PagedAttention, PlannedBatch
 from compiled_llm_ops.protocol import owner_of
+from compiled_llm_ops.reference.backend import ReferencePlan
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -190,8 +191,8 @@ def test_decode_is_planned_again_when_a_row_enters_a_page_and_never_in_between(
 @pytest.mark.usefixtures("planned_decode")
 def test_decode_steps_of_a_bucket_have_one_fixed_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the rows are, the plan of a bucket has the same address, tokens and variant."""
-    made: list[PlanPagedAttention] = []
-    monkeypatch.setattr(plans, "plan_paged_attention", lambda *args: made.append(PlanPagedAttention(*args)))
+    made: list[tuple[Tensor, PlannedBatch]] = []
+    monkeypatch.setattr(ReferencePlan, "decide", lambda plan, batch: made.append((plan.tensor, batch)))
     config = WrapConfig(max_batch_size=4)
     windowed = GEOMETRY._replace(window_left=7)
     planner = Planner(
@@ -204,10 +205,12 @@ def test_decode_steps_of_a_bucket_have_one_fixed_partition(monkeypatch: pytest.M
     for lengths in ([1, 1], [90, 3], [400, 400, 400, 400]):
         rows = [Span([1] * -(-length // 4), length) for length in lengths]
         planner.plan_decode(build_table(rows, [1] * len(rows), 4, 4), 4)
-    assert {(args.captured_tokens, args.variant) for args in made} == {(4, 5)}
-    assert [args.plan.data_ptr() for args in made] == [tensor.data_ptr() for tensor in inputs.tensors] * 3
-    assert [args.geometry for args in made] == [GEOMETRY, windowed] * 3
-    assert all(args.qo_indptr.tolist() == [0, 1, 2, 3, 4] for args in made), "null rows have one query and one page"
+    assert {(batch.captured_tokens, batch.variant) for _, batch in made} == {(4, 5)}
+    assert [plan.data_ptr() for plan, _ in made] == [tensor.data_ptr() for tensor in inputs.tensors] * 3
+    assert [batch.geometry for _, batch in made] == [GEOMETRY, windowed] * 3
+    assert all(batch.qo_indptr.tolist() == [0, 1, 2, 3, 4] for _, batch in made), (
+        "null rows have one query and one page"
+    )
 
 
 @pytest.mark.parametrize(("mode", "planned"), [("cuda-graphs", (64, 0)), ("pieces", (-1, -1))])
@@ -215,7 +218,7 @@ def test_what_is_not_captured_is_planned_for_its_own_batch(
     mode: Any, planned: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(plans, "plan_paged_attention", lambda *args: found.append(args[-2:]))
+    monkeypatch.setattr(ReferencePlan, "decide", lambda plan, batch: found.append(batch[-2:]))
     config, shape = WrapConfig(mode=mode, backend="reference", **OPTIONS), Shape(64, 2)
     planner = Planner([GEOMETRY], config, torch.device("cpu"), longest=40, room=PrefillRoom(64, 3, 0), shapes=[shape])
     one = null_extension(5, 4)

@@ -50,7 +50,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     device_model.thread.call(device_model.prepare_deferred, [1, 4, 8])
     assert device_model.state.choice_graphs.buckets == ([1, 4, 8] if mode == "cuda-graphs" else [])
     words = device_model.state.slots.tables.allowed.shape[1]
-    assert all(len(area) >= 8 * (4 * words + 24) for area in device_model.state.staging._areas)
+    assert all(len(area.bytes) >= 8 * (4 * words + 24) for area in device_model.state.staging._areas)
     yield wrapped
     compiled_llm.unwrap(wrapped)
     gc.collect()

@@ -16,6 +16,8 @@ from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill_room import PrefillRoom
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm_ops import Geometry, PageTable
+from compiled_llm_ops.attention import plan as plan_op
+from compiled_llm_ops.contracts import PlanPagedAttention
 from compiled_llm_ops.flashinfer import backend, splitting, versions, workspace
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE
@@ -174,11 +176,13 @@ def test_launches_read_what_the_op_wrote_to_numbers(mocked: Mocked) -> None:
 
 
 def test_numbers_of_another_plan_are_refused(mocked: Mocked) -> None:
-    plan, other = make_plan(mocked), make_plan(mocked)
-    plan.owner, plan.owner.numbers = other.owner, plan.owner.numbers.clone()
-    args = mock.Mock(numbers=torch.zeros(15, dtype=torch.int64))
-    with pytest.raises(ValueError, match="numbers belong to another plan"):
-        other.owner.decide(args)
+    plan, other = make_plan(mocked).owner, make_plan(mocked).owner
+    table = (HOST.qo_indptr, HOST.indptr, HOST.last_page_len)
+    for numbers, refused in ((plan.numbers, False), (other.numbers, True)):
+        args = PlanPagedAttention(plan.tensor, numbers, *table, mocked.workspace.buffer, *GEOMETRY)
+        with pytest.raises(ValueError, match="numbers belong to another plan") if refused else nullcontext():
+            plan_op._cuda(args)
+    mocked.planner.assert_called_once()
 
 
 def test_a_launch_of_another_batch_is_refused(mocked: Mocked) -> None:

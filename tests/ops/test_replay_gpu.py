@@ -273,8 +273,8 @@ def test_static_prefill_replays_smaller_batches(split: bool, seed: int, workspac
     out, lse = outputs(query)
 
     def prepare(queries: list[int]) -> None:
-        for pinned, _ in workspace._staging:
-            pinned.fill_(1)  # what earlier plans have left there must not matter
+        for staged in workspace._staging:
+            staged.memory.fill_(1)  # what earlier plans have left there must not matter
         upload(rows.table(queries), columns)
         plan.plan(rows.table(queries))
 

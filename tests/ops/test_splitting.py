@@ -64,7 +64,7 @@ MEASURED = [
 
 
 def decided(queries: list[int], lengths: list[int], geometry: Geometry = QWEN3_SMALL) -> bool:
-    return worth_splitting(geometry, np.array(queries), np.array(lengths), PROCESSORS)
+    return worth_splitting(geometry, queries, lengths, PROCESSORS)
 
 
 @pytest.mark.parametrize(("rows", "tokens", "before", "split", "whole"), MEASURED)
@@ -80,7 +80,7 @@ def test_one_long_row_among_short_ones_is_shared() -> None:
 
 
 def test_with_more_heads_than_blocks_fill_the_device_nothing_is_shared() -> None:
-    assert not worth_splitting(QWEN3_SMALL._replace(kv_heads=64, query_heads=64), np.array([64]), np.array([9000]), 16)
+    assert not worth_splitting(QWEN3_SMALL._replace(kv_heads=64, query_heads=64), [64], [9000], 16)
 
 
 def test_rows_without_new_tokens_do_not_count() -> None:

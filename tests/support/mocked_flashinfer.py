@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import Geometry, PageTable
-from compiled_llm_ops.contracts import PagedAttention, PlanPagedAttention
+from compiled_llm_ops.contracts import PagedAttention, PlannedBatch
 from compiled_llm_ops.flashinfer import plan as plans
 from compiled_llm_ops.flashinfer import versions, workspace
 from compiled_llm_ops.flashinfer.plan import FlashInferPlan
@@ -75,12 +75,11 @@ class MockedPlan:
     def __init__(self, mocked: Mocked, geometry: Geometry, captured_tokens: int, variant: int) -> None:
         self.owner = FlashInferPlan(mocked.workspace, 2**20)
         self._workspace = mocked.workspace.buffer
-        self._how = (*geometry, captured_tokens, variant)
+        self._geometry, self._how = geometry, (captured_tokens, variant)
 
     def plan(self, host: PageTable) -> None:
-        table = (host.qo_indptr, host.indptr, host.last_page_len)
-        args = PlanPagedAttention(self.owner.tensor, self.owner.numbers, *table, self._workspace, *self._how)
-        self.owner.decide(args)
+        starts, pages, last = host.qo_indptr.numpy(), host.indptr.numpy(), host.last_page_len.numpy()
+        self.owner.decide(PlannedBatch(starts, pages, last, self._geometry, self._workspace, *self._how))
 
     def run(
         self, query: Tensor, pages: Tensor, out: Tensor, lse: Tensor, scale: float, table: PageTable = HOST

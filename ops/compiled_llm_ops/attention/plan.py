@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import PlanPagedAttention
+from compiled_llm_ops.contracts import PlannedBatch, PlanPagedAttention
 from compiled_llm_ops.library import define
 from compiled_llm_ops.protocol import owner_of
 
@@ -91,7 +91,11 @@ def _check(args: PlanPagedAttention) -> None:
 
 def _cuda(args: PlanPagedAttention) -> None:
     _check(args)
-    owner_of(args.plan).decide(args)
+    plan = owner_of(args.plan)
+    if args.numbers.data_ptr() != plan.numbers.data_ptr():
+        raise ValueError("plan_paged_attention: numbers belong to another plan; give those made with this one")
+    starts, pages, last = args.qo_indptr.numpy(), args.indptr.numpy(), args.last_page_len.numpy()
+    plan.decide(PlannedBatch(starts, pages, last, args.geometry, args.workspace, args.captured_tokens, args.variant))
 
 
 _plan_paged_attention = define(

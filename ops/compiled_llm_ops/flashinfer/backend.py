@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PageTable
@@ -16,7 +15,7 @@ from compiled_llm_ops.flashinfer.planner import plan_bytes
 from compiled_llm_ops.flashinfer.prebuilt import find_kernels_in, kernels_built
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, captured_split_bytes, split_bytes, worth_splitting
 from compiled_llm_ops.flashinfer.versions import QUERY_DTYPES, missing_kernel, padded_head_dim
-from compiled_llm_ops.flashinfer.workspace import Workspace, max_blocks_of
+from compiled_llm_ops.flashinfer.workspace import Workspace, max_blocks_of, processors_of
 from compiled_llm_ops.protocol import Captured
 
 
@@ -56,15 +55,14 @@ class FlashInfer:
         self, groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device
     ) -> int:
         """Split if that pays for any group."""
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        rows = np.array(queries), np.array(lengths)
-        return SPLIT if any(worth_splitting(group, *rows, processors) for group in groups) else WHOLE
+        processors = processors_of(device)
+        return SPLIT if any(worth_splitting(group, queries, lengths, processors) for group in groups) else WHOLE
 
     def workspace_bytes(
         self, groups: Sequence[Geometry], device: torch.device, captured: Captured | None = None
     ) -> int:
         """Return room for the partial results of the group that has most of them."""
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        processors = processors_of(device)
         if captured is None:
             return max(split_bytes(group, processors) for group in groups)
         if captured.variant != SPLIT:

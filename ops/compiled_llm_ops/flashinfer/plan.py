@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import Geometry, PagedAttention, PlanPagedAttention
+from compiled_llm_ops.contracts import Geometry, PagedAttention, PlannedBatch
 from compiled_llm_ops.flashinfer.append import readable
-from compiled_llm_ops.flashinfer.planner import PLAN_FIELDS, decide
+from compiled_llm_ops.flashinfer.planner import PLAN_FIELDS, HostColumns, decide
 from compiled_llm_ops.flashinfer.workspace import Workspace, pinned
 from compiled_llm_ops.protocol import own
 
@@ -37,35 +37,37 @@ class FlashInferPlan:
         self._rows = 0
         self._fixed: tuple[Geometry | None, int, int, int] | None = None
         self._captured: list[int] | None = None
-        self._waiting: PlanPagedAttention | None = None
+        self._waiting: PlannedBatch | None = None
+        self._columns = HostColumns.of(0)
         own(self)
 
-    def decide(self, args: PlanPagedAttention) -> None:
+    def decide(self, batch: PlannedBatch) -> None:
         """Decide how the kernels divide a batch, and queue the copy of that to the device. Never waits for it.
 
         While the kernels are being built, that is left to the first launch.
 
         Raises:
-            ValueError: ``numbers`` are another plan's, there are more tokens than a captured launch has, the plan is
-                too small, or FlashInfer has no kernel for the geometry.
+            ValueError: there are more tokens than a captured launch has, the plan is too small, or FlashInfer has no
+                kernel for the geometry.
             RuntimeError: the workspace is too small, a graph is being captured, or FlashInfer decided something else
                 for a batch that a captured launch has fixed; the graph must not be replayed then.
         """
-        if args.numbers.data_ptr() != self.numbers.data_ptr():
-            raise ValueError("plan_paged_attention: numbers belong to another plan; give those made with this one")
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("plan_paged_attention: a CUDA graph is being captured; plan before the capture")
-        self._geometry, self._rows = args.geometry, args.last_page_len.shape[0]
+        self._geometry, self._rows = batch.geometry, len(batch.last_page_len)
         if self._workspace.is_loading(self._geometry):
-            columns = {name: getattr(args, name).clone() for name in ("qo_indptr", "indptr", "last_page_len")}
-            self._waiting = args._replace(**columns)
+            columns = {name: getattr(batch, name).copy() for name in ("qo_indptr", "indptr", "last_page_len")}
+            self._waiting = batch._replace(**columns)
         else:
-            self._decide(args)
+            self._decide(batch)
 
-    def _decide(self, args: PlanPagedAttention) -> None:
+    def _decide(self, batch: PlannedBatch) -> None:
         self._waiting = None
-        fixed = self._geometry, self._rows, args.captured_tokens, args.variant
-        numbers = decide(args, self._numbers.tolist() if fixed == self._fixed else None, self._workspace)
+        fixed = self._geometry, self._rows, batch.captured_tokens, batch.variant
+        if self._columns.rows != self._rows:
+            self._columns = HostColumns.of(self._rows)
+        known = self._numbers.tolist() if fixed == self._fixed else None
+        numbers = decide(batch, self.tensor, self._columns, known, self._workspace)
         self._check_captured(numbers)
         self._fixed = fixed
         self._numbers[:] = numbers
@@ -115,16 +117,17 @@ class FlashInferPlan:
             wrapper._paged_kv_last_page_len_buf = wrapper._float_workspace_buffer = None
 
     def _check_captured(self, numbers: list[int]) -> None:
+        if self._captured is None or numbers == self._captured:
+            return
         changed = [
             f"{name} was {old} and is now {new}"
-            for name, old, new in zip(PLAN_FIELDS, self._captured or numbers, numbers, strict=True)
+            for name, old, new in zip(PLAN_FIELDS, self._captured, numbers, strict=True)
             if old != new
         ]
-        if changed:
-            raise RuntimeError(
-                f"plan_paged_attention: a captured graph of {self._rows} rows no longer fits its plan: "
-                f"{', '.join(changed)}; record the graph again before replaying it"
-            )
+        raise RuntimeError(
+            f"plan_paged_attention: a captured graph of {self._rows} rows no longer fits its plan: "
+            f"{', '.join(changed)}; record the graph again before replaying it"
+        )
 
     def _check_launch(self, args: PagedAttention, geometry: Geometry, tokens: int) -> None:
         launched = geometry, args.last_page_len.shape[0], args.query.shape[0]

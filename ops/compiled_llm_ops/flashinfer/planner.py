@@ -6,16 +6,15 @@ Shapes: B rows, T packed tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm_ops.contracts import Geometry, PlanPagedAttention
+from compiled_llm_ops.contracts import Geometry, PlannedBatch
 from compiled_llm_ops.flashinfer.splitting import SPLIT, most_tiles, worth_splitting
 from compiled_llm_ops.flashinfer.versions import idle_blocks_read_the_plan, uniform_q_len_argument
 from compiled_llm_ops.flashinfer.workspace import Workspace
@@ -38,13 +37,54 @@ PLAN_FIELDS: tuple[str, ...] = (
     "enable_cuda_graph",
     "split_kv",
 )
+_BLOCKS, _TILE = map(PLAN_FIELDS.index, ("padded_batch_size", "cta_tile_q"))
+_ROWS, _QUERY_TILES, _KEY_TILES = map(
+    PLAN_FIELDS.index, ("request_indices_offset", "qo_tile_indices_offset", "kv_tile_indices_offset")
+)
 
 
-def decide(args: PlanPagedAttention, known: list[int] | None, workspace: Workspace) -> list[int]:
-    """Plan a batch: queue the copy of the plan to ``args.plan`` and return the numbers that launches take on the host.
+class HostColumns(NamedTuple):
+    """Where the planner reads a batch of B rows: tensors, and the same memory as arrays.
+
+    Kept from plan to plan: to make a tensor of an array, or an array of a tensor, takes longer than all else here.
+
+    Attributes:
+        tensors: where queries and pages of rows begin ``[B + 1]``, and their tokens ``[B]``, int32.
+        arrays: likewise.
+    """
+
+    tensors: tuple[Tensor, ...]
+    arrays: tuple[NDArray[np.int32], ...]
+
+    @classmethod
+    def of(cls, rows: int) -> HostColumns:
+        """Return new ones."""
+        tensors = tuple(torch.zeros(size, dtype=torch.int32, device="cpu") for size in (rows + 1, rows + 1, rows))
+        return cls(tensors, tuple(tensor.numpy() for tensor in tensors))
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.arrays[2])
+
+    def fill(self, batch: PlannedBatch) -> None:
+        """Write a batch of as many rows."""
+        starts, pages, lengths = self.arrays
+        starts[:], pages[:] = batch.qo_indptr, batch.indptr
+        first, size = batch.indptr.tolist(), batch.geometry.page_size
+        last = zip(pairwise(first), batch.last_page_len.tolist(), strict=True)
+        lengths[:] = [(end - start - 1) * size + full for (start, end), full in last]
+
+
+def decide(
+    batch: PlannedBatch, plan: Tensor, columns: HostColumns, known: list[int] | None, workspace: Workspace
+) -> list[int]:
+    """Plan a batch: queue the copy of the plan to ``plan`` and return the numbers that launches take on the host.
 
     Args:
-        args: its columns are on the host, int32, of exact sizes.
+        batch: its columns are of exact sizes.
+        plan: ``[bytes]`` uint8 on the device, written.
+        columns: of as many rows, written.
         known: the numbers of this plan's last batch; None before the first.
         workspace: of the plan.
 
@@ -55,23 +95,32 @@ def decide(args: PlanPagedAttention, known: list[int] | None, workspace: Workspa
         ValueError: there are more tokens than a captured launch has, or the plan is too small.
         RuntimeError: the workspace is too small.
     """
-    captured, tokens, rows = args.captured_tokens >= 0, _tokens(args), args.last_page_len.shape[0]
-    _check_size(args, tokens, workspace)
-    geometry, lengths = args.geometry, row_lengths(args)
-    if args.variant < 0:
-        split = worth_splitting(geometry, np.diff(args.qo_indptr.numpy()), lengths, workspace.processors)
-    else:
-        split = args.variant == SPLIT
-    arguments = planner_arguments(args, lengths, tokens=tokens, split=split)
-    with workspace.staging(args.plan.numel()) as pinned, overflow_explained(args.workspace):
-        all_arguments = args.workspace, args.plan, pinned, *arguments
+    captured, geometry, rows = batch.captured_tokens >= 0, batch.geometry, columns.rows
+    tokens = _tokens(int(batch.qo_indptr[-1]), batch.captured_tokens)
+    _check_size(plan, geometry, tokens, rows, workspace)
+    columns.fill(batch)
+    split = _splits(batch, columns, workspace)
+    arguments, whole = planner_arguments(batch, columns, tokens, split), captured and not split
+    with workspace.staging(plan.numel()) as staged:
+        all_arguments = batch.workspace, plan, staged.memory, *arguments
         planner = workspace.wrapper(geometry)._cached_module
-        if captured and not split and idle_blocks_read_the_plan():
-            # Only the planner knows the offsets, so the first plan is made twice.
-            let_idle_blocks_repeat(pinned, known or planner.plan(*all_arguments), row=rows - 1)
-        plan_info = planner.plan(*all_arguments)
-    numbers = [int(number) for number in plan_info]
-    return with_blocks_for_tiles(numbers, geometry, tokens, rows) if captured and not split else numbers
+        try:
+            if whole and idle_blocks_read_the_plan():
+                # Only the planner knows the offsets, so the first plan is made twice.
+                let_idle_blocks_repeat(staged.words, known or planner.plan(*all_arguments), row=rows - 1)
+            numbers = list(map(int, planner.plan(*all_arguments)))
+        except RuntimeError as error:
+            _explain_overflow(error, batch.workspace)
+            raise
+    return with_blocks_for_tiles(numbers, geometry, tokens, rows) if whole else numbers
+
+
+def _splits(batch: PlannedBatch, columns: HostColumns, workspace: Workspace) -> bool:
+    """Whether blocks share the keys of a row."""
+    if batch.variant >= 0:
+        return batch.variant == SPLIT
+    starts, _, lengths = columns.arrays
+    return worth_splitting(batch.geometry, np.diff(starts).tolist(), lengths.tolist(), workspace.processors)
 
 
 def plan_bytes(geometry: Geometry, tokens: int, rows: int, max_blocks: int) -> int:
@@ -93,25 +142,22 @@ def plan_bytes(geometry: Geometry, tokens: int, rows: int, max_blocks: int) -> i
     return 13 * blocks + 4 * (rows + tokens) + 512
 
 
-def planner_arguments(
-    args: PlanPagedAttention, lengths: NDArray[np.int32], *, tokens: int, split: bool
-) -> tuple[Any, ...]:
+def planner_arguments(batch: PlannedBatch, columns: HostColumns, tokens: int, split: bool) -> tuple[Any, ...]:
     """Return what follows the three workspaces in the planner's arguments."""
     causal, fixed_split_size, disable_split_kv, num_colocated_ctas = True, -1, not split, 0
+    geometry = batch.geometry
     return (
-        args.qo_indptr,
-        args.indptr,
-        torch.from_numpy(lengths),
+        *columns.tensors,
         tokens,
-        args.last_page_len.shape[0],
-        args.query_heads,
-        args.kv_heads,
-        args.page_size,
-        args.captured_tokens >= 0,
-        args.head_dim,
-        args.head_dim,
+        columns.rows,
+        geometry.query_heads,
+        geometry.kv_heads,
+        geometry.page_size,
+        batch.captured_tokens >= 0,
+        geometry.head_dim,
+        geometry.head_dim,
         causal,
-        args.window_left,
+        geometry.window_left,
         fixed_split_size,
         disable_split_kv,
         num_colocated_ctas,
@@ -119,26 +165,21 @@ def planner_arguments(
     )
 
 
-def _tokens(args: PlanPagedAttention) -> int:
+def _tokens(tokens: int, captured: int) -> int:
     """Return T; for captured launches the number that they were captured with."""
-    tokens = int(args.qo_indptr[-1])
-    if args.captured_tokens < 0:
-        return tokens
-    if tokens > args.captured_tokens:
+    if tokens > captured >= 0:
         raise ValueError(
-            f"plan_paged_attention: {tokens} tokens are more than captured_tokens={args.captured_tokens}; "
-            "capture the largest batch"
+            f"plan_paged_attention: {tokens} tokens are more than captured_tokens={captured}; capture the largest batch"
         )
-    return args.captured_tokens
+    return max(tokens, captured)
 
 
-def _check_size(args: PlanPagedAttention, tokens: int, workspace: Workspace) -> None:
-    rows = args.last_page_len.shape[0]
-    needed = plan_bytes(args.geometry, tokens, rows, workspace.max_blocks)
-    if args.plan.numel() < needed:
+def _check_size(plan: Tensor, geometry: Geometry, tokens: int, rows: int, workspace: Workspace) -> None:
+    needed = plan_bytes(geometry, tokens, rows, workspace.max_blocks)
+    if plan.numel() < needed:
         raise ValueError(
             f"plan_paged_attention: {tokens} tokens of {rows} rows need a plan of {needed} bytes; got "
-            f"{args.plan.numel()}; plan_bytes() of the backend says what holds any batch"
+            f"{plan.numel()}; plan_bytes() of the backend says what holds any batch"
         )
 
 
@@ -148,39 +189,26 @@ def with_blocks_for_tiles(numbers: list[int], geometry: Geometry, tokens: int, r
     The planner gives it enough to fill the device. Blocks without work would crowd the others onto fewer
     multiprocessors: on an H200, 1 row of 512 new tokens takes 29 us instead of 19.
     """
-    info = dict(zip(PLAN_FIELDS, numbers, strict=True))
-    return [*(info | {"padded_batch_size": most_tiles(geometry, tokens, rows, info["cta_tile_q"])}).values()]
+    changed = list(numbers)
+    changed[_BLOCKS] = most_tiles(geometry, tokens, rows, numbers[_TILE])
+    return changed
 
 
-def row_lengths(args: PlanPagedAttention) -> NDArray[np.int32]:
-    """Return ``[B]``, all tokens of each row."""
-    # In numpy, which takes a tenth of the time over so few numbers.
-    pages, last = np.diff(args.indptr.numpy()), args.last_page_len.numpy()
-    lengths: NDArray[np.int32] = (pages - 1) * np.int32(args.page_size) + last
-    return lengths
-
-
-def let_idle_blocks_repeat(pinned: Tensor, plan_info: Any, row: int) -> None:
+def let_idle_blocks_repeat(words: NDArray[np.int32], plan_info: Any, row: int) -> None:
     """Fill what the planner does not write: blocks without work recompute the first tile of ``row``.
 
     Several blocks that write the same do no harm. Without split, put a short row last: idle blocks take its time.
     """
-    info = dict(zip(PLAN_FIELDS, map(int, plan_info), strict=True))
-    columns = {"request_indices_offset": row, "qo_tile_indices_offset": 0, "kv_tile_indices_offset": 0}
-    for name, value in columns.items():
-        column = pinned[info[name] : info[name] + 4 * info["padded_batch_size"]]
-        column.numpy().view(np.int32)[:] = value
+    blocks = int(plan_info[_BLOCKS])
+    for field, value in ((_ROWS, row), (_QUERY_TILES, 0), (_KEY_TILES, 0)):
+        first = int(plan_info[field]) // 4
+        words[first : first + blocks] = value
 
 
-@contextmanager
-def overflow_explained(float_buffer: Tensor) -> Iterator[None]:
-    """Say what to do if FlashInfer finds the float workspace too small."""
-    try:
-        yield
-    except RuntimeError as error:
-        overflow = re.search(r"allocating memory for \w+_tmp_[vs] with size (\d+)", str(error))
-        if overflow is None:
-            raise
+def _explain_overflow(error: RuntimeError, float_buffer: Tensor) -> None:
+    """Raise what says what to do, if FlashInfer has found the float workspace too small."""
+    overflow = re.search(r"allocating memory for \w+_tmp_[vs] with size (\d+)", str(error))
+    if overflow is not None:
         raise RuntimeError(
             f"plan_paged_attention: the workspace of {float_buffer.numel()} bytes is too small for "
             f"this batch, whose split rows alone take {overflow[1]} bytes; raise workspace_bytes"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence
 
 from compiled_llm_ops.contracts import Geometry
 from compiled_llm_ops.flashinfer.versions import counts_pairs_as_queries
@@ -77,9 +74,7 @@ def _partial_results(geometry: Geometry, blocks: int, tile: int) -> int:
     return geometry.query_heads * queries * (geometry.head_dim + 1) * 4 + 32
 
 
-def worth_splitting(
-    geometry: Geometry, queries: NDArray[np.integer[Any]], lengths: NDArray[np.integer[Any]], processors: int
-) -> bool:
+def worth_splitting(geometry: Geometry, queries: Sequence[int], lengths: Sequence[int], processors: int) -> bool:
     """Return whether a prefill is faster if blocks share the keys of a row and merge their results.
 
     A block goes over the keys of its tile of queries one after the other, so the longest row sets the time unless
@@ -97,11 +92,16 @@ def worth_splitting(
         Measured on an H200 with 16 query heads, 8 kv heads of size 128, 1 and 8 rows, 16 to 2,048 new tokens after 0
         to 2,048: if it chooses the slower variant, that is slower by at most 3%.
     """
-    tile = _largest_tile(geometry)
-    seen = lengths if geometry.window_left < 0 else np.minimum(lengths, geometry.window_left + tile)
-    tiles = -(-queries * (geometry.query_heads // geometry.kv_heads) // tile)
-    longest, tokens = int(seen[tiles > 0].max(initial=0)), int(queries.sum())
+    # Plain numbers: of few rows, all that numpy would do is wait for its own code to come into the caches.
+    tile, group, tokens = _largest_tile(geometry), geometry.query_heads // geometry.kv_heads, sum(queries)
+    most = max(lengths, default=0) if geometry.window_left < 0 else geometry.window_left + tile
+    longest = pairs = 0
+    for count, length in zip(queries, lengths, strict=True):
+        if count > 0:
+            seen = min(length, most)
+            longest = max(longest, seen)
+            pairs += -(-count * group // tile) * seen
     alone = most_tiles(geometry, tokens, len(queries), tile) * geometry.kv_heads <= processors
-    shared = int(tiles @ seen) * geometry.kv_heads / (_BLOCKS_AT_ONCE * processors)
+    shared = pairs * geometry.kv_heads / (_BLOCKS_AT_ONCE * processors)
     merging = 64 + tokens * geometry.query_heads / 18
     return longest * (0.6 if alone else 1) - shared > merging

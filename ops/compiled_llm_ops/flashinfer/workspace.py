@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PageTable
@@ -18,6 +21,26 @@ from compiled_llm_ops.flashinfer.versions import HEAD_DIMS, import_flashinfer, m
 
 STAGING_BUFFERS = 16
 """Plans the host may be ahead of the device: three and more prefills of a model with several attention groups."""
+
+
+class Staged(NamedTuple):
+    """Pinned memory that plans are copied from.
+
+    Attributes:
+        memory: ``[bytes]`` uint8.
+        words: the same, int32.
+        copied: when the last copy out of it is done.
+    """
+
+    memory: Tensor
+    words: NDArray[np.int32]
+    copied: torch.cuda.Event
+
+    @classmethod
+    def of(cls, nbytes: int) -> Staged:
+        """Allocate."""
+        memory = pinned(nbytes)
+        return cls(memory, memory.numpy().view(np.int32), torch.cuda.Event())
 
 
 class Workspace:
@@ -47,9 +70,9 @@ class Workspace:
         """
         self.buffer = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self.device = self.buffer.device
-        self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.processors = processors_of(self.device)
         self.max_blocks = max_blocks_of(self.device)
-        self._staging = [(pinned(64 * 2**10), torch.cuda.Event()) for _ in range(STAGING_BUFFERS)]
+        self._staging = [Staged.of(64 * 2**10) for _ in range(STAGING_BUFFERS)]
         self._next = 0
         self._wrappers: dict[Geometry, Any] = {}
         self._loading: dict[Geometry, Future[Any]] = {}
@@ -73,7 +96,7 @@ class Workspace:
         return self._wrappers[geometry]
 
     @contextmanager
-    def staging(self, nbytes: int) -> Iterator[Tensor]:
+    def staging(self, nbytes: int) -> Iterator[Staged]:
         """Yield pinned memory that no copy reads any more; copies out of it are issued within the block.
 
         Waits only when the host is ``STAGING_BUFFERS`` plans ahead of the device.
@@ -84,14 +107,19 @@ class Workspace:
         Yields:
             ``[>= nbytes]`` uint8.
         """
-        staged, copied = self._staging[self._next]
-        copied.synchronize()
-        if staged.numel() < nbytes:
-            staged = pinned(power_of_two(nbytes))
+        staged = self._staging[self._next]
+        staged.copied.synchronize()
+        if staged.memory.numel() < nbytes:
+            staged = self._staging[self._next] = Staged.of(power_of_two(nbytes))
         yield staged
-        copied.record(torch.cuda.current_stream(self.device))
-        self._staging[self._next] = staged, copied
+        staged.copied.record(torch.cuda.current_stream(self.device))
         self._next = (self._next + 1) % len(self._staging)
+
+
+@functools.cache
+def processors_of(device: torch.device) -> int:
+    """Return how many multiprocessors a device has."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def max_blocks_of(device: torch.device) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention import plain
-from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlanPagedAttention
+from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlannedBatch
 from compiled_llm_ops.protocol import Captured, own
 
 
@@ -22,7 +22,7 @@ class ReferencePlan:
         self.numbers = torch.zeros(0, dtype=torch.int64, device="cpu")
         own(self)
 
-    def decide(self, args: PlanPagedAttention) -> None:
+    def decide(self, batch: PlannedBatch) -> None:
         """Decide nothing."""
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
