@@ -57,7 +57,7 @@ class ModeEngine:
             progress=False,
         )
         try:
-            with Engine(model, max_rows=ROWS, prefix_cache=False) as engine:
+            with Engine(model, max_rows=ROWS, prefix_cache=False, watch_model=False) as engine:  # as a server's
                 yield ModeSession(setup, model, engine)
         finally:
             compiled_llm.unwrap(model)
