@@ -101,11 +101,13 @@ def _write(
 ) -> Manifest:
     with ProgressDisplay(options["progress"]).task("importing torch and transformers"):
         from compiled_llm.commands.loading import fetched, load
+        from compiled_llm.compat import choose_ptxas
         from compiled_llm.compilation.artifacts.writing import check_new, unfinished, variables
 
     check_new(target)
     with unfinished(target) as folder:
         os.environ.update(variables(folder))  # this process does nothing else, and nothing is built yet
+        choose_ptxas()
         loaded, tokenizer = load(fetched(source, options["progress"]), dtype, device, progress=options["progress"])
         return _compiled_into(folder, loaded, tokenizer, options, prepared)
 
@@ -113,6 +115,7 @@ def _write(
 def _compiled_into(folder: Path, loaded: Any, tokenizer: Any, options: dict[str, Any], prepared: Prepared) -> Manifest:
     import compiled_llm
     from compiled_llm.compat import uncached_graphs
+    from compiled_llm.compilation.artifacts import stand_in_compiler
     from compiled_llm.compilation.artifacts.made_for import made_for
     from compiled_llm.compilation.artifacts.writing import PROFILE, seal
     from compiled_llm.execution.decode_buffers import buckets_up_to
@@ -135,6 +138,8 @@ def _compiled_into(folder: Path, loaded: Any, tokenizer: Any, options: dict[str,
             f"compile: Inductor has compiled {left_out} graphs that it cannot keep; TORCHINDUCTOR_FX_GRAPH_CACHE and "
             "TORCHINDUCTOR_AUTOGRAD_CACHE must not be 0"
         )
+    if model.device.type == "cpu":
+        stand_in_compiler.write_to(folder)
     return seal(folder, here, max_rows)
 
 

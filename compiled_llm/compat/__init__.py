@@ -45,6 +45,9 @@ cache as an option |
 | the names of functions in ``async_compile``, ``graph``, ``compile_fx`` and ``triton_heuristics`` of Inductor | what \
 takes so long | torch tells how far it is |
 | ``cpu_vec_isa.VecISA._avx_py_load`` | running nothing of the current folder | torch's probes leave it out |
+| ``compile_tasks._set_triton_ptxas_path`` | one key for each kernel of Triton's | Inductor sets it at once |
+| ``codecache.torch_key``, ``CacheBase.get_system``, ``cpu_vec_isa.pick_vec_isa`` | finding graphs sooner | Inductor \
+needs less before it looks for one |
 | ``torch.cuda._is_in_bad_fork`` | refusing calls in a forked process, where CUDA never works | torch says it publicly |
 | ``_C._profiler._ExperimentalConfig`` | profiling all threads | ``torch.profiler.profile`` takes it by name |
 
@@ -60,8 +63,10 @@ Changed for the whole process:
 | the two methods of ``TritonKernel`` above | the first graph that is compiled | Inductor's kernels always wait first |
 | what a forked process begins with (``os.register_at_fork``) | the import | threads survive a fork |
 | ``VecISA._avx_py_load`` | the first graph that is compiled | torch's probes leave out the current folder |
-| ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR``, while a graph is taken from artifacts | each such graph | \
-Inductor takes its cache as an option |
+| ``TORCHINDUCTOR_CACHE_DIR``, ``TRITON_CACHE_DIR`` and on a CPU ``PATH``, while a graph is taken from artifacts | \
+each such graph | Inductor takes its cache as an option, and looks there without a compiler |
+| ``TRITON_PTXAS_PATH``, if unset and torch brings a ptxas, as Inductor itself does sooner or later | artifacts on \
+CUDA, written or read | Inductor sets it at once |
 | ``triton.knobs.cache.manager_class`` | the first artifacts that hold kernels of Triton | Triton looks in several \
 folders |
 | ``JitSpec.build_and_load`` of FlashInfer | the first artifacts that hold kernels of FlashInfer | a folder of \

@@ -16,6 +16,8 @@ from torch import fx
 
 from compiled_llm.env import replaced
 
+_NO_VARIABLES: Mapping[str, str] = {}
+
 
 def traced_by_inductor(folder: str) -> dict[str, Any]:
     """Return options with which Inductor writes what it makes of a graph, in a new folder in ``folder/torchinductor``.
@@ -144,6 +146,55 @@ def build_probes_early() -> None:
     threading.Thread(target=build, name="compiled_llm vector instructions", daemon=True).start()
 
 
+@functools.cache
+def hash_sources_early() -> None:
+    """Begin to hash, on a thread, the sources of torch and Triton, and Triton's library.
+
+    They are part of the key of each graph in Inductor's cache, which takes a second for them once a graph is traced.
+    The thread lets tracing begin beside it. It can end once Inductor goes by versions.
+    """
+    from torch._inductor import codecache  # on this thread: imports in two may cross
+
+    def hash_sources() -> None:
+        with suppress(Exception):  # nobody waits for it, and Inductor says what is wrong when it hashes them itself
+            codecache.torch_key()
+            codecache.CacheBase.get_system()
+
+    threading.Thread(target=hash_sources, name="compiled_llm sources", daemon=True).start()
+
+
+def choose_ptxas() -> None:
+    """Have Triton assemble with the ptxas that torch brings along from now on, if it brings one (TRITON_PTXAS_PATH).
+
+    Inductor sets that once it loads a kernel of Triton's in this process, and does not as long as it has processes of
+    its own that do so. The version of ptxas is part of each kernel's key; so without this it would depend on the speed
+    of those processes under which keys our own kernels are kept, and looked for.
+    """
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+    _set_triton_ptxas_path()
+
+
+def try_vector_instructions_early(folder: Path, variables: Mapping[str, str] = _NO_VARIABLES) -> None:
+    """Begin to try vector instructions, on a thread, with programs that were built in a folder of artifacts.
+
+    Inductor starts a Python for them that imports torch, and waits for it, before it loads the first C++ kernel.
+
+    Args:
+        folder: as for ``inductor_cache_at``; whoever takes a graph from there waits for the thread.
+        variables: as there.
+    """
+    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401 (imports in two threads may cross)
+
+    keep_probes_from_current_folder()
+
+    def try_them() -> None:
+        with suppress(Exception), inductor_cache_at(folder, variables):  # as above
+            cpu_vec_isa.pick_vec_isa()
+
+    threading.Thread(target=try_them, name="compiled_llm vector instructions", daemon=True).start()
+
+
 def cpp_compilers() -> list[str]:
     """Return the names of the C++ compilers that Inductor looks for."""
     from torch._inductor import config
@@ -180,15 +231,19 @@ def cache_variables(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def inductor_cache_at(folder: Path) -> Iterator[None]:
+def inductor_cache_at(folder: Path, variables: Mapping[str, str] = _NO_VARIABLES) -> Iterator[None]:
     """Let Inductor look for code in this folder alone while the block runs; one thread after the other.
 
     It reads the place from the environment each time, here and in the processes that it starts, and takes it from
     nowhere else. What another thread compiles meanwhile, outside such a block, lands in the folder as well.
+
+    Args:
+        folder: where to look.
+        variables: others to set meanwhile.
     """
     import torch._dynamo.package  # noqa: F401 (remembers the place that it finds when it is imported)
 
-    with _one_cache, replaced(cache_variables(folder)):
+    with _one_cache, replaced({**cache_variables(folder), **variables}):
         yield
 
 

@@ -97,6 +97,9 @@ from compiled_llm.compat.inductor import (
     cache_variables as cache_variables,
 )
 from compiled_llm.compat.inductor import (
+    choose_ptxas as choose_ptxas,
+)
+from compiled_llm.compat.inductor import (
     compile_with_inductor as compile_with_inductor,
 )
 from compiled_llm.compat.inductor import (
@@ -110,6 +113,9 @@ from compiled_llm.compat.inductor import (
 )
 from compiled_llm.compat.inductor import (
     default_inductor_cache as default_inductor_cache,
+)
+from compiled_llm.compat.inductor import (
+    hash_sources_early as hash_sources_early,
 )
 from compiled_llm.compat.inductor import (
     inductor_cache as inductor_cache,
@@ -131,6 +137,9 @@ from compiled_llm.compat.inductor import (
 )
 from compiled_llm.compat.inductor import (
     traced_by_inductor as traced_by_inductor,
+)
+from compiled_llm.compat.inductor import (
+    try_vector_instructions_early as try_vector_instructions_early,
 )
 from compiled_llm.compat.inductor import (
     uncached_graphs as uncached_graphs,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger("compiled_llm.graphs")
+
 _folders: list[Path] = []
-_built = [0]
+_built: list[str] = []
 
 
 def has_triton() -> bool:
@@ -33,9 +36,18 @@ def forget_kernels_in(folder: Path) -> None:
         _folders.remove(folder)
 
 
-def kernels_built() -> int:
-    """Return how many kernels Triton has not found anywhere, since it was first told of a folder."""
-    return _built[0]
+def kernels_built() -> list[str]:
+    """Return the files that Triton has not found anywhere, since it was first told of a folder.
+
+    Those of kernels end in ``.json``. Those that a C compiler makes end in ``.so``: what launches kernels of one
+    signature, and what Triton calls CUDA through.
+    """
+    return list(_built)
+
+
+def _count(file: str) -> None:
+    _built.append(file)
+    logger.info("Triton builds %s, which is in no folder of artifacts", file)
 
 
 @functools.cache
@@ -59,7 +71,7 @@ def layered(base: type[Any]) -> type[Any]:
 
         def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
             found = [] if override or dump else [folder / key for folder in _folders if (folder / key).is_dir()]
-            self._counts = not (found or override or dump)
+            self._counts = not (override or dump)
             if not found:
                 super().__init__(key, override=override, dump=dump) if override or dump else super().__init__(key)
                 return
@@ -68,7 +80,15 @@ def layered(base: type[Any]) -> type[Any]:
         def get_group(self, filename: str) -> Any:
             """Return the files of a kernel; None if it has to be built, which is counted."""
             group = super().get_group(filename)
-            _built[0] += not group and self._counts
+            if not group and self._counts:
+                _count(filename)
             return group
+
+        def get_file(self, filename: str) -> Any:
+            """Return the path of a file; None if it has to be made, which is counted if it takes a C compiler."""
+            file = super().get_file(filename)
+            if file is None and self._counts and filename.endswith(".so"):
+                _count(filename)
+            return file
 
     return Layered

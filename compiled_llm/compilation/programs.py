@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import build_probes_early, forget_when_gone, graph_count, own_copy, tracing_seconds
+from compiled_llm.compat import (
+    build_probes_early,
+    forget_when_gone,
+    graph_count,
+    hash_sources_early,
+    own_copy,
+    tracing_seconds,
+)
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.backend import Inductor, Pass
 from compiled_llm.compilation.bounded import Bounded
@@ -85,8 +92,8 @@ class Programs:
         self._warned = False
         self.recorded = config.uses_trees_on(device.type)
         self._artifacts = artifacts
-        if device.type == "cpu" and config.mode != "eager" and artifacts is None:
-            build_probes_early()  # beside the tracing of the first program, which takes longer
+        if config.mode != "eager":
+            _begin_beside_tracing(device, artifacts)
         self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)
         self.prefill_function = own_copy(prefill_step)
         self.decode_one_function = own_copy(decode_step)
@@ -261,6 +268,15 @@ class Programs:
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         return {name: graph_count(function) for name, function in self.functions.items()}
+
+
+def _begin_beside_tracing(device: torch.device, artifacts: Artifacts | None) -> None:
+    """Begin what Inductor needs before it can look for a graph, and the tracing of the first one does not."""
+    hash_sources_early()
+    if artifacts is not None:
+        artifacts.begin(device.type)
+    elif device.type == "cpu":
+        build_probes_early()
 
 
 def _mark_symbolic(inputs: PrefillInputs) -> None:

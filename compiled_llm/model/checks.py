@@ -110,9 +110,10 @@ def check_device(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
         RuntimeError: something that compiling needs is not installed.
     """
     _check_backend(kind, dtype, config)
-    if kind == "cpu" and config.mode != "eager" and (missing := missing_compiler()) is not None:
+    compiles = config.mode != "eager" and config.artifacts is None
+    if kind == "cpu" and compiles and (missing := missing_compiler()) is not None:
         raise RuntimeError(f"wrap: {missing}")
-    if config.mode != "eager":
+    if compiles:
         check_inductor_cache()
 
 
@@ -136,7 +137,7 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
             f"wrap: the model is {dtype} on CUDA, where FlashInfer has kernels for 16 bits only; "
             "load it with dtype=torch.bfloat16, or call model.to(torch.bfloat16)"
         )
-    if missing := backend.problems():
+    if missing := backend.problems(builds=config.artifacts is None):
         raise RuntimeError("wrap: the model is on CUDA and something is missing there: " + "; ".join(missing))
 
 

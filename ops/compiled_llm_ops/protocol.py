@@ -90,8 +90,12 @@ class Backend(Protocol):
     capturable: bool
     variants: tuple[int, ...]
 
-    def problems(self) -> list[str]:
-        """Return what is not installed that it needs on CUDA, each with the way out; empty if nothing is missing."""
+    def problems(self, builds: bool = True) -> list[str]:
+        """Return what is not installed that it needs on CUDA, each with the way out; empty if nothing is missing.
+
+        Args:
+            builds: whether its kernels are to be built, if they did not come so.
+        """
 
     def compiler(self) -> str | None:
         """Return the path of the compiler that it builds kernels with; None if there is none, or it needs none."""

@@ -71,10 +71,10 @@ def loaded(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
-def started(model_folder: Path, artifacts: Path, cache: Path) -> subprocess.Popen[str]:
+def started(model_folder: Path, artifacts: Path, cache: Path, **variables: str) -> subprocess.Popen[str]:
     """Begin a process whose own caches are empty."""
     program = [sys.executable, start_with_artifacts.__file__, str(model_folder), str(artifacts), "cpu", "float32"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache), **variables}
     return subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -84,11 +84,15 @@ def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(out.splitlines()[-1])
 
 
-def test_two_processes_at_once_compile_nothing_and_say_what_huggingface_says(
+def test_two_processes_at_once_one_without_a_compiler_compile_nothing_and_say_what_huggingface_says(
     model_folder: Path, artifacts: Path, tmp_path: Path
 ) -> None:
-    caches = [tmp_path / "one", tmp_path / "two"]
-    processes = [started(model_folder, artifacts, cache) for cache in caches]
+    caches, programs = [tmp_path / "one", tmp_path / "two"], tmp_path / "bin"
+    programs.mkdir()
+    processes = [
+        started(model_folder, artifacts, caches[0]),
+        started(model_folder, artifacts, caches[1], PATH=str(programs)),
+    ]
     expected = answers(loaded(model_folder))
     for result in map(result_of, processes):
         assert result["answers"] == expected

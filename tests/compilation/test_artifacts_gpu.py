@@ -61,6 +61,7 @@ def test_two_processes_build_nothing_and_say_the_same(model_folder: Path, artifa
     results = [started(model_folder, artifacts, tmp_path / name) for name in ("one", "two")]
     for result in results:
         assert result["compiled"] == {"Inductor": 0, "AOTAutograd": 0}
+        assert result["built by Triton"] == []
         assert result["builds"] == NOTHING
         assert result["answers"] == results[0]["answers"]
     built = [path for path in tmp_path.rglob("*") if path.suffix in (".so", ".cubin", ".o")]

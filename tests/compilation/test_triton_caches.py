@@ -36,13 +36,41 @@ def test_a_folders_kernel_is_found_and_nothing_is_made_in_the_own_cache(layered,
 def test_other_kernels_are_counted_and_kept_in_the_own_cache(layered, tmp_path: Path) -> None:
     before = caches.kernels_built()
     assert not layered("OTHER").get_group("kernel.json")
-    assert caches.kernels_built() == before + 1
+    assert caches.kernels_built() == [*before, "kernel.json"]
     manager = layered("OTHER")
     file = manager.put(b"cubin", "kernel.cubin")
     manager.put_group("kernel.json", {"kernel.cubin": file})
     assert Path(file).is_relative_to(tmp_path / "own")
     assert layered("OTHER").get_group("kernel.json") == {"kernel.cubin": file}
-    assert caches.kernels_built() == before + 1
+    assert caches.kernels_built() == [*before, "kernel.json"]
+
+
+def test_what_a_c_compiler_makes_for_triton_is_found_in_a_folder_or_counted(
+    layered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = pytest.importorskip("triton.runtime.build")
+    built: list[str] = []
+
+    def put_empty_file(name: str, source: str, folder: str, *others: object) -> str:
+        built.append(name)
+        path = Path(folder) / f"{name}.so"
+        path.touch()
+        return str(path)
+
+    monkeypatch.setitem(vars(knobs.cache), "manager_class", layered)
+    monkeypatch.setattr(build, "_build", put_empty_file)
+    monkeypatch.setattr(build, "_load_module_from_path", lambda name, path: path)
+    before = caches.kernels_built()
+    first = Path(build.compile_module_from_src("int launch;", "__triton_launcher"))
+    assert first.is_relative_to(tmp_path / "own")
+    counted = caches.kernels_built()[len(before) :]
+    assert counted == [first.name]
+    (tmp_path / "artifacts").mkdir()
+    first.parent.rename(tmp_path / "artifacts" / first.parent.name)
+    second = Path(build.compile_module_from_src("int launch;", "__triton_launcher"))
+    assert second == tmp_path / "artifacts" / first.parent.name / first.name
+    assert built == ["__triton_launcher"]
+    assert caches.kernels_built() == [*before, *counted]
 
 
 def test_triton_asks_ours_and_its_environment_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def test_the_reference_on_cuda_runs_only_where_attention_may_wait(mode: Any) -> 
 
 
 def test_the_reference_on_cuda_needs_nothing_installed_and_takes_any_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(backend_named("flashinfer")), "problems", lambda self: ["nvcc was not found"])
+    monkeypatch.setattr(type(backend_named("flashinfer")), "problems", lambda self, builds: ["nvcc was not found"])
     for mode in ("eager", "pieces"):
         check_placement(placed("cuda:0", torch.float32), WrapConfig(backend="reference", mode=cast(Any, mode)))
     with pytest.raises(RuntimeError, match="nvcc was not found"):

@@ -51,6 +51,11 @@ def test_kernels_that_come_along_need_no_compilers(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("bare_machine")
+def test_kernels_that_were_built_before_need_no_compilers() -> None:
+    assert install.missing_for_cuda(builds=False) == []
+
+
+@pytest.mark.usefixtures("bare_machine")
 def test_nvcc_is_found_in_cuda_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 import compiled_llm
+from compiled_llm.compat.triton import kernels_built
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13]]
 NEW_TOKENS = 6
@@ -42,6 +43,7 @@ def main(model_folder: str, artifacts: str, device: str, dtype: str) -> None:
         "graphs": stats.graphs,
         "tracing_seconds": stats.tracing_seconds,
         "builds": stats.builds,
+        "built by Triton": kernels_built(),
         "compiled": {
             "Inductor": counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"],
             "AOTAutograd": counters["aot_autograd"]["autograd_cache_miss"],

@@ -7,6 +7,7 @@
         inductor/         what Inductor and AOTAutograd keep in their caches: graphs, and on a CPU built kernels
         triton/           Triton's cache: Inductor's kernels and our own, on CUDA
         flashinfer/       NAME/NAME.so, FlashInfer's kernels, on CUDA
+        compiler/         what stands for the C++ compiler, on a CPU
 
 Files hold code and pickles. So a folder is read only if nobody but this user and root can have written it, and each
 file is compared with the manifest before anything is imported or unpickled. What is read is a copy, in a folder of

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import fx
 
-from compiled_llm.compat import compile_with_inductor, inductor_cache_at
+from compiled_llm.compat import choose_ptxas, compile_with_inductor, inductor_cache_at, try_vector_instructions_early
 from compiled_llm.compat.triton import find_kernels_in, forget_kernels_in, has_triton, kernels_built
+from compiled_llm.compilation.artifacts import stand_in_compiler
 from compiled_llm.compilation.artifacts.checked_folder import RefusedError, copy, manifest_of
 from compiled_llm.compilation.artifacts.manifest import MadeFor, Manifest, differences
 from compiled_llm.compilation.artifacts.writing import PLACE, PROFILE
@@ -47,10 +48,11 @@ class Artifacts:
         self.rows = manifest.rows
         self.profile = Profile.read(folder / PROFILE) if PROFILE in manifest.files else None
         self._folder = folder
+        self._variables = stand_in_compiler.variables(folder)
         self._libraries_at_first = self._libraries = _libraries(folder)
         self._backend = backend
         self._compiled = 0
-        self._built_before = kernels_built(), backend.kernels_built()
+        self._built_before = len(kernels_built()), backend.kernels_built()
         weakref.finalize(self, _remove, folder, os.getpid())
 
     @classmethod
@@ -80,10 +82,20 @@ class Artifacts:
         except RefusedError as error:
             raise ValueError(f"artifacts={str(path)!r} {error}; write it anew with `compiled-llm compile`") from None
         if (folder / "triton").is_dir() and has_triton():
+            choose_ptxas()
             find_kernels_in(folder / "triton")
         if (folder / "flashinfer").is_dir():
             backend.find_kernels_in(folder / "flashinfer")
         return cls(path, manifest, folder, backend)
+
+    def begin(self, device: str) -> None:
+        """Begin, on a thread, what takes long before the first graph is found.
+
+        Args:
+            device: ``"cpu"`` or ``"cuda"``.
+        """
+        if device == "cpu":
+            try_vector_instructions_early(self._folder, self._variables)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
         """Return what Inductor has made of a graph.
@@ -91,8 +103,8 @@ class Artifacts:
         Raises:
             NotInArtifactsError: it would have to make it now.
         """
-        with inductor_cache_at(self._folder):
-            compiled = compile_with_inductor(module, inputs, options)
+        with inductor_cache_at(self._folder, self._variables):
+            compiled = compile_with_inductor(module, inputs, {**options, **_NO_PROCESSES})
         if built := _libraries(self._folder) - self._libraries:
             self._libraries |= built
             raise self.missing(f"{len(built)} C++ kernels had to be built")
@@ -132,9 +144,14 @@ class Artifacts:
         return {
             "graphs": self._compiled,
             "C++ kernels": len(self._libraries - self._libraries_at_first),
-            "Triton kernels": kernels_built() - triton,
+            "Triton kernels": len(kernels_built()) - triton,
             "FlashInfer kernels": self._backend.kernels_built() - attention,
         }
+
+
+_NO_PROCESSES = {"compile_threads": 1}
+"""Inductor starts a process for each core as soon as it loads a kernel that it cannot launch without Triton; they
+import torch all at once, to build what is there already."""
 
 
 def _libraries(folder: Path) -> frozenset[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import subprocess
 import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import cpp_compiler
+from compiled_llm.compat import cpp_compilers
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.sizes import max_positions_of
 
@@ -108,7 +107,7 @@ def _of_cpu() -> dict[str, Any]:
         "CPU": _cpu_model(),
         "CPU features": hashlib.sha256(_of_cpuinfo("flags").encode()).hexdigest()[:16],
         "threads of torch": torch.get_num_threads(),
-        "C++ compiler": _compiler(),
+        "C++ compiler": cpp_compilers()[0],  # what Inductor calls: its name is part of keys
         "folder of torch": str(Path(torch.__file__).parent),
         "folder of Python's headers": sysconfig.get_path("include"),
     }
@@ -122,11 +121,6 @@ def _of_cpuinfo(name: str) -> str:
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), "")
-
-
-def _compiler() -> str:
-    said = subprocess.run([cpp_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
-    return said.partition("\n")[0].strip()
 
 
 def _fingerprint(model: PreTrainedModel) -> str:

@@ -27,9 +27,9 @@ class FlashInfer:
     capturable = True
     variants: tuple[int, ...] = (WHOLE, SPLIT)
 
-    def problems(self) -> list[str]:
-        """Return what is missing of FlashInfer and of what compiles its kernels."""
-        return install.missing_for_cuda()
+    def problems(self, builds: bool = True) -> list[str]:
+        """Return what is missing of FlashInfer, and of what compiles its kernels if they are to be built."""
+        return install.missing_for_cuda(builds)
 
     def compiler(self) -> str | None:
         """Return the nvcc that FlashInfer would run; None if its kernels are installed already built."""

@@ -10,12 +10,16 @@ import shutil
 from compiled_llm_ops.flashinfer.versions import NEWEST_EXCLUSIVE, OLDEST, version_of
 
 
-def missing_for_cuda() -> list[str]:
-    """Return what keeps the ops from running on CUDA, each with the way out; empty if nothing does."""
+def missing_for_cuda(builds: bool = True) -> list[str]:
+    """Return what keeps the ops from running on CUDA, each with the way out; empty if nothing does.
+
+    Args:
+        builds: whether FlashInfer has to compile kernels, unless they are installed built.
+    """
     missing = []
     if problem := flashinfer_problem():
         missing.append(problem)
-    if has_built_kernels():
+    if not builds or has_built_kernels():
         return missing
     if find_nvcc() is None:
         missing.append(

@@ -53,7 +53,7 @@ class Reference:
     capturable = False  # it reads lengths from the device
     variants: tuple[int, ...] = (0,)
 
-    def problems(self) -> list[str]:
+    def problems(self, builds: bool = True) -> list[str]:
         """Nothing can be missing."""
         return []
 
