@@ -25,6 +25,7 @@ from torch._inductor import codecache, cpu_vec_isa
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.cpu_vec_isa import VecISA
+from torch._inductor.exc import CppCompileError
 from torch._inductor.runtime import compile_tasks
 from torch._inductor.utils import IndentedBuffer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -526,6 +527,16 @@ def test_the_ptxas_of_torch_is_chosen_where_inductor_looks_for_it(tmp_path, monk
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     compat.choose_ptxas()
     assert os.environ.pop("TRITON_PTXAS_PATH") == str(ptxas)
+
+
+def test_no_header_is_compiled_where_kernels_are_built():
+    real = codecache._precompile_header
+    assert "_precompile_header(" in inspect.getsource(codecache.CppCodeCache.load_async)
+    with compat.without_precompiled_headers():
+        assert codecache._precompile_header("header", "command") == ""
+    assert codecache._precompile_header is real
+    assert compat.cannot_compile(CppCompileError(["g++"], "no"))
+    assert not compat.cannot_compile(RuntimeError())
 
 
 def test_sources_are_hashed_and_vector_instructions_tried_on_threads(tmp_path, monkeypatch):

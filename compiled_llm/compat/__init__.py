@@ -46,6 +46,8 @@ cache as an option |
 takes so long | torch tells how far it is |
 | ``cpu_vec_isa.VecISA._avx_py_load`` | running nothing of the current folder | torch's probes leave it out |
 | ``compile_tasks._set_triton_ptxas_path`` | one key for each kernel of Triton's | Inductor sets it at once |
+| ``codecache._precompile_header`` | loading C++ kernels without a compiler | Inductor looks for a kernel first |
+| ``exc.CppCompileError`` | telling a kernel that is missing | the same |
 | ``codecache.torch_key``, ``CacheBase.get_system``, ``cpu_vec_isa.pick_vec_isa`` | finding graphs sooner | Inductor \
 needs less before it looks for one |
 | ``torch.cuda._is_in_bad_fork`` | refusing calls in a forked process, where CUDA never works | torch says it publicly |
@@ -65,6 +67,8 @@ Changed for the whole process:
 | ``VecISA._avx_py_load`` | the first graph that is compiled | torch's probes leave out the current folder |
 | ``TORCHINDUCTOR_CACHE_DIR``, ``TRITON_CACHE_DIR`` and on a CPU ``PATH``, while a graph is taken from artifacts | \
 each such graph | Inductor takes its cache as an option, and looks there without a compiler |
+| ``codecache._precompile_header``, while a graph is taken from artifacts | each such graph | Inductor looks for a \
+kernel first |
 | ``TRITON_PTXAS_PATH``, if unset and torch brings a ptxas, as Inductor itself does sooner or later | artifacts on \
 CUDA, written or read | Inductor sets it at once |
 | ``triton.knobs.cache.manager_class`` | the first artifacts that hold kernels of Triton | Triton looks in several \

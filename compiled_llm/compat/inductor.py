@@ -250,6 +250,30 @@ def inductor_cache_at(folder: Path, variables: Mapping[str, str] = _NO_VARIABLES
 _one_cache = threading.RLock()
 
 
+@contextmanager
+def without_precompiled_headers() -> Iterator[None]:
+    """Keep Inductor from compiling a header while the block looks for C++ kernels that are built.
+
+    It has the compiler preprocess that header first, each time and for seconds, to see whether it has changed. Neither
+    the kernels' keys nor their code depend on it.
+    """
+    from torch._inductor import codecache
+
+    precompile = codecache._precompile_header
+    setattr(codecache, "_precompile_header", lambda *args, **kwargs: "")  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(codecache, "_precompile_header", precompile)  # noqa: B010
+
+
+def cannot_compile(error: BaseException) -> bool:
+    """Return whether Inductor has raised this because a C++ compiler has failed."""
+    from torch._inductor.exc import CppCompileError
+
+    return isinstance(error, CppCompileError)
+
+
 def uncached_graphs() -> int:
     """Return how many graphs of this process Inductor has compiled and cannot keep."""
     from torch._dynamo.utils import counters

@@ -97,6 +97,9 @@ from compiled_llm.compat.inductor import (
     cache_variables as cache_variables,
 )
 from compiled_llm.compat.inductor import (
+    cannot_compile as cannot_compile,
+)
+from compiled_llm.compat.inductor import (
     choose_ptxas as choose_ptxas,
 )
 from compiled_llm.compat.inductor import (
@@ -143,6 +146,9 @@ from compiled_llm.compat.inductor import (
 )
 from compiled_llm.compat.inductor import (
     uncached_graphs as uncached_graphs,
+)
+from compiled_llm.compat.inductor import (
+    without_precompiled_headers as without_precompiled_headers,
 )
 from compiled_llm.compat.modes import (
     hooks_on_all_modules as hooks_on_all_modules,

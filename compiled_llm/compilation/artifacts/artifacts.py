@@ -12,7 +12,14 @@ from typing import Any
 
 from torch import fx
 
-from compiled_llm.compat import choose_ptxas, compile_with_inductor, inductor_cache_at, try_vector_instructions_early
+from compiled_llm.compat import (
+    cannot_compile,
+    choose_ptxas,
+    compile_with_inductor,
+    inductor_cache_at,
+    try_vector_instructions_early,
+    without_precompiled_headers,
+)
 from compiled_llm.compat.triton import find_kernels_in, forget_kernels_in, has_triton, kernels_built
 from compiled_llm.compilation.artifacts import stand_in_compiler
 from compiled_llm.compilation.artifacts.checked_folder import RefusedError, copy, manifest_of
@@ -103,11 +110,16 @@ class Artifacts:
         Raises:
             NotInArtifactsError: it would have to make it now.
         """
-        with inductor_cache_at(self._folder, self._variables):
-            compiled = compile_with_inductor(module, inputs, {**options, **_NO_PROCESSES})
+        with inductor_cache_at(self._folder, self._variables), without_precompiled_headers():
+            try:
+                compiled = compile_with_inductor(module, inputs, {**options, **_NO_PROCESSES})
+            except Exception as error:
+                if not cannot_compile(error):
+                    raise
+                raise self.missing("a C++ kernel had to be built") from None
         if built := _libraries(self._folder) - self._libraries:
             self._libraries |= built
-            raise self.missing(f"{len(built)} C++ kernels had to be built")
+            raise self.missing("a C++ kernel had to be built")
         return compiled
 
     def refuse(self) -> None:
