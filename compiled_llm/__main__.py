@@ -13,6 +13,9 @@ def main() -> None:
     # Registered first, it runs last. Python would look for cycles once more in all that torch has compiled, for two
     # seconds, only to free memory that ends with the process.
     atexit.register(gc.freeze)
+    # By default Python looks for cycles whenever 700 objects are new, and now and then in all there are. Imports and
+    # traces make millions that stay: that is a tenth of a start.
+    gc.set_threshold(10_000)
     try:
         from compiled_llm.commands.app import app
     except ModuleNotFoundError as error:

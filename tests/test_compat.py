@@ -21,12 +21,10 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import codecache, cpu_vec_isa
+from torch._inductor import cpu_vec_isa
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.cpu_vec_isa import VecISA
-from torch._inductor.exc import CppCompileError
-from torch._inductor.runtime import compile_tasks
 from torch._inductor.utils import IndentedBuffer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -515,44 +513,6 @@ def test_what_inductor_tries_vector_instructions_with_is_built_once_in_a_new_cac
     assert [isa for isa, code in build() if code == VecISA._avx_code] == [str(isa) for isa in wanted]
     (tmp_path / "locks").mkdir()
     assert build() == []
-
-
-def test_the_ptxas_of_torch_is_chosen_where_inductor_looks_for_it(tmp_path, monkeypatch):
-    place = re.search(r"parents\[(\d)\]", inspect.getsource(compile_tasks._set_triton_ptxas_path))
-    folders = [tmp_path / "a" / "b" / "c" / "tasks.py", *(tmp_path / "a" / "b" / "c" / "tasks.py").parents]
-    ptxas = folders[int(place[1]) + 1] / "bin" / "ptxas"
-    ptxas.parent.mkdir(parents=True)
-    ptxas.touch(mode=0o755)
-    monkeypatch.setattr(compile_tasks, "__file__", str(folders[0]))
-    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
-    compat.choose_ptxas()
-    assert os.environ.pop("TRITON_PTXAS_PATH") == str(ptxas)
-
-
-def test_no_header_is_compiled_where_kernels_are_built():
-    real = codecache._precompile_header
-    assert "_precompile_header(" in inspect.getsource(codecache.CppCodeCache.load_async)
-    with compat.without_precompiled_headers():
-        assert codecache._precompile_header("header", "command") == ""
-    assert codecache._precompile_header is real
-    assert compat.cannot_compile(CppCompileError(["g++"], "no"))
-    assert not compat.cannot_compile(RuntimeError())
-
-
-def test_sources_are_hashed_and_vector_instructions_tried_on_threads(tmp_path, monkeypatch):
-    names: list[str] = []
-    for owner, name in [(codecache, "torch_key"), (cpu_vec_isa, "pick_vec_isa")]:
-        monkeypatch.setattr(owner, name, lambda: names.append(threading.current_thread().name))
-    for early, thread in [
-        (compat.hash_sources_early.__wrapped__, "compiled_llm sources"),
-        (partial(compat.try_vector_instructions_early, tmp_path), "compiled_llm vector instructions"),
-    ]:
-        names.clear()
-        early()
-        for running in threading.enumerate():
-            if running.name == thread:
-                running.join()
-        assert names == [thread]
 
 
 def test_what_is_private_is_recognized():

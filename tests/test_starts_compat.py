@@ -1,0 +1,56 @@
+"""What starts with artifacts change in Inductor, or have it do early, is still where it was."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import threading
+from functools import partial
+
+import pytest
+from torch._inductor import codecache, cpu_vec_isa
+from torch._inductor.exc import CppCompileError
+from torch._inductor.runtime import compile_tasks
+
+from compiled_llm import compat
+
+pytestmark = pytest.mark.core
+
+
+def test_the_ptxas_of_torch_is_chosen_where_inductor_looks_for_it(tmp_path, monkeypatch):
+    place = re.search(r"parents\[(\d)\]", inspect.getsource(compile_tasks._set_triton_ptxas_path))
+    folders = [tmp_path / "a" / "b" / "c" / "tasks.py", *(tmp_path / "a" / "b" / "c" / "tasks.py").parents]
+    ptxas = folders[int(place[1]) + 1] / "bin" / "ptxas"
+    ptxas.parent.mkdir(parents=True)
+    ptxas.touch(mode=0o755)
+    monkeypatch.setattr(compile_tasks, "__file__", str(folders[0]))
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    compat.choose_ptxas()
+    assert os.environ.pop("TRITON_PTXAS_PATH") == str(ptxas)
+
+
+def test_no_header_is_compiled_where_kernels_are_built():
+    real = codecache._precompile_header
+    assert "_precompile_header(" in inspect.getsource(codecache.CppCodeCache.load_async)
+    with compat.without_precompiled_headers():
+        assert codecache._precompile_header("header", "command") == ""
+    assert codecache._precompile_header is real
+    assert compat.cannot_compile(CppCompileError(["g++"], "no"))
+    assert not compat.cannot_compile(RuntimeError())
+
+
+def test_sources_are_hashed_and_vector_instructions_tried_on_threads(tmp_path, monkeypatch):
+    names: list[str] = []
+    for owner, name in [(codecache, "torch_key"), (cpu_vec_isa, "pick_vec_isa")]:
+        monkeypatch.setattr(owner, name, lambda: names.append(threading.current_thread().name))
+    for early, thread in [
+        (compat.hash_sources_early.__wrapped__, "compiled_llm sources"),
+        (partial(compat.try_vector_instructions_early, tmp_path), "compiled_llm vector instructions"),
+    ]:
+        names.clear()
+        early()
+        for running in threading.enumerate():
+            if running.name == thread:
+                running.join()
+        assert names == [thread]
