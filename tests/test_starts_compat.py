@@ -20,6 +20,7 @@ pytestmark = pytest.mark.core
 
 def test_the_ptxas_of_torch_is_chosen_where_inductor_looks_for_it(tmp_path, monkeypatch):
     place = re.search(r"parents\[(\d)\]", inspect.getsource(compile_tasks._set_triton_ptxas_path))
+    assert place is not None
     folders = [tmp_path / "a" / "b" / "c" / "tasks.py", *(tmp_path / "a" / "b" / "c" / "tasks.py").parents]
     ptxas = folders[int(place[1]) + 1] / "bin" / "ptxas"
     ptxas.parent.mkdir(parents=True)

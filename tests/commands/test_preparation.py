@@ -47,13 +47,16 @@ def test_on_a_cpu_the_command_and_wrap_share_their_code() -> None:
     assert request.wrap_config("cuda") == WrapConfig(max_batch_size=1)
 
 
-def test_the_command_ends_without_looking_for_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_ends_without_looking_for_cycles_and_seldom_does_before(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[object] = []
+    thresholds: list[int] = []
     monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(gc, "set_threshold", thresholds.append)
     monkeypatch.setattr(sys, "argv", ["compiled-llm", "--version"])
     with pytest.raises(SystemExit):
         main()
     assert registered[0] is gc.freeze
+    assert thresholds == [10_000]
 
 
 def test_one_option_of_sampling_is_enough_to_draw() -> None:
