@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ class Answers:
         if self._looking is not None:
             self._looking.cancel()
 
-    async def changes(self) -> AsyncIterator[None]:
+    async def changes(self) -> AsyncGenerator[None, None]:
         """Yield whenever something has changed, until all have ended.
 
         Raises:
@@ -95,9 +95,10 @@ class Answers:
         Raises:
             Exception: why there is none.
         """
-        async for _ in self.changes():
-            if any(answer.tokens for handle in self.handles for answer in handle.answers):
-                return
+        async with aclosing(self.changes()) as changes:  # else the event loop is woken to close it
+            async for _ in changes:
+                if any(answer.tokens for handle in self.handles for answer in handle.answers):
+                    return
 
     async def ended(self) -> list[Completion]:
         """Wait for the end, and return the answers of all prompts.

@@ -35,14 +35,16 @@ class GeneratorLink:
         was_ready: whether it has been, once.
     """
 
-    def __init__(self, client: Callable[[Any], AsyncClient]) -> None:
+    def __init__(self, client: Callable[[Any], AsyncClient], loaded: Callable[[], object] = lambda: None) -> None:
         """Know of no generator yet.
 
         Args:
             client: makes one that has not connected, with a tokenizer or None.
+            loaded: called once all is there that stays.
         """
         self.was_ready = False
         self._new_client = client
+        self._loaded = loaded
         self._client: AsyncClient | None = None
         self._model: Model | None = None
         self._vocabulary: Vocabulary | None = None
@@ -89,6 +91,8 @@ class GeneratorLink:
         client = await self._connected(self._vocabulary.tokenizer)
         ready = await client.wait_until_ready()
         self._model = Model(client, ready, self._vocabulary, TokenBytes(self._vocabulary.tokenizer))
+        if not self.was_ready:
+            self._loaded()
         self.was_ready = True
         logger.info("compiled_llm: ready")
         raise await client.wait_until_lost()

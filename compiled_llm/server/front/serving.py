@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,7 +81,7 @@ async def serve(
     Returns:
         Why it has ended, if nobody has told it to.
     """
-    server, front = server_of(settings, path)
+    server, front = server_of(settings, path, _freeze)
     for number in _SIGNALS:
         signal.signal(number, _passed_over)  # uvicorn raises it again at the end, when the generator still runs
     serving = asyncio.create_task(server.serve(sockets=[listening]))
@@ -110,9 +112,23 @@ async def _stop(generator: GeneratorProcess, at_once: bool) -> None:
             signal.signal(number, _passed_over)
 
 
-def server_of(settings: FrontSettings, path: Path) -> tuple[uvicorn.Server, Front]:
-    """Return a server, and what it answers with, at the path of a generator's socket."""
-    app = application(settings, GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer)))
+def _freeze() -> None:
+    """Let the garbage collector look no more at what is imported and loaded: all streams would wait meanwhile."""
+    gc.collect()
+    gc.freeze()
+
+
+def server_of(
+    settings: FrontSettings, path: Path, loaded: Callable[[], object] = lambda: None
+) -> tuple[uvicorn.Server, Front]:
+    """Return a server, and what it answers with.
+
+    Args:
+        settings: of the front.
+        path: of the generator's socket.
+        loaded: called once all is there that stays.
+    """
+    app = application(settings, GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), loaded))
     protocol: Any = partial(
         LimitedHttpTools, client_seconds=settings.client_seconds, most_connections=settings.most_connections
     )

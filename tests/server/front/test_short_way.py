@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
 from compiled_llm.client import GeneratorError
+from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.protocol.messages import Update
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers
 from compiled_llm.server.front.api_error import ApiError
@@ -132,3 +135,27 @@ def test_a_stream_is_made_ready_while_the_first_token_is_waited_for() -> None:
         assert (await asking).status_code == 200
 
     asyncio.run(ask())
+
+
+class Staying:
+    """A request whose client stays."""
+
+    async def receive(self) -> Any:
+        await asyncio.Event().wait()
+
+
+def test_what_waits_for_the_first_token_leaves_nothing_to_be_closed() -> None:
+    """For an iterator that is left open, the event loop is woken, and makes a task."""
+    left: list[object] = []
+
+    async def begin() -> None:
+        sys.set_asyncgen_hooks(finalizer=left.append)
+        handle = RemoteHandle([1], 1, frozenset(), None, lambda index: None)
+        answers = Answers([handle], cast(Any, Staying()), False, 10)
+        handle.take(Update(1, 0, [5]))
+        await answers.begun()
+        assert handle.listeners.count == 0
+        answers.close()
+
+    asyncio.run(begin())
+    assert left == []
