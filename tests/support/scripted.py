@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compiled_llm.protocol.frames import Frames, frame_of
 from compiled_llm.protocol.messages import Ended, FromClient, Hello, Ready, Step, Submit, Summary, Update, Welcome
+from support.generators import PATIENCE
 from support.text_tokenizers import byte_level
 
 TEMPLATE = """
@@ -63,11 +64,13 @@ class Script:
         text: of every answer.
         at_once: how many tokens come in a step.
         reason: why an answer ends.
+        allowed: released by a test for each step that may come; None if all may.
         asked: the requests.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.text, self.at_once, self.reason = "", 3, "stop"
+        self.allowed: threading.Semaphore | None = None
         self.asked: list[Submit] = []
         self.tokenizer = tokenizer
 
@@ -76,12 +79,18 @@ class Script:
         """The last prompt."""
         return str(self.tokenizer.decode(self.asked[-1].prompt))
 
+    def tokens(self, text: str) -> list[int]:
+        """Of a text."""
+        return list(self.tokenizer(text)["input_ids"])
+
     def answer(self, asked: Submit) -> Iterator[Step]:
         self.asked.append(asked)
-        tokens = self.tokenizer(self.text)["input_ids"]
+        tokens = self.tokens(self.text)
         ended = Ended(self.reason)  # type: ignore[arg-type]
         answers = range(asked.params.get("n", 1))
         for begin in range(0, len(tokens), self.at_once):
+            if self.allowed is not None:
+                assert self.allowed.acquire(timeout=PATIENCE)
             new = tokens[begin : begin + self.at_once]
             yield Step([Update(asked.request, index, new) for index in answers])
         yield Step([Update(asked.request, index, [], None, ended) for index in answers])

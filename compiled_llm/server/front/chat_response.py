@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel
 from typing_extensions import Self
 
-from compiled_llm.server.front.answer_parts import Call
+from compiled_llm.server.front.answer_parts import Call, CallPiece
 from compiled_llm.server.front.usage import FinishReason, Usage
 
 
@@ -47,11 +47,9 @@ class CalledTool(BaseModel):
     function: CalledFunction
 
     @classmethod
-    def of(cls, call: Call, **others: int) -> Self:
+    def of(cls, call: Call) -> Self:
         """Return it by these names."""
-        return cls(
-            id=call.id, type="function", function=CalledFunction(name=call.name, arguments=call.arguments), **others
-        )
+        return cls(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
 
 
 class AssistantMessage(BaseModel):
@@ -84,10 +82,32 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
-class NewCall(CalledTool):
-    """A call of a tool, whole, and its number in the answer."""
+class NewFunction(BaseModel):
+    """What is called, at first, and what is new of the arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class NewCall(BaseModel):
+    """What is new of a call of a tool, and its number in the answer; at first who is called, without arguments."""
 
     index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: NewFunction
+
+    @classmethod
+    def of(cls, piece: CallPiece, index: int) -> list[Self]:
+        """Return what is new by these names: who is called, and arguments, are told one after another."""
+        news = []
+        if piece.name is not None:
+            news.append(
+                cls(index=index, id=piece.id, type="function", function=NewFunction(name=piece.name, arguments=""))
+            )
+        if piece.arguments:
+            news.append(cls(index=index, function=NewFunction(arguments=piece.arguments)))
+        return news
 
 
 class Delta(BaseModel):

@@ -22,7 +22,8 @@ class Delimiters:
         Args:
             fields: of the response template.
         """
-        patterns = list(_patterns(fields))
+        self._patterns = dict(_patterns(fields))
+        patterns = list(self._patterns.values())
         self._are_known = not any(_looks_around(pattern) or _begins(pattern, _LETTERS) for pattern in patterns)
         possible = {*string.printable, *(character for pattern in patterns for character in pattern.pattern)}
         starts = {character for character in possible if any(_begins(pattern, character) for pattern in patterns)}
@@ -33,19 +34,38 @@ class Delimiters:
         self._hard = re.compile(f"[{hard}]" if hard else r"(?!)")
         self._soft = tuple(soft)
 
+    def opening(self, name: str, text: str) -> Any:
+        """Return the match of what begins a part, the first in a text; None if nothing does."""
+        return self._match(f"{name} open", text)
+
+    def last_opening(self, name: str, text: str) -> str:
+        """Return a text from where a part begins for the last time; nothing if none does."""
+        pattern = self._patterns.get(f"{name} open")
+        places = [] if pattern is None else [found.start() for found in pattern.finditer(text)]
+        return text[places[-1] :] if places else ""
+
+    def closing(self, name: str, text: str) -> Any:
+        """Return the match of what ends a part, the first in a text; None if nothing does."""
+        return self._match(f"{name} close", text)
+
+    def _match(self, which: str, text: str) -> Any:
+        pattern = self._patterns.get(which)
+        return None if pattern is None else pattern.search(text)
+
     def are_far_from(self, text: str) -> bool:
         """Whether no delimiter stands in a text, and none begins at its end."""
         return self._are_known and self._hard.search(text) is None and not text.endswith(self._soft)
 
 
-def _patterns(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[Any]:
-    for field in fields.values():
+def _patterns(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield what parts begin and end with, by the names of both; of several texts the longest is looked for first."""
+    for part, field in fields.items():
         for name in ("open", "close"):
             given = field.get(name, [])
-            for literal in [given] if isinstance(given, str) else given:
-                yield regex.compile(regex.escape(literal))
-            if pattern := field.get(f"{name}_pattern"):
-                yield regex.compile(pattern, regex.DOTALL)
+            literals = sorted([given] if isinstance(given, str) else given, key=len, reverse=True)
+            pattern = field.get(f"{name}_pattern") or "|".join(map(regex.escape, literals))
+            if pattern:
+                yield f"{part} {name}", regex.compile(pattern, regex.DOTALL)
 
 
 def _looks_around(pattern: Any) -> bool:

@@ -20,30 +20,29 @@ class Reading:
         """
         self._reader = reader
         self._thoughts: list[str] = []
-        self._calls = 0
+        self._numbers: dict[str, int] = {}  # of calls, by their ids
 
     def read(self, text: str, over: bool) -> Parts:
         """Return what is new, by the next piece of text; nothing comes after one that is ``over``."""
         parts = self._reader.read(text, over)
         if parts.reasoning:
             self._thoughts.append(parts.reasoning)
-        self._calls += len(parts.calls)
+        for piece in parts.pieces:
+            self._numbers.setdefault(piece.id, len(self._numbers))
         return parts
 
     def deltas(self, parts: Parts, over: bool) -> list[Delta]:
-        """Return what was read last, one of each kind; one at least of what is over."""
+        """Return what was read last; one at least of what is over."""
         deltas = [Delta(reasoning_content=parts.reasoning)] if parts.reasoning else []
         if parts.content:
             deltas.append(Delta(content=parts.content))
-        if parts.calls:
-            first = self._calls - len(parts.calls)
-            calls = [NewCall.of(call, index=first + number) for number, call in enumerate(parts.calls)]
-            deltas.append(Delta(tool_calls=calls))
+        for piece in parts.pieces:
+            deltas += [Delta(tool_calls=[new]) for new in NewCall.of(piece, self._numbers[piece.id])]
         return deltas or ([Delta()] if over else [])
 
     def reason(self, reason: FinishReason) -> FinishReason:
         """Return why the answer has ended, once it has been read."""
-        return "tool_calls" if self._calls and reason == "stop" else reason
+        return "tool_calls" if self._numbers and reason == "stop" else reason
 
     async def reasoning_tokens(self, vocabulary: Vocabulary) -> int:
         """Return how many tokens its thinking has, as it would be tokenized."""

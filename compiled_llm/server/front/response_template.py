@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from compiled_llm.compat.response_templates import known_response_template
-from compiled_llm.server.front.answer_parts import CALLS, CONTENT, REASONING, ParsedReader
+from compiled_llm.server.front.answer_parts import CALLS, CONTENT, REASONING
+from compiled_llm.server.front.call_style import Begun, call_style_of, text_of_calls
 from compiled_llm.server.front.delimiters import Delimiters
+from compiled_llm.server.front.parsed_reader import BeginCall, ParsedReader
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -37,10 +39,13 @@ class ResponseTemplate:
         self._tokenizer = tokenizer
         fields = {name: field for name, field in spec["fields"].items() if name in _KNOWN}
         self._with_calls = {**spec, "fields": fields}
+        self._style = call_style_of(fields[CALLS]) if CALLS in fields else None
+        changed = {} if self._style is None else {CALLS: text_of_calls(fields[CALLS])}
+        self._read_with_calls = {**spec, "fields": {**fields, **changed}}
         self._without_calls = {**spec, "fields": {name: fields[name] for name in fields if name != CALLS}}
         self.has_calls = CALLS in fields
         self._delimiters = Delimiters(fields)
-        self._parser("", None)
+        self._whole_parser(None)
 
     def reader(self, prompt: str, tools: Sequence[dict[str, Any]] | None, several_calls: bool = True) -> ParsedReader:
         """Return what reads an answer; one for each.
@@ -50,11 +55,32 @@ class ResponseTemplate:
             tools: as chat templates read them; None if there are none: then nothing is a call.
             several_calls: whether calls after the first one are told of.
         """
-        return ParsedReader(self._parser(prompt, tools), self._with_calls["fields"], self._delimiters, several_calls)
+        fields, begin_call = self._with_calls["fields"], self._begin_call(tools or ())
+        return ParsedReader(self._parser(prompt, tools), fields, self._delimiters, several_calls, begin_call, prompt)
+
+    def _begin_call(self, tools: Sequence[dict[str, Any]]) -> BeginCall | None:
+        """Return what begins to read calls; None if they are read once they are whole."""
+        style = self._style
+        if style is None:
+            return None
+        return lambda opening, captures: style(
+            Begun(captures, tools, lambda text: self._arguments(opening + text, tools))
+        )
 
     def _parser(self, prompt: str, tools: Sequence[dict[str, Any]] | None) -> Any:
-        spec = self._with_calls if tools else self._without_calls
+        spec = self._read_with_calls if tools else self._without_calls
         return self._tokenizer.get_response_parser(spec, prefix=prompt, tools=tools)
+
+    def _arguments(self, call: str, tools: Sequence[dict[str, Any]]) -> Mapping[str, Any]:
+        """Return the arguments of a call as HuggingFace's parser reads them."""
+        parser = self._whole_parser(tools)
+        parser.feed(call)
+        found = parser.finalize()[0][CALLS]
+        arguments: Mapping[str, Any] = (found[0] if isinstance(found, list) else found)["function"]["arguments"]
+        return arguments
+
+    def _whole_parser(self, tools: Sequence[dict[str, Any]] | None) -> Any:
+        return self._tokenizer.get_response_parser(self._with_calls, prefix="", tools=tools)
 
     def begun(self, prompt: str) -> str | None:
         """Return the text that ends the thinking that a prompt begins; None if it begins none."""

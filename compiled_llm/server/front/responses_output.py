@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
-from compiled_llm.server.front.answer_parts import Call, Parts
+from compiled_llm.server.front.answer_parts import CallPiece, Parts
 from compiled_llm.server.front.chat_response import TokenLogprob
 from compiled_llm.server.front.front import new_id
 from compiled_llm.server.front.responses_response import (
@@ -44,7 +44,7 @@ class Output:
         """
         self.items: list[Item] = []
         self._event = event
-        self._open: OutputMessage | Reasoning | None = None
+        self._open: Item | None = None
         self._logprobs: list[TokenLogprob] = []
 
     def take(self, parts: Parts, logprobs: list[TokenLogprob]) -> Iterator[bytes]:
@@ -54,9 +54,8 @@ class Output:
             yield from self._think(parts.reasoning)
         if parts.content:
             yield from self._say(parts.content)
-        for call in parts.calls:
-            yield from self._close()
-            yield from self._call(call)
+        for piece in parts.pieces:
+            yield from self._call(piece)
 
     def end(self, status: Status) -> Iterator[bytes]:
         """Yield events of the end; an answer that has said nothing has an empty text."""
@@ -70,7 +69,7 @@ class Output:
             item = Reasoning(id=new_id("rs"), content=[])
             yield from self._begin(item, item.content, ReasoningText(text=""))
         item.content[0].text += text
-        yield self._in_part("reasoning_text.delta", delta=text)
+        yield self._in_item("reasoning_text.delta", content_index=0, delta=text)
 
     def _say(self, text: str) -> Iterator[bytes]:
         item = self._open
@@ -81,41 +80,53 @@ class Output:
         item.content[0].text += text
         item.content[0].logprobs += new
         if text or new:
-            yield self._in_part("output_text.delta", delta=text, logprobs=[entry.model_dump() for entry in new])
+            told = [entry.model_dump() for entry in new]
+            yield self._in_item("output_text.delta", content_index=0, delta=text, logprobs=told)
 
-    def _call(self, call: Call) -> Iterator[bytes]:
-        item = CalledFunction(id=new_id("fc"), call_id=call.id, name=call.name, arguments=call.arguments)
-        begun = item.model_copy(update={"arguments": "", "status": "in_progress"})
-        place = {"item_id": item.id, "output_index": len(self.items)}
-        yield self._event("response.output_item.added", output_index=len(self.items), item=begun.model_dump())
-        yield self._event("response.function_call_arguments.delta", delta=call.arguments, **place)
-        done = {"arguments": call.arguments, "name": call.name}
-        yield self._event("response.function_call_arguments.done", **done, **place)
-        yield self._event("response.output_item.done", output_index=len(self.items), item=item.model_dump())
-        self.items.append(item)
+    def _call(self, piece: CallPiece) -> Iterator[bytes]:
+        item = self._open
+        if piece.name is not None:
+            item = CalledFunction(id=new_id("fc"), call_id=piece.id, name=piece.name, arguments="")
+            yield from self._add(item)
+        assert isinstance(item, CalledFunction), "the first piece of a call has a name"
+        item.arguments += piece.arguments
+        if piece.arguments:
+            yield self._in_item("function_call_arguments.delta", delta=piece.arguments)
+        if piece.ends:
+            yield from self._close()
 
     def _begin(self, item: OutputMessage | Reasoning, content: list[_Part], part: _Part) -> Iterator[bytes]:
-        """Close what is open, and open an item with its one part, still empty."""
+        """Open an item with its one part, still empty."""
+        yield from self._add(item)
+        content.append(part)
+        yield self._in_item("content_part.added", content_index=0, part=part.model_dump())
+
+    def _add(self, item: Item) -> Iterator[bytes]:
+        """Close what is open, and open an item."""
         yield from self._close()
         yield self._event("response.output_item.added", output_index=len(self.items), item=item.model_dump())
         self.items.append(item)
         self._open = item
-        content.append(part)
-        yield self._in_part("content_part.added", part=part.model_dump())
 
     def _close(self, status: Status = "completed") -> Iterator[bytes]:
         item, index = self._open, len(self.items) - 1
         if item is None:
             return
         item.status = status
-        part = item.content[0].model_dump()
-        logprobs = {"logprobs": part["logprobs"]} if isinstance(item, OutputMessage) else {}
-        yield self._in_part(f"{part['type']}.done", text=part["text"], **logprobs)
-        yield self._in_part("content_part.done", part=part)
+        yield from self._done(item) if isinstance(item, CalledFunction) else self._part_done(item)
         yield self._event("response.output_item.done", output_index=index, item=item.model_dump())
         self._open = None
 
-    def _in_part(self, kind: str, **others: object) -> bytes:
-        assert self._open is not None, "a part stands in an item"
-        place = {"item_id": self._open.id, "output_index": len(self.items) - 1, "content_index": 0}
+    def _done(self, call: CalledFunction) -> Iterator[bytes]:
+        yield self._in_item("function_call_arguments.done", arguments=call.arguments, name=call.name)
+
+    def _part_done(self, item: OutputMessage | Reasoning) -> Iterator[bytes]:
+        part = item.content[0].model_dump()
+        logprobs = {"logprobs": part["logprobs"]} if isinstance(item, OutputMessage) else {}
+        yield self._in_item(f"{part['type']}.done", content_index=0, text=part["text"], **logprobs)
+        yield self._in_item("content_part.done", content_index=0, part=part)
+
+    def _in_item(self, kind: str, **others: object) -> bytes:
+        assert self._open is not None, "somebody is being told of"
+        place = {"item_id": self._open.id, "output_index": len(self.items) - 1}
         return self._event(f"response.{kind}", **place, **others)

@@ -56,7 +56,7 @@ class CalledFunction(BaseModel):
     call_id: str
     name: str
     arguments: str
-    status: Status = "completed"
+    status: Status = "in_progress"
 
 
 Item = OutputMessage | Reasoning | CalledFunction

@@ -59,5 +59,5 @@ def speaking() -> Iterator[tuple[Script, RunningFront]]:
 def script(speaking: tuple[Script, RunningFront]) -> Script:
     """What that generator says; at first nothing."""
     script = speaking[0]
-    script.text, script.at_once, script.reason = "", 3, "stop"
+    script.text, script.at_once, script.reason, script.allowed = "", 3, "stop", None
     return script

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from compiled_llm.compat.response_templates import known_response_template
-from compiled_llm.server.front.answer_parts import ParsedReader, Parts
+from compiled_llm.server.front.call_form import SAMPLE_TOOL
 from compiled_llm.server.front.delimiters import Delimiters
+from compiled_llm.server.front.response_template import ResponseTemplate
+from support.answer_reading import Told, read_in_pieces
 from support.scripted import RESPONSES, tool_tokenizer
 
 QWENS: dict[str, Any] = known_response_template("qwen3") or {}
@@ -54,21 +56,18 @@ def test_parts_are_the_same_if_the_parser_sees_everything(spec: dict[str, Any], 
     draw = random.Random(seed)
     text = "".join(draw.choices(PIECES, k=30))
 
-    def read(delimiters: Any, at_once: int) -> Parts:
-        parser = tool_tokenizer().get_response_parser(spec, prefix="", tools=[])
-        reader, whole = ParsedReader(parser, spec["fields"], delimiters), Parts()
-        for begin in range(0, len(text) + at_once, at_once):
-            parts = reader.read(text[begin : begin + at_once], begin >= len(text))
-            whole.content, whole.reasoning = whole.content + parts.content, whole.reasoning + parts.reasoning
-            whole.calls += parts.calls
-        return Parts(whole.reasoning, whole.content, [call._replace(id="") for call in whole.calls])
+    def read(delimiters: Delimiters, at_once: int) -> Told:
+        template = ResponseTemplate(tool_tokenizer(), spec)
+        template._delimiters = delimiters
+        pieces = [text[begin : begin + at_once] for begin in range(0, len(text), at_once)]
+        return read_in_pieces(template.reader("", [SAMPLE_TOOL]), pieces)
 
-    everything = read(Nowhere(), 1)
+    everything = read(Nowhere(spec["fields"]), 1)
     for at_once in (1, 3, 1000):
         assert read(Delimiters(spec["fields"]), at_once) == everything
-        assert read(Nowhere(), at_once) == everything
+        assert read(Nowhere(spec["fields"]), at_once) == everything
 
 
-class Nowhere:
+class Nowhere(Delimiters):
     def are_far_from(self, text: str) -> bool:
         return False

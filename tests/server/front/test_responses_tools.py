@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import openai
 import pytest
 
 from support.fronts import RunningFront
+from support.generators import PATIENCE
 from support.scripted import Script
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -67,6 +69,12 @@ def test_an_answer_that_was_cut(client: openai.OpenAI, script: Script, ask: Any)
     response = whole(client)
     assert [item.type for item in response.output] == ["reasoning"]
     assert (response.status, response.output[0].status) == ("incomplete", "incomplete")
+    script.text = CALL[: CALL.index("ome")]
+    response = whole(client)
+    (call,) = response.output
+    (last,) = [event.response for event in whole(client, stream=True) if event.type == "response.incomplete"]
+    assert last.output[0].model_dump(exclude={"id", "call_id"}) == call.model_dump(exclude={"id", "call_id"})
+    assert (response.status, call.status, call.arguments) == ("incomplete", "incomplete", '{"city": "R')
     script.text, script.reason = "", "stop"
     assert ask(client).output_text == ""
     assert [item.type for item in ask(client).output] == ["message"]
@@ -88,6 +96,26 @@ def test_a_chat_goes_on_after_a_call(client: openai.OpenAI, script: Script) -> N
     again = [*given, {"role": "assistant", "content": "Fine."}, {"role": "assistant", "content": "Yes."}]
     whole(client, input=again)
     assert script.prompt.count("<|im_start|>assistant") == 4
+
+
+def test_arguments_come_as_they_are_written(client: openai.OpenAI, script: Script) -> None:
+    begin = CALL.partition("ome")[0]
+    script.text, script.at_once, script.allowed = f"{CALL}\n{CALL}", 1, threading.Semaphore()
+    script.allowed.release(len(script.tokens(begin)) - 1)
+    events, told = [], ""
+    for event in whole(client, stream=True, timeout=PATIENCE):
+        events.append(event)
+        if event.type == "response.function_call_arguments.delta":
+            told += event.delta
+        if told == '{"city": "R':
+            told = ""
+            script.allowed.release(len(script.text))
+    assert told == 'ome"}{"city": "Rome"}'
+    done = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert [(event.output_index, event.arguments) for event in done] == [
+        (0, '{"city": "Rome"}'),
+        (1, '{"city": "Rome"}'),
+    ]
 
 
 def test_calls_can_be_required(client: openai.OpenAI, script: Script) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from support.fronts import RunningFront
+from support.generators import PATIENCE
 from support.scripted import Script, tool_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -76,10 +78,37 @@ def test_parts_are_told_by_their_names(
 
 
 def test_a_cut_answer_says_so(client: openai.OpenAI, script: Script) -> None:
-    script.text, script.reason = CALL, "length"
-    choice = whole(client, tools=[WEATHER]).choices[0]
-    assert choice.finish_reason == "length"
-    assert choice.message.tool_calls
+    script.reason = "length"
+    for script.text, arguments in ((CALL, '{"city": "Rome"}'), (CALL.partition("ome")[0], '{"city": "R')):
+        accumulated = ChatCompletionStreamState()  # without tools: it refuses to read what was cut
+        for chunk in whole(client, tools=[WEATHER], stream=True):
+            accumulated.handle_chunk(chunk)
+        for completion in (whole(client, tools=[WEATHER]), accumulated.current_completion_snapshot):
+            (choice,) = completion.choices
+            assert choice.finish_reason == "length"
+            assert [call.function.arguments for call in choice.message.tool_calls or ()] == [arguments]
+
+
+def test_arguments_come_as_they_are_written(client: openai.OpenAI, script: Script) -> None:
+    begin, end = f"Well: {CALL}".split("ome")
+    script.text, script.at_once, script.allowed = f"{begin}ome{end}\n{OTHER}", 1, threading.Semaphore()
+    script.allowed.release(len(script.tokens(begin)) - 1)
+    deltas, told = [], ""
+    for chunk in whole(client, tools=[WEATHER, TIME], stream=True, timeout=PATIENCE):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            deltas.append(call)
+            told += call.function.arguments
+        if told == '{"city": "R':
+            told = ""
+            script.allowed.release(len(script.text))
+    assert told == 'ome"}{}'
+    first, *pieces = [call for call in deltas if call.index == 0]
+    assert (first.type, first.function.name, first.function.arguments) == ("function", "weather", "")
+    assert first.id is not None
+    assert {(piece.id, piece.type, piece.function.name) for piece in pieces} == {(None, None, None)}
+    other, arguments = [call for call in deltas if call.index == 1]
+    assert (other.function.name, arguments.function.arguments) == ("time", "{}")
+    assert other.id != first.id
 
 
 def test_without_tools_nothing_is_a_call(client: openai.OpenAI, script: Script) -> None:
@@ -126,7 +155,7 @@ def test_every_answer_has_its_parts(client: openai.OpenAI, script: Script) -> No
     calls = [0] * 3
     for chunk in whole(client, n=3, tools=[WEATHER], stream=True):
         for choice in chunk.choices:
-            calls[choice.index] += len(choice.delta.tool_calls or ())
+            calls[choice.index] += sum(call.id is not None for call in choice.delta.tool_calls or ())
     assert calls == [1] * 3
 
 

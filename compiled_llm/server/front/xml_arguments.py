@@ -1,0 +1,136 @@
+"""Arguments of a call as tags, one for each, as Qwen3.5 writes them; they become JSON as they come."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import regex  # type: ignore[import-untyped]  # as transformers' parser: what a blank is, they have to agree on
+
+_CHARACTER = r"[^\\()\[\]{}*+?.|^$]"
+_LITERAL = rf"(?:{_CHARACTER}|\\s\*)*{_CHARACTER}"
+_KEY = r"\(\?P<key>(?:\[\^[^\]]+\]|\\w)\+\)"
+_SPACE = r"\\s\*"
+_PATTERN = re.compile(
+    rf"(?P<begin>{_LITERAL}{_KEY}{_LITERAL})(?P<before>{_SPACE})?"
+    rf"\(\?P<value>\.\*\?\)(?P<after>{_SPACE})?(?P<end>{_CHARACTER}+)"
+)
+"""Patterns of tags that can be found as they come: a name between two texts, and a value that a text ends."""
+_SPACES = "".join(space for space in map(chr, range(0x3001)) if regex.match(r"\s", space))
+
+
+@dataclass(frozen=True)
+class XmlTags:
+    """How an argument is written.
+
+    Attributes:
+        begin: matches what stands before a value, with its ``key``.
+        spaces_before: are no part of a value if it begins with them.
+        spaces_after: if it ends with them.
+        end: stands after a value.
+    """
+
+    begin: Any
+    spaces_before: str
+    spaces_after: str
+    end: str
+
+    @classmethod
+    def of(cls, pattern: str) -> XmlTags | None:
+        """Return those of a response template's pattern; None if they cannot be found as they come."""
+        found = _PATTERN.fullmatch(pattern)
+        if found is None:
+            return None
+        before, after = (_SPACES if found[name] else "" for name in ("before", "after"))
+        return cls(regex.compile(found["begin"], regex.DOTALL), before, after, found["end"])
+
+    def sure(self, text: str) -> str:
+        """Return what of a value's text stays as it is, whatever comes."""
+        begun = next((size for size in range(len(self.end) - 1, 0, -1) if text.endswith(self.end[:size])), 0)
+        return text[: len(text) - begun].rstrip(self.spaces_after)
+
+
+class XmlArguments:
+    """Reads the arguments of one call: those that are texts piece by piece, others whole.
+
+    Attributes:
+        name: of the function.
+    """
+
+    def __init__(
+        self, name: str, tags: XmlTags, properties: Mapping[str, Any], read: Callable[[str], Mapping[str, Any]]
+    ) -> None:
+        """Begin before the first tag.
+
+        Args:
+            name: of the function.
+            tags: of its arguments.
+            properties: what it takes, as JSON schemas.
+            read: returns arguments by their tags, with the types of the schemas.
+        """
+        self.name: str | None = name
+        self._tags, self._properties, self._read = tags, properties, read
+        self._rest = self._tag = ""
+        self._key: str | None = None
+        self._count = 0
+
+    def read(self, text: str) -> str:
+        """Return what is new of them."""
+        self._rest += text
+        found = []
+        while (new := self._begin() if self._key is None else self._value(self._key)) is not None:
+            found.append(new)
+        return "".join(found)
+
+    def end(self, closed: bool) -> str:
+        """Return what ends them; what was cut stays so, lest it looks whole."""
+        if not closed:
+            return ""
+        last = "" if self._key is None else self.read(self._tags.end)
+        return last + ("}" if self._count else "{}")
+
+    def _begin(self) -> str | None:
+        found = self._tags.begin.search(self._rest)
+        if found is None:
+            return None
+        key = str(found["key"])
+        self._key, self._tag, self._rest = key, found.group(), self._rest[found.end() :]
+        self._count += 1
+        self._is_begun = False
+        before = "{" if self._count == 1 else ", "
+        return f"{before}{_json(key)}: " + ('"' if self._is_text(key) else "")
+
+    def _value(self, key: str) -> str | None:
+        """Return what is new of a value; None for nothing."""
+        if not self._is_begun:
+            self._rest = self._rest.lstrip(self._tags.spaces_before)
+        text, end, rest = self._rest.partition(self._tags.end)
+        if end:
+            self._key, self._rest = None, rest
+            text = text.rstrip(self._tags.spaces_after)
+            return _json(text)[1:] if self._is_text(key) else self._typed(key, text)
+        if not self._is_text(key) or not (text := self._tags.sure(text)):
+            return None
+        self._is_begun, self._rest = True, self._rest[len(text) :]
+        return _json(text)[1:-1]
+
+    def _is_text(self, key: str) -> bool:
+        """Whether the value of an argument is what the model writes, whatever that is."""
+        schema = self._properties.get(key)
+        if not isinstance(schema, Mapping):
+            return True
+        others = any(schema.get(name) for name in ("anyOf", "oneOf", "nullable"))
+        return schema.get("type", "string") == "string" and not others
+
+    def _typed(self, key: str, text: str) -> str:
+        try:
+            return _json(self._read(self._tag + text + self._tags.end)[key])
+        except Exception:  # of a parser that is HuggingFace's, by what a model has written
+            return _json(text)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,29 @@
+"""What a reader tells of an answer that comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from compiled_llm.server.front.answer_parts import Parts, PartsReader
+
+
+class Told(NamedTuple):
+    """What was told, taken together; calls are names and arguments, and whether they have ended."""
+
+    reasoning: str
+    content: str
+    calls: list[tuple[str, str, bool]]
+
+
+def read_in_pieces(reader: PartsReader, pieces: Iterable[str]) -> Told:
+    whole = Parts()
+    for parts in [*(reader.read(piece, over=False) for piece in pieces), reader.read("", over=True)]:
+        whole.reasoning, whole.content = whole.reasoning + parts.reasoning, whole.content + parts.content
+        for piece in parts.pieces:
+            assert (piece.name is None) == any(piece.id == earlier.id for earlier in whole.pieces)
+            whole.call(piece)
+    assert len({piece.id for piece in whole.pieces}) == len(whole.pieces), "pieces of a call come one after another"
+    return Told(
+        whole.reasoning, whole.content, [(piece.name or "", piece.arguments, piece.ends) for piece in whole.pieces]
+    )
