@@ -13,31 +13,12 @@ from prometheus_client.registry import Collector
 
 from compiled_llm.client import GeneratorError
 from compiled_llm.protocol.messages import Stats
+from compiled_llm.server.figures import COUNTERS, GAUGES, PAGES, QUANTILES, STATES, WAITS
 from compiled_llm.server.front.front import front_of
 
 router = APIRouter()
 
 _PATIENCE = 5.0
-_GAUGES = {
-    "running": "Requests that run",
-    "waiting": "Requests that wait",
-    "connections": "Clients of the generator",
-    "recordings": "CUDA graphs that steps are replayed from",
-}
-_COUNTERS = {
-    "finished": "Requests that have ended",
-    "steps": "Steps of the engine",
-    "preemptions": "Requests that gave their pages to others",
-    "prompt_tokens": "Tokens of prompts",
-    "cached_tokens": "Tokens of prompts that the prefix cache had",
-    "new_tokens": "Tokens of answers",
-    "cold_starts": "Steps that compiled or recorded something",
-}
-_WAITS = {
-    "queue_seconds": "Until a request first runs",
-    "first_token_seconds": "Until its first token",
-    "inter_token_seconds": "Between two tokens",
-}
 
 
 class FrontMetrics:
@@ -72,25 +53,25 @@ class _Generator(Collector):
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        for name, text in _GAUGES.items():
+        for name, text in GAUGES.items():
             yield GaugeMetricFamily(f"compiled_llm_{name}", text, getattr(self._stats, name))
-        for name, text in _COUNTERS.items():
+        for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"compiled_llm_{name}", text, getattr(self._stats, name))
-        for name, text in _WAITS.items():
+        for name, text in WAITS.items():
             yield self._waits(name, text)
         if self._stats.pages is not None:
             yield self._pages()
 
     def _waits(self, name: str, text: str) -> Metric:
-        family = GaugeMetricFamily(f"compiled_llm_{name}", f"{text}, of recent requests", labels=["quantile"])
+        family = GaugeMetricFamily(f"compiled_llm_{name}", text, labels=["quantile"])
         if (found := getattr(self._stats, name)) is not None:
-            family.add_metric(["0.5"], found.p50)
-            family.add_metric(["0.99"], found.p99)
+            for quantile, field in QUANTILES.items():
+                family.add_metric([quantile], getattr(found, field))
         return family
 
     def _pages(self) -> Metric:
-        family = GaugeMetricFamily("compiled_llm_pages", "Pages of the key-value cache", labels=["state"])
-        for state in ("used", "free", "cached"):
+        family = GaugeMetricFamily("compiled_llm_pages", PAGES, labels=["state"])
+        for state in STATES:
             family.add_metric([state], getattr(self._stats.pages, state))
         return family
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 R = TypeVar("R", bound=Hashable)
 """What a replica is known by."""
+
+
+@dataclass(frozen=True)
+class Chosen(Generic[R]):
+    """Who answers a prompt, and whether for the sake of its leading pages; otherwise it is whose queue is shorter."""
+
+    replica: R
+    by_pages: bool
 
 
 class Affinity(Generic[R]):
@@ -36,18 +45,17 @@ class Affinity(Generic[R]):
         """How many pages are known."""
         return len(self._owners)
 
-    def choose(self, pages: Sequence[bytes], queues: Mapping[R, int]) -> R:
+    def choose(self, pages: Sequence[bytes], queues: Mapping[R, int]) -> Chosen[R]:
         """Return who answers a prompt, and remember it.
 
         Args:
             pages: keys of the prompt's leading pages.
             queues: how many requests each replica has; at least one replica.
         """
-        chosen = self._owner(pages, queues)
-        if chosen is None:
-            chosen = shorter_of_two(queues)
+        owner = self._owner(pages, queues)
+        chosen = shorter_of_two(queues) if owner is None else owner
         self._remember(pages, chosen)
-        return chosen
+        return Chosen(chosen, owner is not None)
 
     def _owner(self, pages: Sequence[bytes], queues: Mapping[R, int]) -> R | None:
         """Return who has most of the pages, of those that are not much busier than others."""

@@ -16,12 +16,15 @@ from compiled_llm.client.errors import GeneratorLostError
 from compiled_llm.protocol.messages import Ready, Submit
 from compiled_llm.server.front.generator_process import GeneratorProcess
 from compiled_llm.server.generator.socket_folder import SocketFolder
+from compiled_llm.server.replicas.ray_figures import ReplicaFigures
 from compiled_llm.server.replicas.relay import Relay
 
 logger = logging.getLogger("compiled_llm.server")
 
 _LOOKING = 0.1
 """Seconds between two looks whether the generator listens."""
+_COUNTING = 5.0
+"""Seconds between two looks at its figures; Ray hands them on every ten."""
 
 
 class Replica:
@@ -48,6 +51,7 @@ class Replica:
             raise RuntimeError(f"{self._running.result()}; the log of this replica has why")
         self._relay = relay.result()
         self._ready = await self._relay.ready
+        self._counting = asyncio.create_task(self._count(ReplicaFigures()))
 
     async def _connected(self, path: Path) -> Relay:
         while True:
@@ -66,6 +70,11 @@ class Replica:
             self._folder.remove()
             os._exit(1)
 
+    async def _count(self, figures: ReplicaFigures) -> None:
+        while True:
+            figures.tell(await self._relay.stats())
+            await asyncio.sleep(_COUNTING)
+
     async def ready(self) -> Ready:
         """Return what the generator says of its model."""
         return self._ready
@@ -79,5 +88,6 @@ class Replica:
         """End the generator; Ray calls this once requests have ended."""
         self._ends = True
         self._running.cancel()
+        self._counting.cancel()
         await self._process.stop()
         self._folder.remove()

@@ -13,6 +13,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from compiled_llm.protocol.messages import Submit
 from compiled_llm.server.replicas.affinity import Affinity, shorter_of_two
 from compiled_llm.server.replicas.leading_pages import leading_pages
+from compiled_llm.server.replicas.ray_figures import RoutedFigure
 
 
 class LeadingPagesRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not seen
@@ -33,6 +34,7 @@ class LeadingPagesRouter(RequestRouter):  # type: ignore[misc]  # Ray's types ar
         self._affinity: Affinity[ReplicaID] = Affinity(most_pages, most_longer, least_share)
         self._page_size = page_size
         self._most_leading = most_leading
+        self._routed = RoutedFigure()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -61,7 +63,9 @@ class LeadingPagesRouter(RequestRouter):  # type: ignore[misc]  # Ray's types ar
         if not isinstance(submit, Submit):
             return shorter_of_two(queues)
         pages = leading_pages(submit.prompt, submit.cache_salt, self._page_size, self._most_leading)
-        return self._affinity.choose(pages, queues)
+        chosen = self._affinity.choose(pages, queues)
+        self._routed.count(chosen.by_pages)
+        return chosen.replica
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Forget what those had that do not run any more."""

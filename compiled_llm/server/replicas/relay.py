@@ -14,11 +14,13 @@ from compiled_llm.client.connection import Line
 from compiled_llm.client.errors import GeneratorLostError
 from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import (
+    AskStats,
     Cancel,
     FromGenerator,
     PromptScores,
     Ready,
     Refused,
+    Stats,
     Step,
     Submit,
     Summary,
@@ -57,6 +59,7 @@ class Relay:
         self._lost = lost
         self._numbers = itertools.count(1)
         self._requests: dict[int, _Request] = {}
+        self._asked: dict[int, asyncio.Future[Stats]] = {}
         line.start(self._take, self._lose)
 
     async def answer(self, submit: Submit) -> AsyncIterator[bytes]:
@@ -75,6 +78,17 @@ class Relay:
             del self._requests[number]
             if not over:
                 self._line.send(Cancel(number))
+
+    async def stats(self) -> Stats:
+        """Return how the generator is doing; it may never say, if it ends."""
+        number = next(self._numbers)
+        answer: asyncio.Future[Stats] = self._loop.create_future()
+        self._asked[number] = answer
+        try:
+            self._line.send(AskStats(number))
+            return await answer
+        finally:
+            del self._asked[number]
 
     # ---- in the thread that reads the line
 
@@ -100,6 +114,8 @@ class Relay:
                         self._pass_on(summary)
                 case PromptScores() | Refused():
                     self._pass_on(message)
+                case Stats(number=number) if number in self._asked:
+                    self._asked[number].set_result(message)
                 case Ready() if not self.ready.done():
                     self.ready.set_result(message)
 

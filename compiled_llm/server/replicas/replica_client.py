@@ -33,4 +33,4 @@ class ReplicaClient(AsyncClient):
         Raises:
             GeneratorError: always.
         """
-        raise GeneratorError("replicas are counted one by one, by Ray")
+        raise GeneratorError("replicas are counted one by one; each has its figures in Ray's metrics")

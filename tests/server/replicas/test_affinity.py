@@ -63,10 +63,12 @@ def test_the_replica_that_has_most_of_a_prompt_answers_unless_its_queue_is_too_l
             model.told = [entry for entry in model.told if entry[1] in everybody]
         keys = pages(data.draw(PROMPTS))
         queues = {replica: data.draw(st.integers(0, 8)) for replica in sorted(everybody)}
-        chosen = affinity.choose(keys, queues)
+        found = affinity.choose(keys, queues)
+        chosen = found.replica
         within = [replica for replica, length in queues.items() if length <= min(queues.values()) + limit]
         most = max(model.known(keys, replica) for replica in within)
-        if most and most >= share * len(keys):
+        assert found.by_pages == (most > 0 and most >= share * len(keys))
+        if found.by_pages:
             assert chosen in within
             assert model.known(keys, chosen) == most
             assert queues[chosen] == min(queues[replica] for replica in within if model.known(keys, replica) == most)
@@ -91,11 +93,11 @@ def test_equal_prompts_that_come_together_go_to_one_replica() -> None:
     affinity: Affinity[str] = Affinity(100, 3, 0.0)
     queues = Counter({"a": 0, "b": 0})
     for _ in range(4):
-        queues[affinity.choose(pages([1, 2, 3, 4]), queues)] += 1
+        queues[affinity.choose(pages([1, 2, 3, 4]), queues).replica] += 1
     assert sorted(queues.values()) == [0, 4]
-    queues[affinity.choose(pages([1, 2, 3, 4]), queues)] += 1  # the fifth would be four behind others
+    queues[affinity.choose(pages([1, 2, 3, 4]), queues).replica] += 1  # the fifth would be four behind others
     assert sorted(queues.values()) == [1, 4]
-    queues[affinity.choose(pages([1, 2, 3, 4]), queues)] += 1  # both have it by now: the shorter queue
+    queues[affinity.choose(pages([1, 2, 3, 4]), queues).replica] += 1  # both have it by now: the shorter queue
     assert sorted(queues.values()) == [2, 4]
 
 
@@ -103,7 +105,7 @@ def test_a_beginning_that_all_prompts_have_does_not_bring_them_to_one_replica() 
     random.seed(0)
     affinity: Affinity[str] = Affinity(1000, 1000, 0.25)
     answered = Counter(
-        affinity.choose(pages([0, 0, *[n % 7 + 1, n // 7 + 1] * 4]), {"a": 0, "b": 0}) for n in range(40)
+        affinity.choose(pages([0, 0, *[n % 7 + 1, n // 7 + 1] * 4]), {"a": 0, "b": 0}).replica for n in range(40)
     )
     assert min(answered.values()) >= 10
 

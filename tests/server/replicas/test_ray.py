@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from compiled_llm.client import Client
 from compiled_llm.server import ray_app
@@ -163,6 +165,46 @@ def test_a_prompt_comes_to_the_replica_that_has_its_pages_unless_its_salt_is_ano
     assert [cached(client, [*prompt, *[number] * 20]) for number in range(11, 17)] == [96, *[96] * 5]
     assert cached(client, prompt, cache_salt="another") == 0
     assert cached(client, prompt, cache_salt="another") == 96
+
+
+def figures(name: str) -> dict[tuple[str, ...], float]:
+    """In Ray's metrics, by who has it, a replica of ours or of fronts, and what else it is told apart by."""
+    node = ray.nodes()[0]
+    text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=PATIENCE).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    told_apart = ("replica", "state", "quantile", "by")
+    return {
+        tuple(sample.labels[label] for label in told_apart if label in sample.labels): sample.value
+        for sample in samples
+        if sample.name == f"ray_compiled_llm_{name}"
+    }
+
+
+def test_each_replica_has_its_figures_in_rays_metrics(client: httpx.Client) -> None:
+    routed = Counter(figures("routed_total"))
+    for _ in range(4):
+        assert complete(client, [11] * 96 + [12] * 8).status_code == 200
+    counted = ("prompt_tokens", "cached_tokens", "new_tokens", "steps")
+    generators = []
+    for path in sockets():
+        with Client(path) as talks:
+            stats = talks.stats()
+            generators.append([getattr(stats, name) for name in counted])
+    assert sum(cached for _, cached, *_ in generators) >= 3 * 96
+
+    def told() -> dict[tuple[str, ...], list[float]]:
+        """By replicas; those that have ended stay for a while."""
+        tables = [figures(f"{name}_total") for name in counted]
+        return {replica: [table.get(replica, 0) for table in tables] for replica in figures("running")}
+
+    def newly_routed(why: str) -> float:
+        return sum(count for labels, count in (Counter(figures("routed_total")) - routed).items() if labels[-1] == why)
+
+    until(lambda: all(entry in told().values() for entry in generators))
+    until(lambda: newly_routed("queue") >= 1 and newly_routed("pages") >= 3)
+    replica = next(replica for replica, entry in told().items() if entry == max(generators))
+    assert {(*replica, state) for state in ("used", "free", "cached")} <= figures("pages").keys()
+    assert {(*replica, "0.5"), (*replica, "0.99")} <= figures("first_token_seconds").keys()
 
 
 def test_more_of_prompts_is_cached_than_if_replicas_are_drawn(

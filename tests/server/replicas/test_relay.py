@@ -122,6 +122,20 @@ def test_two_fronts_may_give_their_requests_the_same_numbers(generator: Loop, pa
     play(path, game)
 
 
+def test_a_replica_says_how_its_generator_is_doing(generator: Loop, path: Path) -> None:
+    async def game(replica: OneReplica, client: ReplicaClient) -> None:
+        before = await replica.relay.stats()
+        await client.submit([5, 6, 7], GREEDY)
+        first, second = await asyncio.gather(replica.relay.stats(), replica.relay.stats())
+        assert first.prompt_tokens - before.prompt_tokens == second.prompt_tokens - before.prompt_tokens == 3
+        assert first.new_tokens - before.new_tokens == 6
+        assert not replica.relay._asked
+        with pytest.raises(GeneratorError, match="Ray's metrics"):
+            await client.stats()
+
+    play(path, game)
+
+
 def test_a_client_that_leaves_ends_its_request_alone(generator: Loop, path: Path, engine: Engine) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:
         stays, leaves = client.submit([5, 6], LONG), client.submit([7, 8], LONG)

@@ -1,0 +1,50 @@
+"""Figures of replicas and of who answers, in Ray's metrics: Ray says which replica, and Prometheus finds them there."""
+
+from __future__ import annotations
+
+from ray.serve.metrics import Counter, Gauge
+
+from compiled_llm.protocol.messages import Stats
+from compiled_llm.server.figures import COUNTERS, GAUGES, PAGES, QUANTILES, STATES, WAITS
+
+
+class ReplicaFigures:
+    """Those of a replica's generator, by the names that ``/metrics`` of one server has; Ray puts ``ray_`` before them.
+
+    Ray adds the tags ``application``, ``deployment`` and ``replica``.
+    """
+
+    def __init__(self) -> None:
+        """Begin at zero; made in the replica."""
+        self._gauges = {name: Gauge(f"compiled_llm_{name}", text) for name, text in GAUGES.items()}
+        self._counters = {name: Counter(f"compiled_llm_{name}_total", text) for name, text in COUNTERS.items()}
+        self._waits = {name: Gauge(f"compiled_llm_{name}", text, ("quantile",)) for name, text in WAITS.items()}
+        self._pages = Gauge("compiled_llm_pages", PAGES, ("state",))
+        self._counted = dict.fromkeys(COUNTERS, 0)
+
+    def tell(self, stats: Stats) -> None:
+        """Tell of the generator as it is now."""
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(stats, name))
+        for name, counter in self._counters.items():
+            new, self._counted[name] = getattr(stats, name) - self._counted[name], getattr(stats, name)
+            if new:
+                counter.inc(new)
+        for name, gauge in self._waits.items():
+            if (found := getattr(stats, name)) is not None:
+                for quantile, field in QUANTILES.items():
+                    gauge.set(getattr(found, field), {"quantile": quantile})
+        for state in STATES if stats.pages is not None else ():
+            self._pages.set(getattr(stats.pages, state), {"state": state})
+
+
+class RoutedFigure:
+    """How many prompts went where for the sake of their leading pages, or because a queue is short."""
+
+    def __init__(self) -> None:
+        """Begin at zero; made where prompts are routed."""
+        self._routed = Counter("compiled_llm_routed_total", "Prompts by why a replica was chosen", ("by",))
+
+    def count(self, by_pages: bool) -> None:
+        """Count a prompt."""
+        self._routed.inc(1, {"by": "pages" if by_pages else "queue"})
