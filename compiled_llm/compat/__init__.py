@@ -48,8 +48,8 @@ takes so long | torch tells how far it is |
 | ``compile_tasks._set_triton_ptxas_path`` | one key for each kernel of Triton's | Inductor sets it at once |
 | ``codecache._precompile_header`` | loading C++ kernels without a compiler | Inductor looks for a kernel first |
 | ``exc.CppCompileError`` | telling a kernel that is missing | the same |
-| ``codecache.torch_key``, ``CacheBase.get_system``, ``cpu_vec_isa.pick_vec_isa`` | finding graphs sooner | Inductor \
-needs less before it looks for one |
+| ``codecache.torch_key``, ``triton_compat.triton_key``, ``cpu_vec_isa.pick_vec_isa`` | finding graphs sooner | \
+Inductor needs less before it looks for one |
 | ``torch.cuda._is_in_bad_fork`` | refusing calls in a forked process, where CUDA never works | torch says it publicly |
 | ``_C._profiler._ExperimentalConfig`` | profiling all threads | ``torch.profiler.profile`` takes it by name |
 

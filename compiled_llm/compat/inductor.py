@@ -148,19 +148,20 @@ def build_probes_early() -> None:
 
 @functools.cache
 def hash_sources_early() -> None:
-    """Begin to hash, on a thread, the sources of torch and Triton, and Triton's library.
+    """Begin to hash, on two threads, the sources of torch, and those of Triton with its library.
 
     They are part of the key of each graph in Inductor's cache, which takes a second for them once a graph is traced.
-    The thread lets tracing begin beside it. It can end once Inductor goes by versions.
+    The threads let tracing begin beside it. They can end once Inductor goes by versions.
     """
     from torch._inductor import codecache  # on this thread: imports in two may cross
+    from torch._inductor.runtime import triton_compat
 
-    def hash_sources() -> None:
+    def hash_sources(of: Callable[[], object]) -> None:
         with suppress(Exception):  # nobody waits for it, and Inductor says what is wrong when it hashes them itself
-            codecache.torch_key()
-            codecache.CacheBase.get_system()
+            of()
 
-    threading.Thread(target=hash_sources, name="compiled_llm sources", daemon=True).start()
+    for key in (codecache.torch_key, triton_compat.triton_key):
+        threading.Thread(target=hash_sources, args=(key,), name="compiled_llm sources", daemon=True).start()
 
 
 def choose_ptxas() -> None:
