@@ -13,6 +13,10 @@ xgrammar in ``compat.xgrammar``, that of Triton (``knobs.cache.manager_class`` a
 | ``Module._compiled_call_impl`` | noticing ``model.compile()`` | modules say it publicly |
 | the entries' ``guard_manager.check`` | guards without a call | torch checks them for those who replay a graph |
 | ``cudagraph_trees.get_container`` | counting recordings | torch reports them |
+| ``torch._C._cuda_endAllocateToPool``, ``_cuda_releasePool`` | going on after a capture that failed | \
+``capture_end`` tells the allocator first |
+| the state of ``torch.cuda.default_generators`` while a capture begins | replaying while another thread captures | \
+torch < 2.12 is dropped |
 | the ``torch.__trace`` logger | collecting graph breaks | ``torch._dynamo.explain`` no longer resets Dynamo |
 | the logger of ``cudagraph_utils`` | why CUDA graphs were skipped | torch reports it per function |
 | ``torch._C._len_torch_function_stack``, ``…dispatch_stack`` | noticing modes | torch says it publicly |

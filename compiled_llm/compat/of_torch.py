@@ -9,6 +9,12 @@ from torch._inductor.custom_graph_pass import (
     get_hash_for_files as get_hash_for_files,
 )
 
+from compiled_llm.compat.capturing import (
+    captured_into as captured_into,
+)
+from compiled_llm.compat.capturing import (
+    generator_of_its_own as generator_of_its_own,
+)
 from compiled_llm.compat.cudagraph_trees import (
     adopt_cudagraph_trees as adopt_cudagraph_trees,
 )

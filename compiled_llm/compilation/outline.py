@@ -89,6 +89,12 @@ class Outline:
         self._trace_all("the program is traced again")
         return self.of(arguments)
 
+    def refreshed(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
+        """Return what ``prepare`` last returned, with the tensors that the layers have now."""
+        if self._layers is not None and not self.is_current:
+            self._layers.take_tensors(arguments["pages"])
+        return self.standing_for(arguments["model"])
+
     def of(self, arguments: Mapping[str, Any], glance: int | None = None) -> PreTrainedModel:
         """Return what stands for the model: the model itself from the moment that a layer has changed.
 

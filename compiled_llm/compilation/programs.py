@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from compiled_llm.compat import (
     forget_when_gone,
     graph_count,
     hash_sources_early,
+    is_compiled_for,
     own_copy,
     tracing_seconds,
 )
@@ -50,6 +51,35 @@ logger = logging.getLogger("compiled_llm.graphs")
 
 PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
+
+
+class PreparedCall(NamedTuple):
+    """A call of a program, which knows nothing of any other call: any thread may make it, within ``paged``.
+
+    Attributes:
+        program: what to call.
+        function: what was compiled.
+        arguments: by name, in order.
+    """
+
+    program: Callable[..., Any]
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether it runs the function as it is."""
+        return self.program is self.function
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it would compile nothing."""
+        return self.interpreted or is_compiled_for(self.function, self.arguments)
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Make it."""
+        logits, tokens = self.program(*self.arguments.values())
+        return logits, tokens
 
 
 class Programs:
@@ -134,10 +164,7 @@ class Programs:
         self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Run ``prefill_step``; T, B, L and C are symbolic and must be at least 2."""
-        _mark_symbolic(inputs)
-        model = self._outlined(model, inputs, tables, pages)
-        logits, tokens = self._program_for(inputs)(model, self._forward, inputs, tables, pages)
-        return logits, tokens
+        return self.prepared(model, inputs, tables, pages)()
 
     def decode(
         self, model: PreTrainedModel, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
@@ -145,9 +172,45 @@ class Programs:
         """Run ``decode_step``; its results are overwritten by the next call if CUDA graphs are replayed."""
         if self.recorded:
             torch.compiler.cudagraph_mark_step_begin()
-        model = self._outlined(model, inputs, tables, pages)
-        logits, tokens = self._program_for(inputs)(model, self._forward, inputs, tables, pages)
-        return logits, tokens
+        return self.prepared(model, inputs, tables, pages)()
+
+    def prepared(
+        self,
+        model: PreTrainedModel,
+        inputs: PrefillInputs | DecodeInputs,
+        tables: SamplingTables,
+        pages: list[Tensor],
+        compare: bool = True,
+    ) -> PreparedCall:
+        """Return a call of the program that serves ``inputs``, for now.
+
+        Args:
+            model: of the program.
+            inputs: what it reads, as ``tables`` and ``pages``.
+            tables: how rows choose.
+            pages: of all layers.
+            compare: of a prefill, see whether it would compile, even if the model cannot have changed since the last
+                time; if not, whoever makes the call does, for any program.
+        """
+        if isinstance(inputs, PrefillInputs):
+            _mark_symbolic(inputs)
+        model = self._outlined(model, inputs, tables, pages, compare)
+        arguments = self._arguments(model, inputs, tables, pages)
+        return PreparedCall(self._program_for(inputs), self._function_for(inputs), arguments)
+
+    def compiled_for(
+        self,
+        model: PreTrainedModel,
+        inputs: PrefillInputs | DecodeInputs,
+        tables: SamplingTables,
+        pages: list[Tensor],
+    ) -> bool:
+        """Whether a call with these would compile nothing; the model has been looked at."""
+        outline = self._outlines.get(self._function_for(inputs))
+        if outline is not None:
+            model = outline.of(self._arguments(model, inputs, tables, pages))
+        arguments = self._arguments(model, inputs, tables, pages)
+        return PreparedCall(self._program_for(inputs), self._function_for(inputs), arguments).compiled
 
     def guards(
         self,
@@ -155,17 +218,19 @@ class Programs:
         inputs: PrefillInputs | DecodeInputs,
         tables: SamplingTables,
         pages: list[Tensor],
+        call: PreparedCall | None = None,
     ) -> Guards:
-        """Return what the program that serves ``inputs`` takes for granted; it has run with them before.
+        """Return what the program that serves ``inputs`` takes for granted, in a ``call`` that is captured.
 
         Layers whose tensors have been replaced since then are for ``Weights`` to notice.
         """
         function = self._function_for(inputs)
         arguments = self._arguments(model, inputs, tables, pages)
         outline = self._outlines.get(function)
+        called_with = None if call is None else call.arguments
         if outline is None:
-            return Guards(function, arguments)
-        return Guards(function, arguments, lambda glance: {"model": outline.of(arguments, glance)})
+            return Guards(function, arguments, called_with=called_with)
+        return Guards(function, arguments, lambda glance: {"model": outline.of(arguments, glance)}, called_with)
 
     def code_valid(self) -> bool:
         """Whether the model's classes still define what was traced; Dynamo's guards do not look there."""
@@ -188,6 +253,7 @@ class Programs:
         inputs: PrefillInputs | DecodeInputs,
         tables: SamplingTables,
         pages: list[Tensor],
+        compare: bool = True,
     ) -> PreTrainedModel:
         """Return what the program that serves ``inputs`` is called with in place of the model."""
         outline = self._outlines.get(self._function_for(inputs))
@@ -195,7 +261,8 @@ class Programs:
             return model
         if outline.is_current and isinstance(inputs, DecodeInputs):  # to compare would take too long in each step
             return outline.standing_for(model)
-        return outline.prepare(self._arguments(model, inputs, tables, pages))
+        arguments = self._arguments(model, inputs, tables, pages)
+        return outline.prepare(arguments) if compare else outline.refreshed(arguments)
 
     def _arguments(self, model: PreTrainedModel, *others: Any) -> dict[str, Any]:
         return dict(

@@ -231,8 +231,7 @@ class Driver:
                 continue
             with self._runtime.loop_lock.taken():
                 self._work(loop, done)
-            if loop.idle:
-                loop.free_leaks()
+            loop.rest(lambda: self._inbox)
             self.check.forget()  # whoever waited for what has ended may change it now
             pause = self._shortage.pause(loop)
             del loop

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -168,7 +168,8 @@ class Loop:
         return changed
 
     def drain(self) -> list[Request]:
-        """Read what has been launched; otherwise as ``step``."""
+        """Read what has been launched, and let nothing go on; otherwise as ``step``."""
+        self.device_model.settle()
         return self._read_all_but(0)
 
     def restart(self) -> None:
@@ -181,8 +182,15 @@ class Loop:
         self._prepared = None
         self._persistent.restart()
 
+    def rest(self, wanted: Callable[[], object]) -> None:
+        """Know that nobody runs for now: capture what steps have missed until something is ``wanted``, and tidy up."""
+        if self.idle:
+            self.free_leaks()
+        if self.scheduler.idle:
+            self.device_model.catch_up(wanted)
+
     def free_leaks(self) -> None:
-        """Give back what requests that have ended still have, and say so; nobody runs."""
+        """Give back what requests that have ended still have, and say so."""
         rows, self.scheduler.rows = self.scheduler.rows, set()
         if rows:
             logger.error(
@@ -218,6 +226,7 @@ class Loop:
                 timer = None
         late = None if prepared.constrained is None else LateChoice(prepared.constrained, prepared.watch)
         self._launched.append(_Launched(plan, readbacks, timer, prepared.watch.taken(), late))
+        self.device_model.go_on()
 
     def _run(self, prepared: _Prepared, unchanged: bool) -> Iterator[Tensor]:
         """Yield the tokens of each launch, in the order of ``Plan.choosing``."""

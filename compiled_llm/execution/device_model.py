@@ -7,7 +7,7 @@ Shapes: T packed tokens, L tokens whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -39,6 +39,7 @@ from compiled_llm.execution.readiness import Readiness
 from compiled_llm.execution.recorded_shapes import RecordedShapes
 from compiled_llm.execution.staging import Readbacks
 from compiled_llm.execution.threads.executor import Executor
+from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
@@ -140,6 +141,7 @@ class DeviceModel:
             OutOfPagesError: a row has outgrown what it was promised, and no page is free; nothing has changed.
             ValueError: a row would have more tokens than the model has positions; nothing has changed.
         """
+        self.readiness.adopt()
         if batch.extend:
             return self._extend(batch, persistent, unchanged)
         advances = unchanged and persistent.can_advance(batch.decode)
@@ -151,8 +153,8 @@ class DeviceModel:
         self.state.slots.ensure(rows)
         if batch.tokens is None and not all(row.has_next for row in rows):
             raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
-        bucket = persistent.bucket_for(len(rows))
-        decode.make_ready(bucket, waiting=len(rows), unchanged=unchanged)
+        wanted = persistent.bucket_for(len(rows))
+        bucket = decode.make_ready(wanted, waiting=len(rows), unchanged=unchanged)
         self._check_positions(rows, [1] * len(rows))
         changes = self.pool.changes
         with grown(rows, [1] * len(rows), batch.promise, self.state.copy_pages) as copied:
@@ -160,13 +162,13 @@ class DeviceModel:
                 stayed = persistent.seat(rows, bucket, copied)
                 if batch.tokens is not None:
                     decode.feed(len(rows), bucket, batch.tokens)
-                outputs = decode.run(bucket)
+                outputs = decode.run(bucket, wanted)
             except BaseException:  # the seats may have advanced
                 persistent.lose(rows)
                 raise
         for row in rows:
             row.position += 1
-        return persistent.has_run(rows, bucket, outputs, stayed, changes)
+        return persistent.has_run(rows, (wanted, bucket), outputs, stayed, changes)
 
     def _extend(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> Step:
         rows = _rows(batch.extend)
@@ -205,6 +207,7 @@ class DeviceModel:
         Raises:
             OutOfPagesError: as ``run``.
         """
+        self.readiness.adopt()
         rows = _rows(extensions)
         with self._grown_by(extensions, promise):
             logits, _ = self.prefill.run(extensions, keep, embeddings, remember=False)
@@ -266,6 +269,7 @@ class DeviceModel:
             buckets: for how many rows choices are captured on CUDA; others are launched one kernel after the other.
         """
         self.readiness.check_model()
+        self.settle()
         prepare_deferred(self.state, buckets)
 
     @contextmanager
@@ -303,11 +307,27 @@ class DeviceModel:
 
     def release(self) -> None:
         """Give device memory back, whoever holds this still; nobody has rows here, and nothing runs afterwards."""
+        self.settle()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.readiness.release()
         self.state.release()
         self._planner.release()
+
+    def go_on(self) -> None:
+        """Capture for a slice what steps have missed: one was launched, and its host would wait for the device."""
+        self.readiness.go_on()
+
+    def catch_up(self, wanted: Callable[[], object]) -> None:
+        """Capture what steps have missed, since none is to run, until something is ``wanted``."""
+        while self.readiness.recordings.captures_beside and not wanted():
+            self.thread.call(self.go_on)
+            self.thread.call(self.readiness.adopt)
+
+    @deferred()
+    def settle(self) -> None:
+        """Let nothing be captured any more beside steps: whoever runs none may wait for the whole device."""
+        self.readiness.recordings.settle()
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -280,6 +280,7 @@ def prepare(
     recorded: Iterable[Sequence[Shape]],
     embedded: bool = False,
     report: Callable[[str], None] = lambda doing: None,
+    anchors: bool = True,
 ) -> None:
     """Compile, and on CUDA record, what is not ready yet.
 
@@ -289,16 +290,17 @@ def prepare(
         recorded: shapes of prefills, those together that are shown as one.
         embedded: prefill from embeddings, too.
         report: takes what is being prepared, in words.
+        anchors: a few recordings in which all others could run, too.
     """
     thread, prefill, decode = device_model.thread, device_model.prefill, device_model.decode
     report("preparing prefill")
-    thread.call(prefill.make_ready)
+    thread.call(prefill.make_ready, anchors=anchors)
     if embedded:
         thread.call(prefill.make_ready, embedded=True)
     missing = [bucket for bucket in buckets if bucket not in decode.ready]
     for number, bucket in enumerate(buckets, start=1):
         report(f"preparing steps of {bucket} request{'s' * (bucket > 1)} ({number} of {len(buckets)})")
-        thread.call(decode.make_ready, bucket, number=_number(bucket, missing))
+        thread.call(decode.make_ready, bucket, number=_number(bucket, missing), anchors=anchors)
     for shapes in filter(None, recorded):
         report(f"preparing prefills of up to {max(shape.tokens for shape in shapes)} tokens")
         thread.call(prefill.make_recorded, shapes, only_with_room=True)

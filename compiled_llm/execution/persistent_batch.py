@@ -35,7 +35,7 @@ class PersistentBatch:
         self._decode = decode
         self._ready, self._pool, self._slots = decode.ready, state.pool, state.slots
         self._page_size, self._longest = state.config.page_size, state.max_positions
-        self.bucket = 0
+        self.bucket = self._wanted = 0
         self.logits: Tensor | None = None
         self.deferred = DeferredChoice(state)
         # The rows on the seats, each with its slot, length and position when it was seated, and the bucket; empty if
@@ -59,6 +59,7 @@ class PersistentBatch:
             and self._taken == self._slots.taken
             and self._rows == rows
             and self.bucket in self._ready
+            and (self._wanted == self.bucket or self._wanted not in self._ready)
             and not self.deferred
         )
 
@@ -103,10 +104,12 @@ class PersistentBatch:
         Args:
             tokens: what they feed in, as in ``Batch``.
         """
+        if self._wanted != self.bucket:
+            self._decode.missed(self._wanted)
         try:
             if tokens is not None:
                 self._decode.feed(len(self._rows), self.bucket, tokens)
-            outputs = self._decode.run(self.bucket)
+            outputs = self._decode.run(self.bucket, self._wanted)
             with deferred():
                 if self._entering is None:
                     self._entering = self._find_entering()
@@ -127,16 +130,19 @@ class PersistentBatch:
             entering.setdefault((self._advanced - row.length) % self._page_size, []).append(row)
         return entering
 
-    def has_run(self, rows: Sequence[Row], bucket: int, outputs: StepOutputs, stayed: bool, changes: int) -> Step:
+    def has_run(
+        self, rows: Sequence[Row], buckets: tuple[int, int], outputs: StepOutputs, stayed: bool, changes: int
+    ) -> Step:
         """Remember a decode step that others prepared.
 
         Args:
             rows: grown by the token that they fed in.
-            bucket: B, padding included.
+            buckets: the one that was wanted, and the one that ran: B, padding included.
             outputs: of the step.
             stayed: whether the rows sat on the same seats before it.
             changes: of the pool, before the rows grew.
         """
+        self._wanted, bucket = buckets
         if stayed:
             self._advanced += 1
         else:
@@ -168,9 +174,9 @@ class PersistentBatch:
         Nobody waits for a smaller one to be prepared because rows have ended.
         """
         smallest = self._decode.bucket_for(rows)
-        if smallest >= self.bucket:
+        if smallest >= self._wanted:
             return smallest
-        return next((bucket for bucket in self._decode.ready_buckets if smallest <= bucket <= self.bucket), smallest)
+        return next((bucket for bucket in self._decode.ready_buckets if smallest <= bucket <= self._wanted), smallest)
 
     def chose(self, step: Step) -> None:
         """Know that tokens have been chosen for rows elsewhere than on the seats."""
@@ -205,4 +211,4 @@ class PersistentBatch:
         self._slots.forget_next(rows)
         self.deferred.forget()
         self.invalidate()
-        self.logits, self.bucket = None, 0
+        self.logits, self.bucket, self._wanted = None, 0, 0

@@ -52,6 +52,10 @@ class PlannedTable:
         indptr, last_page_len, qo_indptr = self._views[rows]
         return PlannedRows(indptr, self._indices, last_page_len, qo_indptr, self._planner.for_decode(rows))
 
+    def plan_padding(self, bucket: int) -> None:
+        """Plan a bucket that nobody runs in now; what is laid out stays."""
+        self._planner.plan_decode(build_table([], [], self._page_size, bucket), bucket)
+
     def lay_out(self, rows: Sequence[Row], bucket: int) -> None:
         """Write and plan the table of rows that have grown by the token that they are about to feed in."""
         table = build_table(rows, [1] * len(rows), self._page_size, bucket)

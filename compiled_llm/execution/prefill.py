@@ -7,7 +7,7 @@ vocabulary, S page size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -60,16 +60,21 @@ class Prefill:
         self._shapes = shapes
         self._page_size = state.config.page_size
         state.recordings.when_dropped.append(planner.forget)
+        self._anchors = self._find_anchors()
+        state.recordings.anchors["prefill"] = [*self._anchors]
 
     # ---- compiled
 
-    def make_ready(self, embedded: bool = False, waiting: int = 0, unchanged: bool = False) -> None:
+    def make_ready(
+        self, embedded: bool = False, waiting: int = 0, unchanged: bool = False, anchors: bool = True
+    ) -> None:
         """Compile prefill, if it is not compiled yet.
 
         Args:
             embedded: the one that reads embeddings in place of token ids.
             waiting: how many rows a call has that waits for it.
             unchanged: the model cannot have changed since it was last looked at; do not look again.
+            anchors: once it is compiled, record them, too.
         """
         readiness = self._readiness
         program = PREFILL_EMBEDDED if embedded else PREFILL
@@ -86,6 +91,22 @@ class Prefill:
             slots = state.slots.of([], _KEPT - 1)
             self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings))
         readiness.ready.add(program)
+        if anchors and not embedded:
+            self.record_anchors()
+
+    def record_anchors(self) -> None:
+        """Record, as far as there is room, a few shapes that any prefill can run in, so that nobody waits for its own.
+
+        What is captured later makes room before they do.
+        """
+        self.make_recorded(sorted(self._anchors), only_with_room=True)
+
+    def _find_anchors(self) -> list[Shape]:
+        variant, most = self._planner.variants[0], self._state.recordings.budget.most
+        shapes = [shape._replace(variant=variant) for shape in self._shapes.anchors()]
+        shapes = [shape for shape in shapes if self._planner.fits(shape)]
+        # If there may be but a few, half of them are for decode steps, and for what is used most.
+        return shapes if most is None else shapes[: (most + 1) // 2]
 
     def _null_embeddings(self, tokens: int) -> Tensor:
         model = self._state.facts.model
@@ -151,9 +172,8 @@ class Prefill:
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
         if shape is not None:
             self._readiness.events.used[shape] += 1
-            if shape not in self._recordings:
-                self.make_recorded([shape], waiting=len(chunk))
-            logits, tokens = self._replay(shape, chunk, keep, slots, unchanged)
+        if shape is not None and (served := self._serving(shape)) is not None:
+            logits, tokens = self._run_shape(served, chunk, keep, slots, unchanged)
             return logits[:wanted].clone(), tokens[:chosen].clone()  # the next replay overwrites them
         # A symbolic size is at least 2.
         if len(chunk) == 1:
@@ -210,25 +230,24 @@ class Prefill:
         shapes = [shape._replace(variant=variant) for shape in self._shapes.of(rows) for variant in variants]
         return [shape for shape in shapes if self._planner.fits(shape)]
 
-    def make_recorded(self, shapes: Sequence[Shape], waiting: int = 0, only_with_room: bool = False) -> None:
+    def make_recorded(self, shapes: Sequence[Shape], only_with_room: bool = False) -> None:
         """Record prefills of these shapes, those that are not recorded yet.
 
         Args:
             shapes: what they are padded to.
-            waiting: how many rows a call has that waits for them.
             only_with_room: evict no others for them.
         """
         new = [shape for shape in shapes if shape not in self._recordings]
         if not (self._recordings.ours and new):
             return
-        self.make_ready()
+        self.make_ready(anchors=False)
         largest = max(shape.tokens for shape in new)
         none = np.zeros(0, dtype=np.int64)
-        waiting = 0 if all(map(self._recordings.lost, new)) else waiting
-        with self._readiness.preparing(f"prefill of up to {largest} tokens", waiting, PREFILL):
+        with self._readiness.preparing(f"prefill of up to {largest} tokens", 0, PREFILL):
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
-                if not (only_with_room and self._state.recordings.full):
-                    self._replay(shape, [], none, none)
+                if shape not in self._recordings and not (only_with_room and self._state.recordings.full):
+                    with self._recordings.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
+                        self._run_shape(shape, [], none, none, beside=False)
 
     def _shape_to_replay(
         self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
@@ -245,19 +264,58 @@ class Prefill:
         fits = shape in self._recordings or self._planner.fits(shape)
         return shape if fits else None  # larger ones fit even less
 
-    def _replay(
+    def _serving(self, shape: Shape) -> Shape | None:
+        """Return the shape that a prefill runs in now, itself if it is recorded; None to launch it as it is.
+
+        If it is not, the next larger one that is recorded serves. If there is none, it is launched in its shape. Either
+        way it is recorded beside the steps that follow.
+        """
+        recordings = self._recordings
+        if shape in recordings:
+            return shape
+        larger = self._next_larger(shape)
+        self._state.recordings.missed(shape, padded=larger is not None)
+        if larger is None:
+            return shape
+        if recordings.can_begin:
+            recordings.want(shape, functools.partial(self._begin_to_record, shape))
+        return larger
+
+    def _next_larger(self, shape: Shape) -> Shape | None:
+        """Return the smallest recorded shape that holds all prefills of another, and does not take far longer.
+
+        The simplest variant can run any batch.
+        """
+        tokens, rows, variant = shape
+        most = tokens + self._shapes.spare
+        larger = [
+            other
+            for other in self._recordings.shapes()
+            if other.variant in (variant, self._planner.variants[0])
+            and tokens <= other.tokens <= most
+            and rows <= other.rows
+        ]
+        return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != variant), default=None)
+
+    def _begin_to_record(self, shape: Shape) -> Callable[[], None]:
+        """Begin to record a shape that may never have run, over rows of padding; returns what goes on with that."""
+        none = np.zeros(0, dtype=np.int64)
+        packed, table = self._padded(shape, [], none, none)
+        self._planner.plan_prefill(table, shape)
+        return functools.partial(self._record, shape, *self._in_new_tensors(shape, packed), shape.rows, beside=True)
+
+    def _run_shape(
         self,
         shape: Shape,
         chunk: list[Extension],
         keep: NDArray[np.int64],
         slots: NDArray[np.int64],
         unchanged: bool = False,
+        beside: bool = True,
     ) -> StepOutputs:
-        """Run a prefill of at most ``shape``; the first one is launched kernel by kernel, and recorded."""
-        state, missing = self._state, shape.rows - len(keep)
-        keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
-        slots = np.concatenate([slots, state.slots.of([], missing)])
-        packed, table = pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
+        """Run a prefill of at most ``shape``: replay it, or launch it and record it, beside what follows or now."""
+        state = self._state
+        packed, table = self._padded(shape, chunk, keep, slots)
         if (recording := self._recordings.get(shape)) is not None:
             self._upload(packed, table, shape, self._recordings.filled(shape))
             result: StepOutputs = recording.replay()
@@ -265,16 +323,38 @@ class Prefill:
             # the model does now, all it writes is written again.
             if (unchanged and self._readiness.was_valid(shape)) or self._readiness.is_valid(shape):
                 return result
-            state.slots.restore(slots)
-        inputs = self._as_inputs(state.staging.to_device(packed), shape)
-        (filled,) = state.staging.to_device([as_bytes(packed)])
+            state.slots.restore(packed.slots)
+        inputs, filled = self._in_new_tensors(shape, packed)
         self._upload(packed, table, shape, filled)
-        with self._recordings.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
-            result = self._launch_packed(inputs, filled)
-            launch = functools.partial(self._launch_packed, inputs, filled)
-            own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
-            self._readiness.record(shape, launch, inputs, result, Filled(filled, own))
+        _unpack(inputs, filled)
+        result = self._launch(inputs)
+        record = functools.partial(self._record, shape, inputs, filled, result, beside)
+        if beside:
+            self._recordings.want(shape, record)
+        else:
+            record()
         return result
+
+    def _padded(
+        self, shape: Shape, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> tuple[Packed, HostTable]:
+        missing = shape.rows - len(keep)
+        keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
+        slots = np.concatenate([slots, self._state.slots.of([], missing)])
+        return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
+
+    def _in_new_tensors(self, shape: Shape, packed: Packed) -> tuple[PrefillInputs, Tensor]:
+        """Return what a recorded prefill reads, and the tensor from which that is filled."""
+        inputs = self._as_inputs(self._state.staging.to_device(packed), shape)
+        (filled,) = self._state.staging.to_device([as_bytes(packed)])
+        return inputs, filled
+
+    def _record(
+        self, shape: Shape, inputs: PrefillInputs, filled: Tensor, like: StepOutputs | int, beside: bool
+    ) -> None:
+        own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
+        first = functools.partial(_unpack, inputs, filled)
+        self._readiness.record(shape, inputs, like, first, Filled(filled, own), beside)
 
     def _upload(self, packed: Packed, table: HostTable, shape: Shape, filled: Tensor) -> None:
         """Put a prefill where its graph reads it, and plan it."""
@@ -282,11 +362,11 @@ class Prefill:
         state.staging.upload([(as_bytes(packed), filled), (table.indices, state.prefill_indices)])
         self._planner.plan_prefill(table, shape)
 
-    def _launch_packed(self, inputs: PrefillInputs, packed: Tensor) -> StepOutputs:
-        """Run a prefill that was uploaded in one tensor: copies inside a graph take the host no time."""
-        start = 0
-        for name in Packed._fields:
-            column = getattr(inputs, name).view(-1).view(torch.uint8)
-            column.copy_(packed[start : start + len(column)])
-            start += len(column)
-        return self._launch(inputs)
+
+def _unpack(inputs: PrefillInputs, packed: Tensor) -> None:
+    """Fill the inputs of a prefill that was uploaded in one tensor: copies inside a graph take the host no time."""
+    start = 0
+    for name in Packed._fields:
+        column = getattr(inputs, name).view(-1).view(torch.uint8)
+        column.copy_(packed[start : start + len(column)])
+        start += len(column)

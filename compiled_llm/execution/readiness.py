@@ -12,20 +12,24 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
-import torch
-
 from compiled_llm.compat import compiling_stage
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.recordings import Filled, Recordings, StepInputs
+from compiled_llm.compilation.graphs.recordings import Filled, Recordings, Step, StepInputs
 from compiled_llm.compilation.graphs.rolling import Key
 from compiled_llm.compilation.graphs.validity import Guards
-from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Programs
+from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, PreparedCall, Programs
 from compiled_llm.execution.device_state import DeviceState
 from compiled_llm.execution.events import Events
 from compiled_llm.execution.progress import ProgressDisplay
 from compiled_llm.execution.threads.executor import Executor
+from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.kvcache.memory import wait_for
 from compiled_llm.model.fused_weights import FusedWeights
+
+
+def _nothing() -> None:
+    return None
 
 
 class Readiness:
@@ -113,7 +117,7 @@ class Readiness:
             self._start_again()
         if self.recordings.weights_valid():  # those that are multiplied as one, too
             return
-        if self.recordings:
+        if self.recordings.watches:
             self.ready -= self.recordings.forget()
         if self.weights.intact():
             return
@@ -150,8 +154,7 @@ class Readiness:
             with self.paged():
                 valid = self.recordings.guards_valid(key, self._glance)
             if not valid:
-                if self._state.device.type == "cuda":
-                    torch.cuda.synchronize(self._state.device)  # a replay that found this out late may be running
+                wait_for(self._state.device)  # a replay that found this out late may be running
                 self._valid.clear()
                 self.ready -= self.recordings.forget()
                 self.programs.drop_tensors()
@@ -168,8 +171,8 @@ class Readiness:
 
     def _start_again(self) -> None:
         """Forget what was compiled and recorded; rows and pages stay."""
+        self.recordings.forget()  # first: while one is captured, its program has to stay
         self.programs = self._new_programs()
-        self.recordings.forget()
         self.ready.clear()
 
     def _new_programs(self) -> Programs:
@@ -178,32 +181,59 @@ class Readiness:
 
     # ---- make it so
 
+    def can_launch(self, inputs: StepInputs) -> bool:
+        """Whether a step can be launched, recorded or not, without compiling anything; the model has been looked at."""
+        state = self._state
+        with self.paged():
+            return self.programs.compiled_for(state.facts.model, inputs, state.slots.tables, state.pages)
+
     def record(
         self,
         key: Key,
-        launch: Callable[[], StepOutputs],
         inputs: StepInputs,
-        like: StepOutputs,
+        like: StepOutputs | int,
+        first: Callable[[], None] = _nothing,
         filled: Filled | None = None,
+        beside: bool = False,
     ) -> None:
         """Record a step that has run before, unless it may have run uncompiled: nothing would guard that.
 
         Args:
             key: its name from now on.
-            launch: runs it.
             inputs: the tensors that its program reads.
-            like: what it gave when it ran.
+            like: what it gave, or of how many rows that was.
+            first: what it launches before the program; any thread may call it.
             filled: what it begins with, if that is filled before each replay.
+            beside: while steps go on; ``adopt`` has it then.
         """
         if self.programs.full(inputs):
             return
-        model = self._state.facts.model
+        if not beside:
+            self.recordings.finish()
+            self.adopt()
+            if key in self.recordings:
+                return
+        state = self._state
+        with self.paged():
+            call = self.programs.prepared(
+                state.facts.model, inputs, state.slots.tables, state.pages, compare=not beside
+            )
+        guards = self.programs.guards(state.facts.model, inputs, state.slots.tables, state.pages, call)
+        check = partial(_find_guards, guards, call, self.paged)
+        step = Step(check, partial(_launch, call, self.paged, first), like, guards, filled)
+        (self.recordings.begin if beside else self.recordings.record)(key, step)
 
-        def guards() -> Guards:
-            with self.paged():
-                return self.programs.guards(model, inputs, self._state.slots.tables, self._state.pages)
+    def adopt(self) -> None:
+        """Have the recording that was begun beside the steps, if it is done."""
+        key = self.recordings.adopt()
+        if isinstance(key, int):
+            self.ready.add(key)
 
-        self.recordings.record(key, launch, like, guards, filled)
+    def go_on(self) -> None:
+        """Capture for a slice what steps have missed."""
+        if self.recordings.captures_beside:
+            with deferred():
+                self.recordings.go_on()
 
     @contextmanager
     def preparing(self, what: str, waiting: int, program: str, shown: str = "") -> Iterator[None]:
@@ -235,3 +265,19 @@ class Readiness:
             return "recording" if config.records_on(kind) or config.uses_trees_on(kind) else "preparing"
         has_kernels = kind == "cuda" and program in (PREFILL, PREFILL_EMBEDDED)
         return "preparing kernels for, and tracing" if has_kernels else "tracing"
+
+
+_Paged = Callable[[], AbstractContextManager[None]]
+
+
+def _find_guards(guards: Guards, call: PreparedCall, paged: _Paged) -> None:
+    """Find the guards of a call, if it compiles nothing: that would fail in many ways while a graph is captured."""
+    if not call.interpreted:
+        with paged():
+            guards.find()
+
+
+def _launch(call: PreparedCall, paged: _Paged, first: Callable[[], None]) -> StepOutputs:
+    with paged():
+        first()
+        return call()

@@ -24,6 +24,9 @@ class RecordedShapes:
 
     The device takes longer over many tokens than the host takes to launch them: those are not worth recording. Nor are
     more tokens than the rows can have.
+
+    Attributes:
+        spare: so many tokens the device computes in half the time that the host takes to launch a prefill.
     """
 
     def __init__(self, max_rows: int, weights: int, longest: int, most_tokens: int) -> None:
@@ -37,6 +40,7 @@ class RecordedShapes:
         """
         most = max(2, max_rows)  # a symbolic size is at least 2
         worth = [tokens for tokens in _RECORDED_TOKENS if tokens * weights <= _DEVICE_BOUND]
+        self.spare = _DEVICE_BOUND // (4 * weights)
         self._by_rows: dict[int, list[Shape]] = {}
         for rows in sorted({2, min(8, most), most}):
             needed = max(rows, min(most_tokens, min(rows, max_rows) * longest))
@@ -49,6 +53,20 @@ class RecordedShapes:
     def all(self) -> list[Shape]:
         """Return the shapes of prefills of any number of rows."""
         return [*itertools.chain.from_iterable(self._by_rows.values())]
+
+    def anchors(self) -> list[Shape]:
+        """Return a few shapes, the most important first, in the next larger of which any other can run.
+
+        The largest holds all, and takes longer than one should wait: half as many tokens are the most that matter.
+        Below that each has a quarter of the next one's tokens, so that few prefills wait for much more padding than
+        tokens.
+        """
+        *others, largest = [*self._by_rows.values()][-1]
+        chosen: list[Shape] = []
+        for shape in reversed(others):
+            if shape.tokens <= (chosen[-1].tokens / 4 if chosen else largest.tokens / 2):
+                chosen.append(shape)
+        return [*chosen[:2], largest, *chosen[2:]]
 
     def smallest(self, tokens: int, rows: int) -> Shape | None:
         """Return the smallest shape that holds a prefill of ``tokens`` tokens, or None if all are too small."""

@@ -235,6 +235,7 @@ class Runner:
 
     def close(self) -> None:
         """Release all rows; the runner can be used again."""
+        self.device_model.settle()
         self._finalizer()
         self._finalizer = weakref.finalize(self, _free, self.rows)
         self.rows.clear()
@@ -355,6 +356,7 @@ class Runner:
         self._computed = None
         self.steps += 1
         self._unread.launched(step, unchosen=len(self._persistent.deferred.rows))
+        self.device_model.go_on()
 
     def _run(self, forced: Tensor | None, unchanged: bool) -> Step:
         if not self._pending:

@@ -212,5 +212,6 @@ class _Stopwatch:
         return time.perf_counter() - start
 
     def _synchronize(self) -> None:
+        self._device_model.settle()
         if self._cuda:
             torch.cuda.synchronize(self._device_model.device)

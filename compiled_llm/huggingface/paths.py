@@ -154,6 +154,7 @@ def _alone(call: Call, most_new: int, needed: int) -> Iterator[None]:
                 check_fits(device_model, call.lengths, most_new, needed, call.config.num_beams or 1)
                 yield
             finally:
+                device_model.settle()
                 if not call.returns_cache:
                     cache.close()  # before the next in the queue looks for pages
     except BaseException:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -88,9 +88,18 @@ def reserved_bytes(device: torch.device) -> int:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until nothing runs on a CUDA device any more."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Wait until nothing runs any more that was launched on the current stream of a CUDA device, or before."""
+    if device.type == "cuda":  # not for the whole device: somebody may be capturing a graph
+        torch.cuda.current_stream(device).synchronize()
+
+
+def ended_marker(device: torch.device) -> Callable[[], bool]:
+    """Return what tells later whether all has ended that has been launched on the current stream by now."""
+    if device.type != "cuda":
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.query
 
 
 def allocate_pages(

@@ -66,8 +66,10 @@ def test_graphs_are_measured_in_each_state(
     ]
     assert all(bool(result.running_s) == (result.recordings != ON_DEMAND) for result in report.graph_times)
     use = {result.recordings: result for result in report.graph_use}
-    # One decode step; a prefill for each length, and one for the prompt with which everything is compiled.
-    assert (use[ON_DEMAND].ready, use[ON_DEMAND].evictions) == (1 + len(LENGTHS) + 1, 0)
+    # One decode step; a prefill for each length, and one for the prompt with which everything is compiled; and a few
+    # in which any other could run.
+    assert use[ON_DEMAND].ready > 1 + len(LENGTHS) + 1
+    assert use[ON_DEMAND].evictions == 0
     assert use[PREPARED].ready == use[PREPARED].captures > use[ON_DEMAND].ready
     assert use[EVICTED].ready == load.few
     # Each of the rounds, that which is not timed too, misses each length; some of them miss others besides.

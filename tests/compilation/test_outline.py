@@ -362,6 +362,7 @@ def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
 
     with torch.no_grad(), paged_attention_in(attention_configs(model)):
         weights, guards = Weights(model), programs.guards(*arguments)
+        guards.find()
     return valid
 
 

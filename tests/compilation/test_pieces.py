@@ -120,7 +120,7 @@ def test_steps_in_pieces_give_huggingfaces_tokens(
         inputs = mixed_prompts(lengths, 128, seed)
         torch.testing.assert_close(greedy(model, inputs, 24), greedy(reference, inputs, 24))
     table = model.compiled.recordings
-    assert table.captures == table.ready == 3 + 3
+    assert table.captures == table.ready == 3 + 2 + 5  # and those that any prefill can run in
     assert all(row.replays > 0 for row in table if row.phase == "decode")
     pieces = {entry.recording.graph.pieces for entry in model.compiled.device_model().state.recordings._ready.values()}
     assert pieces == {3}, "two layers"
@@ -134,5 +134,5 @@ def test_few_steps_in_pieces_make_room_for_each_other(monkeypatch: pytest.Monkey
         inputs = mixed_prompts(lengths, 128, seed)
         torch.testing.assert_close(greedy(model, inputs, 12), greedy(reference, inputs, 12))
     assert model.compiled.recordings.ready == 2
-    assert model.compiled.recordings.evictions > 2
+    assert model.compiled.recordings.evictions >= 2
     assert_account_is_empty(model)

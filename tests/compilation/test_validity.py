@@ -137,7 +137,9 @@ def guarded() -> tuple[nn.Module, Guards, Callable[..., torch.Tensor]]:
     inputs = (torch.ones(3),)
     with torch.no_grad():
         compiled(model, inputs)
-        return model, Guards(function, {"model": model, "inputs": inputs}), compiled
+        guards = Guards(function, {"model": model, "inputs": inputs})
+        guards.find()
+        return model, guards, compiled
 
 
 def test_guards_hold_until_an_attribute_or_the_grad_mode_changes(guarded) -> None:
@@ -166,5 +168,6 @@ def test_guards_stay_those_of_the_recording_when_another_graph_is_compiled(guard
 
 def test_arguments_that_nothing_was_compiled_for_are_named() -> None:
     function = own_copy(scaled)
+    guards = Guards(function, {"model": nn.Module(), "inputs": ()})
     with pytest.raises(RuntimeError, match="scaled was not compiled for these arguments"):
-        Guards(function, {"model": nn.Module(), "inputs": ()})
+        guards.find()

@@ -39,6 +39,7 @@ UNLISTED = {
     "logits_of: the row has no token that waits to be chosen",
     "masks: a row that is to get masks comes in with one; give its Sampling the first",
     "step: the rows have no next tokens; give them as forced tokens",
+    "the model has changed",  # in what is said of a step that could not be captured
 }
 
 

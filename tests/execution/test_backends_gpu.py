@@ -37,7 +37,8 @@ def test_logits_are_as_exact_as_huggingfaces_on_each_backend(backend: str, mode:
         assert_parity(parity(twins, lengths, 120, seed))
     stats = twins.wrapped.compiled.stats()
     assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
-    assert stats.recordings == (2 if mode in ("reduce-overhead", "cuda-graphs", "pieces") else 0)
+    # With graphs of ours, the largest one too, in which all can run.
+    assert stats.recordings == {"reduce-overhead": 2, "cuda-graphs": 3, "pieces": 3}.get(mode, 0)
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)
 

@@ -30,8 +30,8 @@ def test_steps_in_pieces_are_as_exact_as_huggingface(backend: Any, overrides: di
     stats, table = twins.wrapped.compiled.stats(), twins.wrapped.compiled.recordings
     print(table)
     assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
-    assert stats.recordings == 3
-    assert all(row.replays > 0 for row in table if row.phase == "decode")
+    assert stats.recordings == 4
+    assert [row.rows for row in table if row.phase == "decode" and not row.replays] == [OPTIONS["max_batch_size"]]
     entries = twins.wrapped.compiled.device_model().state.recordings._ready.values()
     assert {entry.recording._graph.pieces for entry in entries} == {layers + 1}  # type: ignore[union-attr]
     assert_account_is_empty(twins.wrapped)
@@ -39,13 +39,13 @@ def test_steps_in_pieces_are_as_exact_as_huggingface(backend: Any, overrides: di
 
 
 def test_few_recordings_in_pieces_are_evicted_and_captured_again(seed: int) -> None:
-    twins = twins_of(small_qwen3(seed), mode="pieces", max_graphs=2, progress=False)
+    twins = twins_of(small_qwen3(seed), mode="pieces", max_graphs=4, progress=False)
     for lengths in ([5], [5, 18, 40], [300, 2], [7, 7, 7, 7, 7], [5, 18, 40]):
         assert_parity(parity(twins, lengths, 30, seed))
     table = twins.wrapped.compiled.recordings
     print(table)
-    assert table.ready <= 2
-    assert table.evictions > 4
+    assert table.ready <= 4
+    assert table.evictions > 2
     assert twins.wrapped.compiled.stats().recompiles == 0
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)

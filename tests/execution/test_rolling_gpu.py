@@ -156,14 +156,16 @@ def test_the_others_compute_the_same_bits_after_an_eviction(seed: int) -> None:
         del filled
 
 
-@pytest.mark.parametrize("budget", [{"max_graphs": 2}, {"max_graphs": 3}, {"graph_memory": "192MiB"}], ids=str)
+@pytest.mark.parametrize(
+    "budget", [{"max_graphs": 2}, {"max_graphs": 3}, {"max_graphs": 5}, {"graph_memory": "192MiB"}], ids=str
+)
 def test_bounded_recordings_are_as_exact_as_huggingface(budget: dict[str, Any], seed: int) -> None:
     twins = twins_of(small_qwen3(seed), **budget, progress=False)
     for lengths in ([5], [5, 18, 40], [300, 2], [7, 7, 7, 7, 7], [5, 18, 40]):
         assert_parity(parity(twins, lengths, 30, seed))
     table = twins.wrapped.compiled.recordings
     print(table)
-    assert "max_graphs" not in budget or table.evictions > 4
+    assert "max_graphs" not in budget or table.evictions >= 2
     assert twins.wrapped.compiled.stats().recompiles == 0
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)

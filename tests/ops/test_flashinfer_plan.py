@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from contextlib import nullcontext
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -173,6 +174,27 @@ def test_launches_read_what_the_op_wrote_to_numbers(mocked: Mocked) -> None:
     assert plan.owner.numbers.tolist() == NUMBERS
     plan.run(*tensors(), 0.1)
     assert mocked.wrapper._plan_info == NUMBERS
+
+
+def test_two_threads_may_launch_at_once(mocked: Mocked) -> None:
+    """One captures a graph while the other runs a step."""
+    mine, other = make_plan(mocked), make_plan(mocked, captured_tokens=2)
+    thread, launched = Thread(target=lambda: other.run(*tensors(), 0.1)), []
+
+    def run(**_: Any) -> None:
+        if not launched:
+            thread.start()
+            thread.join(0.5)  # the other one gets as far as it can meanwhile
+        wrapper = mocked.wrapper
+        launched.append((wrapper._int_workspace_buffer, wrapper._paged_kv_indices_buf, wrapper._float_workspace_buffer))
+
+    mocked.wrapper.run.side_effect = run
+    mine.plan(HOST)
+    other.plan(HOST)
+    mine.run(*tensors(), 0.1)
+    thread.join()
+    for plan, found in zip((mine, other), launched, strict=True):
+        assert all(map(operator.is_, found, (plan.owner.tensor, HOST.indices, mocked.workspace.buffer)))
 
 
 def test_numbers_of_another_plan_are_refused(mocked: Mocked) -> None:

@@ -25,5 +25,5 @@ def start(function: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def in_thread(function: Callable[[], Any]) -> Any:
-    return start(function).result(timeout=PATIENCE)
+def in_thread(function: Callable[[], Any], patience: float = PATIENCE) -> Any:
+    return start(function).result(timeout=patience)

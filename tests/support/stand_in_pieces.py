@@ -7,6 +7,7 @@ while it is captured, what follows from attention that is left out being garbage
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import pytest
@@ -113,15 +114,23 @@ class CapturedPieces:
 class PieceRecorder:
     """What stands in for a recorder."""
 
-    def __init__(self) -> None:
-        self.count = 0
-
     def take_new_pool(self) -> None:
         pass
 
     def capture(self, launch: Callable[[], Any]) -> CapturedPieces:
-        self.count += 1
         return CapturedPieces(*captured(launch))
+
+    def begin(self, launch: Callable[[], Any], check: Callable[[], None]) -> Future[CapturedPieces]:
+        check()
+        begun: Future[CapturedPieces] = Future()
+        begun.set_result(self.capture(launch))
+        return begun
+
+    def run_slice(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
 
 
 def let_a_cpu_record_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

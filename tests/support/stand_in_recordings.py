@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.recorder import Captured
-from compiled_llm.compilation.graphs.recordings import Recordings
+from compiled_llm.compilation.graphs.recordings import Recordings, Step
 from compiled_llm.compilation.graphs.rolling import Cost, RollingRecordings
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 
@@ -39,17 +40,58 @@ class StandIn(Captured[Any]):
         self.released = True
 
 
+class Capture(NamedTuple):
+    """One that was begun."""
+
+    future: Future[StandIn]
+    captured: Callable[[], StandIn]
+
+    def finish(self) -> None:
+        try:
+            self.future.set_result(self.captured())
+        except Exception as error:
+            self.future.set_exception(error)
+
+    def fail(self) -> None:
+        self.future.set_exception(RuntimeError("no capture"))
+
+
 class StandInRecorder:
+    """Captures that are made beside the steps take ``slices``, or until the test finishes what is ``late``."""
+
+    slices: ClassVar[float] = 1
+    late: ClassVar[list[Capture]] = []
+
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-        self.count = 0
+        self._left: float = 0
 
     def take_new_pool(self) -> None:
         pass
 
     def capture(self, launch: Callable[[], Any]) -> StandIn:
-        self.count += 1
         return StandIn(Weights(self._model()), launch)
+
+    def begin(self, launch: Callable[[], Any], check: Callable[[], None]) -> Future[StandIn]:
+        def captured() -> StandIn:
+            with torch.no_grad():
+                check()
+            return self.capture(launch)
+
+        assert not self.late, "one at a time"
+        begun = Capture(Future(), captured)
+        self.late.append(begun)
+        self._left = self.slices
+        return begun.future
+
+    def run_slice(self) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            self.finish()
+
+    def finish(self) -> None:
+        while self.late:
+            self.late.pop().finish()
 
 
 class _NoGuards(Guards):
@@ -64,7 +106,7 @@ class _NoGuards(Guards):
 
 def let_a_cpu_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU record as CUDA does."""
-    own, own_record = Recordings.__init__, Recordings.record
+    own, own_prepared = Recordings.__init__, Recordings._prepared
 
     def init(
         self: Recordings, model: PreTrainedModel, config: WrapConfig, device: torch.device, rolling: RollingRecordings
@@ -74,8 +116,8 @@ def let_a_cpu_record(monkeypatch: pytest.MonkeyPatch) -> None:
         self._recorder = StandInRecorder(model)
         self._compiled = config.mode != "eager"
 
-    def record(self: Recordings, key: Any, launch: Any, like: Any, guards: Any, filled: Any = None) -> None:
-        own_record(self, key, launch, like, guards if self._compiled else _NoGuards, filled)
+    def prepared(self: Recordings, step: Step) -> Any:
+        return own_prepared(self, step if self._compiled else step._replace(guards=_NoGuards()))
 
     monkeypatch.setattr(Recordings, "__init__", init)
-    monkeypatch.setattr(Recordings, "record", record)
+    monkeypatch.setattr(Recordings, "_prepared", prepared)

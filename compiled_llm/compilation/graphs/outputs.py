@@ -28,14 +28,14 @@ class SharedOutputs:
         """Size of the buffers, in bytes."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def writing(self, launch: Callable[[], StepOutputs], like: StepOutputs) -> Callable[[], StepOutputs]:
+    def writing(self, launch: Callable[[], StepOutputs], like: StepOutputs | int) -> Callable[[], StepOutputs]:
         """Return what launches the same, and leaves its outputs here.
 
         Args:
             launch: runs a step.
-            like: what it has given before.
+            like: what it has given before, or of how many rows that was, if others have left theirs here since.
         """
-        targets = self._views(like)
+        targets = self._first(like, like) if isinstance(like, int) else self._views(like)
 
         def launch_and_copy() -> StepOutputs:
             for target, output in zip(targets, launch(), strict=True):
@@ -54,8 +54,11 @@ class SharedOutputs:
                     )
                     for output in like
                 ]
+        return self._first(len(logits), len(tokens))
+
+    def _first(self, logits: int, tokens: int) -> StepOutputs:
         first, second = self._buffers
-        return first[: len(logits)], second[: len(tokens)]
+        return first[:logits], second[:tokens]
 
     @staticmethod
     def _fits(buffer: Tensor, output: Tensor) -> bool:

@@ -8,6 +8,7 @@ later piece of the same step, as it would in one graph: pieces and launches run 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -41,8 +42,21 @@ class _Between(NamedTuple):
 class GraphInPieces:
     """Captured, replayed and reset like a ``torch.cuda.CUDAGraph``; ops that may be left out are."""
 
-    def __init__(self, new_graph: Callable[[], Any] = torch.cuda.CUDAGraph) -> None:
-        """Have nothing captured yet; ``new_graph`` makes a piece."""
+    def __init__(
+        self,
+        new_graph: Callable[[], Any] = torch.cuda.CUDAGraph,
+        beginning: Callable[[], AbstractContextManager[None]] = nullcontext,
+        pause: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Have nothing captured yet.
+
+        Args:
+            new_graph: makes a piece.
+            beginning: what its capture begins in.
+            pause: called between two pieces.
+        """
+        self._pause = pause
+        self._beginning = beginning
         self._new_graph = new_graph
         self._graphs: list[Any] = []
         self._parts: list[Callable[[], None]] = []
@@ -67,6 +81,7 @@ class GraphInPieces:
     def leave_out(self, launch: Callable[[Any], Any], arguments: Any, allocate: Callable[[Any], Any]) -> Any:
         """See ``compiled_llm_ops.left_out.Divided``."""
         self._graphs[-1].capture_end()
+        self._pause()
         self._begin_piece()
         results = allocate(arguments)  # by the capture, so from the pool, for as long as the step holds them
         # The pool gives the memory away once the step drops what lies there, as if a graph used it.
@@ -76,7 +91,8 @@ class GraphInPieces:
 
     def _begin_piece(self) -> None:
         graph, (args, kwargs) = self._new_graph(), self._options
-        graph.capture_begin(*args, **kwargs)
+        with self._beginning():
+            graph.capture_begin(*args, **kwargs)
         self._graphs.append(graph)
         self._parts.append(graph.replay)
 

@@ -3,6 +3,11 @@
 Cudagraph trees check every weight and every guard at each call, which takes the host longer than a small model takes
 the device. A recording of ours is launched by itself; ``validity`` checks whether it may still be replayed, when
 something may have changed.
+
+A capture runs nothing on the device: it notes launches. So it may be made while steps run, in a thread of its own,
+which lives as long as the process: cuBLAS keeps what it allocates for a thread and a stream, and of a thread that ends,
+graphs would go on using it. The thread works in slices, between the launches of steps, and may pause at each layer's
+attention.
 """
 
 from __future__ import annotations
@@ -12,13 +17,18 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from concurrent.futures import Future
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
+from compiled_llm.compat import captured_into, generator_of_its_own
 from compiled_llm.compilation.graphs.pieces import GraphInPieces
 from compiled_llm.compilation.graphs.rolling import Cost
+from compiled_llm.compilation.graphs.slices import SlicedThread
+from compiled_llm.kvcache.memory import wait_for
 from compiled_llm_ops.kernels.counters import CapturedCounters, zeroed_counters
+from compiled_llm_ops.left_out import capture_of_this_thread
 
 Outputs = TypeVar("Outputs")
 
@@ -58,64 +68,153 @@ class Captured(Generic[Outputs]):
         self._give_back()
 
 
-_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
-"""Those of recorders whose graphs are all gone."""
+class _Place(NamedTuple):
+    """Where a recorder captures.
+
+    Attributes:
+        stream: nothing else ever runs on it: cuBLAS's workspace for it is allocated in a capture, from our pool, and
+            stays valid for as long as the process lives.
+        thread: that captures there.
+    """
+
+    stream: torch.cuda.Stream
+    thread: SlicedThread
+
+
+_idle: defaultdict[torch.device, list[_Place]] = defaultdict(list)
+"""Those of recorders whose graphs are all gone. A model that sleeps and wakes again and again would leave tens of MB
+each time, so the next recorder has them."""
+
+
+def _new_place(device: torch.device) -> _Place:
+    thread = SlicedThread("compiled_llm recorder", functools.partial(_begin_thread, device))
+    return _Place(torch.cuda.Stream(device), thread)
+
+
+def _begin_thread(device: torch.device) -> None:
+    torch.cuda.set_device(device)
+    torch.cuda.current_blas_handle()  # what makes it cannot be captured
+
+
+def abandon(underway: Future[Captured[Outputs]]) -> None:
+    """Release what is captured as soon as it is."""
+
+    def release(future: Future[Captured[Outputs]]) -> None:
+        if future.exception() is None:
+            future.result().release()
+
+    underway.add_done_callback(release)
 
 
 class Recorder:
-    """Captures the steps of one model; all of them share a memory pool.
-
-    Attributes:
-        count: how many have been captured.
-    """
+    """Captures the steps of one model; all of them share a memory pool."""
 
     def __init__(self, device: torch.device, *, in_pieces: bool = False) -> None:
         """Capture nothing yet; ``in_pieces`` leaves out what may be left out."""
-        # Nothing else ever runs on this stream: cuBLAS's workspace for it is allocated in a capture, from our pool,
-        # and stays valid for as long as the process lives. So the next recorder has it: a model that sleeps and wakes
-        # again and again would leave tens of MB each time.
-        idle = _idle_streams[device]
+        idle = _idle[device]
         self._device = device
-        self._new_graph: Callable[[], Any] = GraphInPieces if in_pieces else torch.cuda.CUDAGraph
-        self._stream = idle.pop() if idle else torch.cuda.Stream(device)
-        weakref.finalize(self, idle.append, self._stream).atexit = False
+        self._place = idle.pop() if idle else _new_place(device)
+        weakref.finalize(self, idle.append, self._place).atexit = False
+        self._in_pieces = in_pieces
         self._counters = CapturedCounters(device)
         self.take_new_pool()
-        self.count = 0
 
     def take_new_pool(self) -> None:
-        """Take a new memory pool: one whose graphs are all gone cannot be captured into again."""
+        """Take a new memory pool: one whose graphs are all gone, or where one failed, cannot be captured into again."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, launch: Callable[[], Outputs]) -> Captured[Outputs]:
-        """Capture what ``launch`` launches, which has run at least once before.
-
-        Args:
-            launch: reads and writes tensors at fixed addresses only, and waits for nothing.
+        """Capture what ``launch`` launches while nothing else runs; otherwise as ``begin``.
 
         Raises:
             RuntimeError: something in it cannot be captured.
         """
+        wait_for(self._device)
+        torch.cuda.empty_cache()  # a pool grows only by what is free
+        underway = self.begin(launch)
+        try:
+            self.finish()
+            return underway.result()
+        except BaseException:  # an interrupt, too: it is captured to its end then
+            abandon(underway)
+            self.finish()
+            raise
+
+    def begin(
+        self, launch: Callable[[], Outputs], check: Callable[[], None] = lambda: None
+    ) -> Future[Captured[Outputs]]:
+        """Begin to capture what ``launch`` launches, in the slices that come; it is called in our thread.
+
+        Meanwhile steps run and graphs are replayed; none of this recorder's is released, and no other begun.
+
+        Args:
+            launch: reads and writes tensors at fixed addresses only, and waits for nothing.
+            check: called before; if it raises, nothing is captured.
+        """
+        return self._place.thread.submit(functools.partial(self._capture, launch, check))
+
+    def run_slice(self) -> None:
+        """Go on with the capture that was begun, for half a millisecond or so."""
+        self._place.thread.run_slice()
+
+    def finish(self) -> None:
+        """Go on with the capture that was begun, to its end; any thread may."""
+        self._place.thread.finish()
+
+    def _capture(self, launch: Callable[[], Outputs], check: Callable[[], None]) -> Captured[Outputs]:
+        with torch.no_grad():
+            check()
+        pause = self._place.thread.pause
+        pause()
         graph, start = self._new_graph(), time.perf_counter()
         self._counters.make_room()
-        # Other threads go on using the device meanwhile.
-        capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        unpooled = self._unpooled()
+        unpooled, reserved = self._unpooled(), torch.cuda.memory_reserved(self._device)
+        launch = launch if self._in_pieces else _pausing(launch, pause)
         try:
-            with zeroed_counters.owned_by(self._counters), capturing:
-                before = torch.cuda.memory_reserved(self._device)  # what is cached has just been emptied
-                outputs = launch()
-                grown = torch.cuda.memory_reserved(self._device) - before
+            with torch.no_grad(), torch.cuda.stream(self._place.stream), zeroed_counters.owned_by(self._counters):
+                outputs = captured_into(graph, self._pool, self._device, launch)
         except BaseException:
             self._counters.give_back(self._counters.taken())
+            self.take_new_pool()
             raise
-        self.count += 1
+        grown = torch.cuda.memory_reserved(self._device) - reserved
         own = max(0, self._unpooled() - unpooled)
         spans = self._counters.taken()
         cost = Cost(own, max(0, grown), time.perf_counter() - start)
         return Captured(graph, outputs, cost, functools.partial(self._counters.give_back, spans))
 
+    def _new_graph(self) -> Any:
+        if not self._in_pieces:
+            return torch.cuda.CUDAGraph()
+        beginning = functools.partial(generator_of_its_own, self._device)
+        return GraphInPieces(beginning=beginning, pause=self._place.thread.pause)
+
     def _unpooled(self) -> int:
         """Return what is taken of the device beside PyTorch's allocator, by all processes: graphs, among others."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free - torch.cuda.memory_reserved(self._device)
+
+
+class _Whole:
+    """A capture that nothing is left out of: where something could be, it may pause."""
+
+    def __init__(self, pause: Callable[[], None]) -> None:
+        self._pause = pause
+
+    def leave_out(self, launch: Callable[[Any], Any], arguments: Any, allocate: Callable[[Any], Any]) -> Any:
+        """See ``compiled_llm_ops.left_out.Divided``."""
+        self._pause()
+        return launch(arguments)
+
+
+def _pausing(launch: Callable[[], Outputs], pause: Callable[[], None]) -> Callable[[], Outputs]:
+    """Return what launches the same, and may pause at each layer's attention."""
+
+    def launch_pausing() -> Outputs:
+        capture_of_this_thread(_Whole(pause))
+        try:
+            return launch()
+        finally:
+            capture_of_this_thread(None)
+
+    return launch_pausing

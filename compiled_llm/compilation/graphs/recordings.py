@@ -1,6 +1,8 @@
 """The recordings of one model, decode steps by bucket and prefills by shape, and whether they are still valid.
 
-Everything here runs in the model's executor.
+Everything here runs in the model's executor, but for a capture beside the steps: that calls ``Step.launch`` in the
+recorder's thread, in slices that it is given between steps, and reads and writes nothing of what is here. One is
+underway at a time. Whatever drops recordings finishes it first.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -18,18 +21,19 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
-from compiled_llm.compilation.graphs.recorder import Captured, Recorder
-from compiled_llm.compilation.graphs.rolling import Entry, Key, RollingRecordings
+from compiled_llm.compilation.graphs.recorder import Captured, Recorder, abandon
+from compiled_llm.compilation.graphs.rolling import Cost, Entry, Key, RollingRecordings
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, Shape
 from compiled_llm.config import WrapConfig
-from compiled_llm.kvcache.memory import reserved_bytes
+from compiled_llm.kvcache.memory import ended_marker, reserved_bytes
 
 logger = logging.getLogger("compiled_llm.graphs")
 
 StepInputs = PrefillInputs | DecodeInputs
 
 _OWNER = "steps"
+Begin = Callable[[], "Begin | None"]
 
 
 class Filled(NamedTuple):
@@ -44,6 +48,24 @@ class Filled(NamedTuple):
     nbytes: int
 
 
+class Step(NamedTuple):
+    """A step that is to be recorded.
+
+    Attributes:
+        check: finds ``guards``, and raises if ``launch`` would do more than launch; any thread may call both.
+        launch: runs it.
+        like: what it gave when it ran, or of how many rows that was, if it ran before the last eviction.
+        guards: what the compiled program in it takes for granted.
+        filled: what it begins with, if that is filled before each replay.
+    """
+
+    check: Callable[[], None]
+    launch: Callable[[], StepOutputs]
+    like: StepOutputs | int
+    guards: Guards
+    filled: Filled | None = None
+
+
 class _Known(NamedTuple):
     """What is known of a recorded step.
 
@@ -54,6 +76,26 @@ class _Known(NamedTuple):
 
     guards: Guards
     filled: Filled | None
+
+
+class _Underway(NamedTuple):
+    """A capture that was begun.
+
+    Attributes:
+        key: of what.
+        captured: what it will have given.
+        known: of the step.
+        shared: bytes by which the outputs of all have grown for it.
+        begun: when.
+        ended: tells whether all that was launched before has ended.
+    """
+
+    key: Key
+    captured: Future[Captured[StepOutputs]]
+    known: _Known
+    shared: int
+    begun: float
+    ended: Callable[[], bool]
 
 
 class Recordings:
@@ -92,6 +134,11 @@ class Recordings:
         self._recorder = Recorder(device, in_pieces=config.leaves_attention_out) if self.ours else None
         # A model whose recordings are bounded copies what they give, in launches of their own.
         self._outputs = SharedOutputs(max(2, config.max_batch_size)) if any(rolling.budget) else None
+        self._underway: _Underway | None = None
+        self._wanted: tuple[Key, Begin] | None = None  # to be captured next, and what begins that
+        self._half_begun: tuple[Key, Begin] | None = None  # and what goes on with it
+        self._failed: set[Key] = set()
+        self._decodes = 0
         self._known: dict[Key, _Known] = {}
         rolling.when_dropped.append(functools.partial(_forget, self._known))
         self._weights: Weights | None = None
@@ -119,43 +166,152 @@ class Recordings:
         """Return the recording of a step, if there is one."""
         return self.rolling.get(key)
 
-    def record(
-        self,
-        key: Key,
-        launch: Callable[[], StepOutputs],
-        like: StepOutputs,
-        guards: Callable[[], Guards],
-        filled: Filled | None = None,
-    ) -> None:
-        """Capture a step that has run before; the least recently used ones make room for it.
+    def record(self, key: Key, step: Step) -> None:
+        """Capture a step that has run before, while nothing else is captured; the least recently used ones make room.
 
         Args:
             key: its name from now on.
-            launch: runs it.
-            like: what it gave when it ran.
-            guards: returns what the compiled program in it takes for granted.
-            filled: what it begins with, if that is filled before each replay.
+            step: what it is.
 
         Raises:
             RuntimeError: something in it cannot be captured.
             ValueError: it does not fit beside what the same step replays.
         """
+        self._failed.discard(key)
+        self.rolling.make_room(key)
+        launch, known, shared = self._prepared(step)
+        step.check()
         assert self._recorder is not None
+        captured = self._recorder.capture(launch)
+        self._known[key] = known
+        self._count(key)
+        self.rolling.add(key, captured, self._cost(captured, known, shared), _OWNER)
+
+    # ---- beside the steps
+
+    def want(self, key: Key, begin: Begin) -> None:
+        """Have a step captured after this one was launched, if nothing else is, and this one can be.
+
+        ``begin`` calls ``self.begin`` with it, or returns what does so after the next step.
+        """
+        if self._recorder is not None and key not in self._failed and self.rolling.has_room_for(key):
+            self._wanted = key, begin
+
+    def begin(self, key: Key, step: Step) -> None:
+        """Begin to capture a step; ``go_on`` goes on with it, and ``adopt`` has it then."""
+        launch, known, shared = self._prepared(step)
+        assert self._recorder is not None
+        begun, ended = self.rolling.now(), ended_marker(self._device)
+        captured = self._recorder.begin(launch, step.check)
+        self._underway = _Underway(key, captured, known, shared, begun, ended)
+
+    @property
+    def captures_beside(self) -> bool:
+        """Whether there is anything to capture beside the steps."""
+        return any(each is not None for each in (self._underway, self._half_begun, self._wanted))
+
+    def go_on(self) -> None:
+        """Capture for a slice what steps have missed."""
+        if self._underway is not None:
+            assert self._recorder is not None
+            self._recorder.run_slice()
+        elif self._half_begun is not None:
+            self._begin_with(*self._half_begun)
+        elif self._wanted is not None:
+            wanted, self._wanted = self._wanted, None
+            self._begin_with(*wanted)
+
+    def _begin_with(self, key: Key, begin: Begin) -> None:
+        self._half_begun = None
+        if key in self:
+            return
+        try:
+            then = begin()
+        except Exception as error:
+            self._note_failure(key, error)
+        else:
+            self._half_begun = None if then is None else (key, then)
+
+    def adopt(self) -> Key | None:
+        """Have the recording that was begun, if it is done; the least recently used ones make room for it.
+
+        If it failed, that is logged the first time, and counted; it is not tried again by itself.
+
+        Returns:
+            Its name.
+        """
+        underway = self._underway
+        if underway is None or not underway.captured.done():
+            return None
+        self._underway, key = None, underway.key
+        if underway.ended():  # what makes room was mostly launched long ago: nobody waits for that
+            self.rolling.ended(underway.begun)
+        try:
+            captured = underway.captured.result()
+        except Exception as error:
+            self._note_failure(key, error)
+            return None
+        self.nbytes += captured.cost.shared
+        known, cost = underway.known, self._cost(captured, underway.known, underway.shared)
+        self._known[key] = known
+        self._count(key)
+        return key if self.rolling.try_to_add(key, captured, cost, _OWNER) else None
+
+    def settle(self) -> None:
+        """Let nothing be captured any more: who waits for the whole device meanwhile gets an error. Any thread may."""
+        self._wanted = self._half_begun = None
+        self.finish()
+
+    def finish(self) -> None:
+        """Go on with the capture that is underway, to its end; any thread may."""
+        if self._underway is not None:
+            assert self._recorder is not None
+            self._recorder.finish()
+
+    def _count(self, key: Key) -> None:
+        self.prefills += isinstance(key, Shape)
+        self._decodes += isinstance(key, int)
+
+    @staticmethod
+    def _cost(captured: Captured[StepOutputs], known: _Known, shared: int) -> Cost:
+        """Return what a recording takes with what was allocated for it before."""
+        own, cost = 0 if known.filled is None else known.filled.nbytes, captured.cost
+        return cost._replace(nbytes=cost.nbytes + own, shared=cost.shared + shared)
+
+    def _prepared(self, step: Step) -> tuple[Callable[[], StepOutputs], _Known, int]:
+        """Return what to capture, what is known of it, and by how many bytes the outputs of all have grown for it."""
         if self._weights is None:
             self._weights = Weights(self._require_model())
-        self.rolling.make_room(key)
-        shared = self._shared_bytes()
+            self._addresses["recorded"] = self._addresses_now()
+        before, launch = self._shared_bytes(), step.launch
         if self._outputs is not None:
-            launch = self._outputs.writing(launch, like)
-        captured = self._recorder.capture(launch)
-        self._known[key] = _Known(guards(), filled)
-        own, cost = 0 if filled is None else filled.nbytes, captured.cost
-        cost = cost._replace(nbytes=cost.nbytes + own, shared=cost.shared + self._shared_bytes() - shared)
-        self.prefills += isinstance(key, Shape)
-        self.rolling.add(key, captured, cost, _OWNER)
+            launch = self._outputs.writing(launch, step.like)
+        return launch, _Known(step.guards, step.filled), self._shared_bytes() - before
+
+    def _note_failure(self, key: Key, error: Exception) -> None:
+        level = logging.DEBUG if self._failed else logging.WARNING
+        logger.log(
+            level,
+            "compiled_llm: a step could not be captured as a CUDA graph, and runs kernel by kernel or in a larger one: "
+            "%s: %s; warmup() tries again, and the next ones are only counted (model.compiled.recordings)",
+            type(error).__name__,
+            error,
+        )
+        self._failed.add(key)
+        self.rolling.failed(key)
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether a step can be captured that has never run: where its outputs go is known."""
+        return self._outputs is None or self._outputs.nbytes > 0
 
     def _shared_bytes(self) -> int:
         return 0 if self._outputs is None else self._outputs.nbytes
+
+    @property
+    def watches(self) -> bool:
+        """Whether there are recordings, or one is underway, of weights that have to stay where they are."""
+        return self._weights is not None
 
     def weights_valid(self) -> bool:
         """Whether there are recordings, and the model's modules and tensors are those that they read."""
@@ -173,6 +329,12 @@ class Recordings:
 
     def forget(self) -> set[Key]:
         """Drop all recordings; returns which there were."""
+        if self._underway is not None:
+            abandon(self._underway.captured)
+            self.settle()
+            self._underway = None
+        self._wanted = self._half_begun = None
+        self._failed.clear()
         self._moved = self.moved_weights()
         dropped = set(self.rolling.of("decode", "prefill"))
         self._lost |= dropped
@@ -208,12 +370,12 @@ class Recordings:
     def decodes(self) -> int:
         """Return how many decode steps have been captured."""
         if self._recorder is not None:
-            return self._recorder.count - self.prefills
+            return self._decodes
         return max(0, cudagraph_recordings(self._device) - self._before)
 
     def repeated(self) -> int:
         """Return how many steps were captured again, between steps that only replay, or have to be."""
-        return len(self._lost) + max(0, self.decodes() - self._expected)
+        return len(self._lost) + (0 if self.ours else max(0, self.decodes() - self._expected))
 
     def moved_weights(self) -> list[str]:
         """Return the parameters and buffers that are no longer where a captured graph reads them."""

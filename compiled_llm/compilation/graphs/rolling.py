@@ -1,5 +1,8 @@
 """All recordings of a model in one place: what each of them cost, and which has to go if there are too many.
 
+The least recently used goes. The largest decode step and the largest prefill stay as long as anything else can go: any
+smaller step can run in them.
+
 Nothing here knows of CUDA. Everything runs in the model's executor, but for ``table``.
 """
 
@@ -91,9 +94,10 @@ class Entry(Generic[KeptT]):
         self.phase: Phase
         self.phase, self.tokens, self.rows, self.variant = described(key)
         self.recording: KeptT | None = None
-        self.nbytes = self.captures = self.evictions = self.replays = 0
+        self.nbytes = self.captures = self.evictions = self.replays = self.failures = 0
+        self.misses = self.padded = 0
         self.seconds = 0.0
-        self.used = 0.0
+        self.used = clock()
         self._clock = clock
 
     def captured(self, recording: KeptT, cost: Cost) -> None:
@@ -122,6 +126,9 @@ class Entry(Generic[KeptT]):
             captures=self.captures,
             evictions=self.evictions,
             replays=self.replays,
+            misses=self.misses,
+            padded=self.padded,
+            failures=self.failures,
             idle_seconds=round(max(0.0, self._clock() - self.used), 3),
             capture_seconds=round(self.seconds, 6),
         )
@@ -132,6 +139,7 @@ class RollingRecordings:
 
     Attributes:
         shared: device memory that recordings of one recorder share, by whose it is.
+        anchors: of each phase, those in which all others can run, the most important first; they go last.
         when_dropped: called with each recording that can be replayed no more. They hold nothing that holds this: the
             memory of graphs goes back when nobody refers to them any more, not when garbage is next collected.
     """
@@ -151,9 +159,10 @@ class RollingRecordings:
         """
         self.budget = budget
         self.shared: Counter[str] = Counter()
+        self.anchors: dict[Phase, list[Key]] = {"decode": [], "prefill": []}
         self.when_dropped: list[Callable[[Key], None]] = []
         self._wait, self._clock = wait, clock
-        self._entries: dict[Key, Entry[Any]] = {}  # those that were evicted, too
+        self._entries: dict[Key, Entry[Any]] = {}  # those that are not ready, too
         self._ready: dict[Key, Entry[Any]] = {}
         self._settled = clock()  # all that was launched before has ended
 
@@ -185,7 +194,24 @@ class RollingRecordings:
         too_many = most is not None and len(self._ready) + more > most
         return too_many or (limit is not None and self.nbytes + nbytes > limit)
 
+    def now(self) -> float:
+        """Return the time, to be given to ``ended``."""
+        return self._clock()
+
+    def ended(self, before: float) -> None:
+        """Know that all has ended that was launched before some time."""
+        self._settled = max(self._settled, before)
+
     # ---- come
+
+    def has_room_for(self, key: Key) -> bool:
+        """Whether a recording fits, as far as that is known, if those go that any step can do without."""
+        limit, most = self.budget
+        going = self._smaller(key)
+        left = [entry for entry in self._ready.values() if entry not in going and entry.key != key]
+        known = self._entries.get(key)
+        nbytes = self.shared.total() + sum(entry.nbytes for entry in left) + (known.nbytes if known else 0)
+        return (most is None or len(left) < most) and (limit is None or nbytes <= limit)
 
     def make_room(self, key: Key) -> None:
         """Evict what has to go before a recording is captured, as far as that is known."""
@@ -205,27 +231,82 @@ class RollingRecordings:
         Raises:
             ValueError: it does not fit beside what the same step replays; it is dropped.
         """
-        self.shared[owner] += cost.shared
-        entry = self._entries.setdefault(key, Entry(key, self._clock))
-        entry.captured(recording, cost)
-        self._ready[key] = entry
+        self._add(key, recording, cost, owner)
         while self._exceeds() and (victim := self._victim(key)) is not None:
             self._evict(victim)
         if self._exceeds():
             least = self.nbytes
-            self._drop(entry)
+            self._drop(self._ready[key])
             raise ValueError(
                 f"graph_memory: the recordings of one step take {mib(least)} ({least} bytes), and the limit is "
                 f"{mib(self.budget.nbytes or 0)}; give at least graph_memory={least}"
             )
 
+    def try_to_add(self, key: Key, recording: Replayable, cost: Cost, owner: str) -> bool:
+        """Keep a recording if those can make room for it that any step can do without; else drop it.
+
+        Args: those of ``add``.
+
+        Returns:
+            Whether it was kept.
+        """
+        self._add(key, recording, cost, owner)
+        fits = self.has_room_for(key)
+        while fits and self._exceeds():
+            self._evict(min(self._smaller(key), key=_used))
+        if not fits:
+            self._drop(self._ready[key])
+            self._entries[key].evictions += 1
+        return fits
+
+    def _add(self, key: Key, recording: Replayable, cost: Cost, owner: str) -> None:
+        self.shared[owner] += cost.shared
+        entry = self._entry(key)
+        entry.captured(recording, cost)
+        self._ready[key] = entry
+
+    def missed(self, key: Key, padded: bool = False) -> None:
+        """Count a step that wants a recording that there is not; ``padded`` if it runs in a larger one."""
+        entry = self._entry(key)
+        entry.misses += 1
+        entry.padded += padded
+
+    def failed(self, key: Key) -> None:
+        """Count one that could not be captured."""
+        self._entry(key).failures += 1
+
+    def _entry(self, key: Key) -> Entry[Any]:
+        return self._entries.setdefault(key, Entry(key, self._clock))
+
     def _victim(self, new: Key) -> Entry[Any] | None:
-        """Return the least recently used, leaving those that run in one step with a new one."""
+        """Return which goes for one that has to be captured now, but none that runs in one step with that.
+
+        The least recently used, and after these anchors, the least important first.
+        """
+        return max(self._apart_from(new), key=lambda entry: (self._rank(entry), -entry.used), default=None)
+
+    def _smaller(self, new: Key) -> list[Entry[Any]]:
+        """Return those that any step can do without, once there is a new one: another one is ready to run in."""
+        stay = {new, *self._staying("decode", new), *self._staying("prefill", new)}
+        return [entry for entry in self._ready.values() if entry.key not in stay]
+
+    def _staying(self, phase: Phase, new: Key) -> list[Key]:
+        """Return the anchors of a phase; if there are none, the largest."""
+        found = [key for key in (*self._ready, new) if described(key)[0] == phase]
+        anchors = [key for key in found if key in self.anchors[phase]]
+        return anchors or sorted(found, key=_size)[-1:]
+
+    def _apart_from(self, new: Key) -> list[Entry[Any]]:
+        """Return all but those that run in one step with a new one."""
         latest = {entry.phase: entry for entry in sorted(self._ready.values(), key=_used)}
         phase = described(new)[0]
         stay = [entry for other, entry in latest.items() if other in ("decode", "prefill") and other != phase]
-        others = [entry for entry in self._ready.values() if entry.key != new and entry not in stay]
-        return min(others, key=_used, default=None)
+        return [entry for entry in self._ready.values() if entry.key != new and entry not in stay]
+
+    def _rank(self, entry: Entry[Any]) -> float:
+        """Return how unimportant it is as an anchor."""
+        anchors = self.anchors.get(entry.phase, [])
+        return anchors.index(entry.key) if entry.key in anchors else float("inf")
 
     # ---- go
 
@@ -264,6 +345,11 @@ class RollingRecordings:
 
 def _used(entry: Entry[Any]) -> float:
     return entry.used
+
+
+def _size(key: Key) -> tuple[int, int, int]:
+    _, tokens, rows, variant = described(key)
+    return tokens, rows, -variant
 
 
 def described(key: Key) -> tuple[Phase, int, int, int]:

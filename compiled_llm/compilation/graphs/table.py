@@ -22,8 +22,11 @@ class RecordingRow:
         ready: whether it can be replayed; if not, it has been evicted or dropped.
         nbytes: device memory that it takes beside what recordings share, and gives back; 0 unless it is ready.
         captures: how often it was captured.
-        evictions: how often it had to make room for others.
+        evictions: how often it had to make room for others, or found none.
         replays: how often it ran, over all its captures.
+        misses: how often a step wanted it and it was not ready: it ran in a larger one, or kernel by kernel.
+        padded: how many of the misses ran in a larger one.
+        failures: how often it could not be captured.
         idle_seconds: since it was last captured or replayed.
         capture_seconds: how long its captures took together.
     """
@@ -37,6 +40,9 @@ class RecordingRow:
     captures: int
     evictions: int
     replays: int
+    misses: int
+    padded: int
+    failures: int
     idle_seconds: float
     capture_seconds: float
 
@@ -86,6 +92,21 @@ class RecordingTable:
         """How many had to make room for others."""
         return sum(row.evictions for row in self.rows)
 
+    @property
+    def misses(self) -> int:
+        """How often a step wanted one that was not ready."""
+        return sum(row.misses for row in self.rows)
+
+    @property
+    def padded(self) -> int:
+        """How many of the misses ran in a larger one."""
+        return sum(row.padded for row in self.rows)
+
+    @property
+    def failures(self) -> int:
+        """How often one could not be captured."""
+        return sum(row.failures for row in self.rows)
+
     def __str__(self) -> str:
         """The rows under their headings, and what they come to."""
         lines = [_HEADINGS, *map(_cells, self.rows)]
@@ -97,7 +118,10 @@ class RecordingTable:
         most = "" if self.most is None else f" of at most {self.most}"
         limit = "" if self.limit is None else f" of at most {mib(self.limit)}"
         memory = f"{mib(self.nbytes)}{limit}, {mib(self.shared_bytes)} of them shared"
-        return f"{self.ready} ready{most}; {memory}; {self.captures} captures, {self.evictions} evictions"
+        counts = f"{self.captures} captures, {self.evictions} evictions, {self.misses} misses"
+        padded = f" ({self.padded} of them ran in larger ones)" if self.padded else ""
+        failures = f", {self.failures} failures" if self.failures else ""
+        return f"{self.ready} ready{most}; {memory}; {counts}{padded}{failures}"
 
 
 _HEADINGS = (
@@ -110,13 +134,14 @@ _HEADINGS = (
     "captures",
     "evictions",
     "replays",
+    "misses",
     "idle",
     "cost",
 )
 
 
 def _cells(row: RecordingRow) -> tuple[str, ...]:
-    counts = (row.captures, row.evictions, row.replays)
+    counts = (row.captures, row.evictions, row.replays, row.misses)
     sizes = (row.tokens, row.rows, row.variant)
     ready, memory = ("yes", mib(row.nbytes)) if row.ready else ("no", "")
     times = (f"{row.idle_seconds:.1f} s", f"{row.capture_seconds:.2f} s")

@@ -26,17 +26,30 @@ class Guards:
         function: Callable[..., Any],
         arguments: dict[str, Any],
         rebuild: Callable[[int | None], dict[str, Any]] = lambda glance: {},
+        called_with: dict[str, Any] | None = None,
     ) -> None:
-        """Find what was compiled for these arguments.
+        """Look at nothing yet: ``find`` does.
 
         Args:
             function: made by ``own_copy``, and called with the arguments before.
             arguments: by name.
             rebuild: returns those that are made again for each check, given its ``glance``.
+            called_with: those of the call that is captured, if they are made already.
         """
+        self._function = function
         self._arguments = arguments
         self._rebuild = rebuild
-        self._check = guards_for(function, arguments | rebuild(None))
+        self._called_with = called_with
+        self._check: Callable[[dict[str, Any]], bool] | None = None
+
+    def find(self) -> None:
+        """Find what was compiled for the arguments, right before a call with them is captured; any thread may.
+
+        Raises:
+            RuntimeError: nothing was: the call would compile.
+        """
+        arguments, self._called_with = self._called_with or self._arguments | self._rebuild(None), None
+        self._check = guards_for(self._function, arguments)
 
     def valid(self, glance: int | None = None) -> bool:
         """Whether a call would run the same compiled code as before.
@@ -45,6 +58,7 @@ class Guards:
             glance: numbers a period in which nobody can change the model. What several guards check is then checked
                 once; None checks everything.
         """
+        assert self._check is not None, "found before"
         return bool(self._check(self._arguments | self._rebuild(glance)))
 
 

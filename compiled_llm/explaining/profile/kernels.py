@@ -109,7 +109,7 @@ class KernelProfiler:
 
     def _synchronize(self) -> None:
         if self._cuda:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
 
     def _new_profile(self) -> profile:
         # Compiled programs may run on a thread of their own; kernels are seen from any.

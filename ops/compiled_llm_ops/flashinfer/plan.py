@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -94,27 +96,8 @@ class FlashInferPlan:
         if torch.cuda.is_current_stream_capturing():
             self._captured = numbers
         wrapper = self._workspace.wrapper(geometry)
-        wrapper._plan_info = numbers
-        wrapper._qo_indptr_last = tokens
-        wrapper._int_workspace_buffer = args.plan
-        wrapper._float_workspace_buffer = args.workspace
-        wrapper._qo_indptr_buf = args.qo_indptr
-        wrapper._paged_kv_indptr_buf = args.indptr
-        wrapper._paged_kv_indices_buf = args.indices
-        wrapper._paged_kv_last_page_len_buf = args.last_page_len
-        try:
-            wrapper.run(
-                q=readable(args.query),
-                paged_kv_cache=args.pages,
-                q_scale=args.scale,
-                out=out,
-                lse=lse,
-                return_lse=lse is not None,
-            )
-        finally:
-            # A tensor that a graph made must not outlive its capture.
-            wrapper._qo_indptr_buf = wrapper._paged_kv_indptr_buf = wrapper._paged_kv_indices_buf = None
-            wrapper._paged_kv_last_page_len_buf = wrapper._float_workspace_buffer = None
+        with self._workspace.launching:  # a thread may capture while another one launches
+            _launch(wrapper, numbers, tokens, args, out, lse)
 
     def _check_captured(self, numbers: list[int]) -> None:
         if self._captured is None or numbers == self._captured:
@@ -140,3 +123,29 @@ class FlashInferPlan:
                 if found != wanted
             ]
             raise ValueError(f"paged_attention: the plan is of another batch: {', '.join(different)}")
+
+
+def _launch(
+    wrapper: Any, numbers: list[int], tokens: int, args: PagedAttention, out: Tensor, lse: Tensor | None
+) -> None:
+    wrapper._plan_info = numbers
+    wrapper._qo_indptr_last = tokens
+    wrapper._int_workspace_buffer = args.plan
+    wrapper._float_workspace_buffer = args.workspace
+    wrapper._qo_indptr_buf = args.qo_indptr
+    wrapper._paged_kv_indptr_buf = args.indptr
+    wrapper._paged_kv_indices_buf = args.indices
+    wrapper._paged_kv_last_page_len_buf = args.last_page_len
+    try:
+        wrapper.run(
+            q=readable(args.query),
+            paged_kv_cache=args.pages,
+            q_scale=args.scale,
+            out=out,
+            lse=lse,
+            return_lse=lse is not None,
+        )
+    finally:
+        # A tensor that a graph made must not outlive its capture.
+        wrapper._qo_indptr_buf = wrapper._paged_kv_indptr_buf = wrapper._paged_kv_indices_buf = None
+        wrapper._paged_kv_last_page_len_buf = wrapper._float_workspace_buffer = None

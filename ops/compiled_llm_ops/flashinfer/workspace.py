@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -52,13 +53,14 @@ class Workspace:
     Plans are copied from pinned buffers, used in turn. They belong to the workspace, since a copy may still be on its
     way when its plan is dropped.
 
-    One thread at a time may plan or launch with the plans of a workspace.
+    One thread at a time may plan with the plans of a workspace; any may launch.
 
     Attributes:
         device: with index.
         buffer: ``[workspace_bytes]`` uint8.
         processors: multiprocessors of the device.
         max_blocks: thread blocks that can be resident on it at once.
+        launching: held while what one launch needs is on a wrapper, which all plans of a geometry share.
     """
 
     def __init__(self, device: torch.device | str, workspace_bytes: int = 128 * 2**20) -> None:
@@ -72,6 +74,7 @@ class Workspace:
         self.device = self.buffer.device
         self.processors = processors_of(self.device)
         self.max_blocks = max_blocks_of(self.device)
+        self.launching = threading.Lock()
         self._staging = [Staged.of(64 * 2**10) for _ in range(STAGING_BUFFERS)]
         self._next = 0
         self._wrappers: dict[Geometry, Any] = {}

@@ -24,11 +24,15 @@ class Span(NamedTuple):
 
 
 class CapturedCounters:
-    """Counters of captured launches, each launch its own until its graph is gone: graphs hold addresses only."""
+    """Counters of captured launches, each launch its own until its graph is gone: graphs hold addresses only.
+
+    One thread captures, while others give back what other graphs had.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Allocate nothing yet."""
         self._device = device
+        self._lock = threading.Lock()
         self._slabs: list[Tensor] = []
         self._free: list[Span] = []  # in order, and no two of them touch
         self._taken: list[Span] = []
@@ -40,21 +44,23 @@ class CapturedCounters:
 
     def make_room(self) -> None:
         """Have counters for a graph that is about to be captured, which begins to take its own."""
-        self._taken = []
-        if max((end - start for _, start, end in self._free), default=0) < SLAB // 2:
-            self._slabs.append(self._new_slab())
-            self._free.append(Span(len(self._slabs) - 1, 0, SLAB))
+        with self._lock:
+            self._taken = []
+            if max((end - start for _, start, end in self._free), default=0) < SLAB // 2:
+                self._slabs.append(self._new_slab())
+                self._free.append(Span(len(self._slabs) - 1, 0, SLAB))
 
     def take(self, count: int) -> Tensor | None:
         """Return ``[count]`` int32 zeros at a multiple of 16 bytes, or None if so many are not left."""
         size = -(-count // 4) * 4
-        at = next((at for at, (_, start, end) in enumerate(self._free) if end - start >= size), None)
-        if at is None:
-            return None
-        slab, start, end = self._free[at]
-        self._free[at : at + 1] = [Span(slab, start + size, end)] if end - start > size else []
-        self._taken.append(Span(slab, start, start + size))
-        return self._slabs[slab][start : start + count]
+        with self._lock:
+            at = next((at for at, (_, start, end) in enumerate(self._free) if end - start >= size), None)
+            if at is None:
+                return None
+            slab, start, end = self._free[at]
+            self._free[at : at + 1] = [Span(slab, start + size, end)] if end - start > size else []
+            self._taken.append(Span(slab, start, start + size))
+            return self._slabs[slab][start : start + count]
 
     def taken(self) -> list[Span]:
         """Return what was taken since ``make_room``, to be given back."""
@@ -63,12 +69,13 @@ class CapturedCounters:
 
     def give_back(self, taken: Iterable[Span]) -> None:
         """Have the counters of a graph that runs no more: its last launch has left them zero."""
-        merged: list[Span] = []
-        for span in sorted([*self._free, *taken]):
-            if merged and merged[-1].slab == span.slab and merged[-1].end == span.start:
-                span = merged.pop()._replace(end=span.end)
-            merged.append(span)
-        self._free = merged
+        with self._lock:
+            merged: list[Span] = []
+            for span in sorted([*self._free, *taken]):
+                if merged and merged[-1].slab == span.slab and merged[-1].end == span.start:
+                    span = merged.pop()._replace(end=span.end)
+                merged.append(span)
+            self._free = merged
 
     def _new_slab(self) -> Tensor:
         # Cudagraph trees let a thread allocate from a graph's memory before they capture it; a new thread does not.

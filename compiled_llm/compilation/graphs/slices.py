@@ -1,0 +1,118 @@
+"""A thread that works in slices: only while another one, which is in a hurry, lets it.
+
+Python lets two threads that are both busy take turns of 5 ms, whoever is in a hurry. Here one of them says when the
+other may work, and goes on when that pauses.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
+
+SLICE = 0.0005
+"""Seconds. A decode step of a small model takes the device about as long, so that its host would have waited."""
+
+PATIENCE = 0.001
+"""Seconds until whoever gave a slice goes on, if the thread has not paused by then.
+
+It pauses every few hundred microseconds, but for what may take far longer: loading a kernel, instantiating a graph.
+That goes on beside, mostly without holding the interpreter.
+"""
+
+_State = Literal["idle", "waiting", "working"]
+
+
+class SlicedThread:
+    """A thread that does one job at a time, and lives as long as the process.
+
+    A job calls ``pause`` as often as it can. It waits there when its slice is over, until it is given another one.
+    """
+
+    def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
+        """Start it; ``begin`` is called in it, before the first job."""
+        self._changed = threading.Condition()
+        self._state: _State = "idle"
+        self._until = 0.0
+        self._begin: Callable[[], None] | None = begin
+        self._job: Callable[[], None] | None = None
+        # A daemon: at the end of the process, nobody gives a job that pauses another slice.
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    # ---- whoever is in a hurry
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no job."""
+        return self._state == "idle"
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Have a job done in the slices that come, once another one that is underway is finished."""
+        self.finish()
+        future: Future[T] = Future()
+        with self._changed:
+            self._job, self._state = lambda: self._complete(future, job), "waiting"
+        return future
+
+    def run_slice(self, seconds: float = SLICE, patience: float | None = PATIENCE) -> None:
+        """Let it work, if a job waits for that, and return when it pauses, or has done it.
+
+        Args:
+            seconds: the first time that it could pause after so long, it does.
+            patience: seconds after which this returns anyhow; None for any.
+        """
+        with self._changed:
+            if self._state == "waiting":
+                self._state, self._until = "working", time.perf_counter() + seconds
+                self._changed.notify_all()
+                self._changed.wait_for(self._rests, patience)
+
+    def finish(self) -> None:
+        """Let it work until its job is done; any thread may."""
+        if threading.current_thread() is self._thread:  # garbage that was collected there
+            return
+        while not self.idle:
+            self.run_slice(float("inf"), None)
+            with self._changed:
+                self._changed.wait_for(self._rests)
+
+    def _rests(self) -> bool:
+        return self._state != "working"
+
+    # ---- in the thread
+
+    def pause(self) -> None:
+        """Wait for another slice, if this one is over."""
+        if time.perf_counter() >= self._until:
+            with self._changed:
+                self._rest("waiting")
+                self._changed.wait_for(lambda: self._state == "working")
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._state == "working")
+                job, self._job = self._job, None
+            assert job is not None
+            job()
+            del job  # whatever it held
+            with self._changed:
+                self._rest("idle")
+
+    def _complete(self, future: Future[T], job: Callable[[], T]) -> None:
+        try:
+            begin, self._begin = self._begin, None
+            if begin is not None:
+                begin()
+            future.set_result(job())
+        except BaseException as error:  # whoever asks for the result gets it
+            future.set_exception(error)
+
+    def _rest(self, state: _State) -> None:
+        self._state = state
+        self._changed.notify_all()

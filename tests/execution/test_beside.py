@@ -1,0 +1,420 @@
+"""Recordings that are made beside the steps, on a CPU: rows come and go, captures are late or fail, tokens stay right.
+
+See ``support.stand_in_recordings``. The programs are not compiled but where that matters.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm import WrapConfig
+from compiled_llm.compilation.graphs.slices import SlicedThread
+from compiled_llm.compilation.inputs import Shape
+from compiled_llm.execution.prefill import Prefill
+from compiled_llm.execution.runner import Runner
+from compiled_llm.kvcache.row import Row
+from support.in_threads import in_thread
+from support.model_changes import other_attribute
+from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts
+from support.stand_in_recordings import StandIn, StandInRecorder, let_a_cpu_record
+from support.tiny_models import tiny_qwen3
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
+LENGTHS = [1, 3, 9, 15, 20, 31, 50, 70]
+LONGEST = 24
+
+
+@pytest.fixture(autouse=True)
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    let_a_cpu_record(monkeypatch)
+    monkeypatch.setattr(StandInRecorder, "late", [])
+    monkeypatch.setattr(StandInRecorder, "slices", float("inf"))
+    yield
+    finish_all()
+
+
+def finish_all() -> None:
+    while StandInRecorder.late:
+        StandInRecorder.late.pop().finish()
+
+
+def plain() -> PreTrainedModel:
+    return tiny_qwen3(num_hidden_layers=1, eos_token_id=None)
+
+
+def wrapped(budget: int | None = None, monkeypatch: pytest.MonkeyPatch | None = None, **options: Any) -> Any:
+    """A model that is not compiled; options for graphs are refused with it, so a budget is put under it."""
+    if monkeypatch is not None:
+        monkeypatch.setattr(WrapConfig, "graph_budget", property(lambda self: (None, budget)))
+    return compiled_llm.wrap(plain(), **{**OPTIONS, "mode": "eager", **options})
+
+
+def prompt_of(length: int) -> list[int]:
+    rng = random.Random(length)
+    return [rng.randrange(3, 128) for _ in range(length)]
+
+
+class Rows(RuleBasedStateMachine):
+    """Rows on one model, each beside the tokens that HuggingFace's model gives it."""
+
+    model: Any
+    expected: dict[int, list[int]]
+    budget: int | None
+    caplog: pytest.LogCaptureFixture
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device_model = self.model.compiled.device_model()
+        self.recordings = self.device_model.readiness.recordings
+        self.device_model.readiness.ready -= self.recordings.forget()
+        self.before = self.model.compiled.recordings
+        self.caplog.clear()
+        self.failed = 0
+        self.runner: Runner = self.model.compiled.runner()
+        self.lengths: dict[Row, int] = {}
+        self.tokens: dict[Row, list[int]] = {}
+
+    @precondition(lambda self: len(self.lengths) < 8)
+    @rule(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4))
+    def admit(self, lengths: list[int]) -> None:
+        for length in lengths[: 8 - len(self.lengths)]:
+            row = self.runner.admit(prompt_of(length), LONGEST + 2)
+            self.lengths[row], self.tokens[row] = length, []
+        self.step(1)
+
+    @precondition(lambda self: self.lengths)
+    @rule(count=st.integers(1, 5), late=st.booleans())
+    def step(self, count: int, late: bool = True) -> None:
+        if not late:
+            finish_all()
+        for _ in range(count):
+            self.read(self.runner.step())
+            for row in [row for row, tokens in self.tokens.items() if len(tokens) >= LONGEST]:
+                self.release(row)
+            if not self.lengths:
+                return
+
+    @precondition(lambda self: self.lengths)
+    @rule(which=st.integers(0, 7))
+    def leave(self, which: int) -> None:
+        self.release(list(self.lengths)[which % len(self.lengths)])
+
+    def release(self, row: Row) -> None:
+        self.runner.release(row)
+        del self.lengths[row], self.tokens[row]
+
+    def read(self, tokens: dict[Row, int]) -> None:
+        for row, token in tokens.items():
+            if row in self.tokens:
+                self.tokens[row].append(token)
+
+    @precondition(lambda self: StandInRecorder.late)
+    @rule(fails=st.sampled_from([False, False, True]))
+    def a_capture_ends(self, fails: bool) -> None:
+        if fails and StandInRecorder.late:
+            StandInRecorder.late.pop().fail()
+            self.failed += 1
+        finish_all()
+
+    @precondition(lambda self: self.runner.steps > 40)
+    @rule()
+    def the_model_changes(self) -> None:
+        """All recordings go, and the one that is underway with them."""
+        self.device_model.readiness.ready -= self.recordings.forget()
+
+    @invariant()
+    def tokens_are_huggingfaces(self) -> None:
+        for row, tokens in self.tokens.items():
+            assert tokens == self.expected[self.lengths[row]][: len(tokens)]
+
+    @invariant()
+    def one_at_a_time_within_the_budget(self) -> None:
+        assert len(StandInRecorder.late or []) <= 1
+        table = self.model.compiled.recordings
+        assert self.budget is None or table.ready <= self.budget
+        assert table.failures - self.before.failures <= self.failed
+        assert table.captures - self.before.captures <= table.misses - self.before.misses + 8  # some were waited for
+
+    def teardown(self) -> None:
+        finish_all()
+        while self.lengths:
+            self.step(1)
+        self.runner.close()
+        assert_account_is_empty(self.model)
+        failures = self.model.compiled.recordings.failures - self.before.failures
+        said = [record for record in self.caplog.records if record.levelno == logging.WARNING]
+        assert failures <= self.failed
+        assert (len(said) > 0) == (failures > 0)
+
+
+@pytest.mark.parametrize("budget", [None, 2, 4])
+def test_tokens_are_right_whatever_is_recorded_and_when(
+    budget: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = plain()
+    expected = {length: alone(reference, prompt_of(length), LONGEST + 2) for length in LENGTHS}
+    caplog.set_level(logging.WARNING, "compiled_llm.graphs")
+    model = wrapped(budget, monkeypatch)
+    made = type("OneBudget", (Rows,), {"model": model, "expected": expected, "budget": budget, "caplog": caplog})
+    run_state_machine_as_test(
+        made, settings=settings(derandomize=True, deadline=None, max_examples=20, stateful_step_count=30)
+    )
+    table = model.compiled.recordings
+    print(table)
+    assert table.misses > 20
+    assert table.failures > 0
+    assert (table.evictions > 0) == (budget is not None)
+
+
+def steps_of(runner: Runner, count: int) -> list[int]:
+    """Run steps, and return which bucket each ran in."""
+    buckets = []
+    for _ in range(count):
+        runner.step(unchanged=True)
+        buckets.append(runner._persistent.bucket)
+    return buckets
+
+
+def admitted(model: Any, rows: int) -> Runner:
+    runner: Runner = model.compiled.runner()
+    for _ in range(rows):
+        runner.admit(prompt_of(9), 40)
+    runner.step()
+    device_model = model.compiled.device_model()
+    while device_model.readiness.recordings.captures_beside:  # the prefill
+        device_model.thread.call(device_model.go_on)
+        finish_all()
+        device_model.thread.call(device_model.readiness.adopt)
+    return runner
+
+
+def counts(model: Any, rows: int) -> tuple[int, int, int, int]:
+    """How often the decode step of so many rows was captured, replayed and missed, and ran in a larger one."""
+    found = [row for row in model.compiled.recordings if (row.phase, row.rows) == ("decode", rows)]
+    return (found[0].captures, found[0].replays, found[0].misses, found[0].padded) if found else (0, 0, 0, 0)
+
+
+def test_a_step_that_misses_its_recording_runs_in_the_next_larger_until_it_is_there() -> None:
+    model = wrapped()
+    model.compiled.warmup([2])
+    assert model.compiled.stats().buckets == [2, 8], "all can run in the largest"
+    runner = admitted(model, 3)
+    finish_all()  # of the prefill
+    assert steps_of(runner, 3) == [8, 8, 8]
+    assert counts(model, 4) == (0, 0, 3, 3), "nobody waits for it"
+    finish_all()
+    assert steps_of(runner, 2) == [4, 4]
+    assert counts(model, 4) == (1, 2, 3, 3)
+    assert model.compiled.events.used[4] >= 5, "a profile names what was wanted"
+    assert model.compiled.events.used[8] == 0
+    assert not model.compiled.events.cold_starts
+
+
+def test_a_step_that_nothing_larger_is_recorded_for_is_launched_as_it_is() -> None:
+    model = wrapped()
+    model.compiled.warmup([2])
+    device_model = model.compiled.device_model()
+    device_model.state.recordings.drop([8])
+    runner = admitted(model, 3)
+    finish_all()
+    assert steps_of(runner, 2) == [4, 4]
+    assert counts(model, 4) == (0, 0, 2, 0)
+    finish_all()
+    assert steps_of(runner, 2) == [4, 4]
+    assert counts(model, 4) == (1, 2, 2, 0)
+
+
+def test_what_nobody_misses_any_more_makes_room_but_not_what_all_can_run_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrapped(4, monkeypatch)
+    model.compiled.warmup([2])
+    rolling = model.compiled.device_model().state.recordings
+    anchors = {8, Shape(2048, 8), Shape(512, 8)}
+    for rows in (2, 3, 1, 2, 4):
+        runner = admitted(model, rows)
+        for _ in range(3):
+            finish_all()
+            steps_of(runner, 1)
+        assert anchors < {*rolling.of("decode", "prefill")}
+        runner.close()
+    assert model.compiled.recordings.evictions > 3
+
+
+def test_a_prompt_runs_in_the_next_larger_shape_while_its_own_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrapped(40, monkeypatch)
+    model.compiled.warmup([1])
+    rolling = model.compiled.device_model().state.recordings
+    shapes = sorted(rolling.of("prefill"))
+    assert shapes[0] == Shape(16, 2)
+    rolling._evict(rolling.get(shapes[0]))
+    expected = alone(plain(), prompt_of(9), 12)
+    assert alone_in(model, 9) == expected
+    assert rolling.get(shapes[1]).replays == 1
+    assert rolling.get(shapes[0]) is None
+    finish_all()
+    assert alone_in(model, 9) == expected
+    assert rolling.get(shapes[0]).replays == 1
+
+
+@pytest.mark.parametrize(("budget", "least"), [(3, 512), (8, 128), (None, 32)])
+def test_no_prompt_runs_in_far_more_tokens_than_its_own(
+    budget: int | None, least: int, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Whatever else is captured: of few recordings some are large enough for all prompts, and some small enough."""
+    monkeypatch.setattr(StandInRecorder, "slices", 2)
+    served: list[tuple[Shape, Shape | None]] = []
+    serving = Prefill._serving
+
+    def noted(self: Prefill, shape: Shape) -> Shape | None:
+        served.append((shape, serving(self, shape)))
+        return served[-1][1]
+
+    monkeypatch.setattr(Prefill, "_serving", noted)
+    model, rng = wrapped(budget, monkeypatch), random.Random(seed)
+    model.compiled.warmup([1, 2])
+    for _ in range(30):
+        runner = model.compiled.runner()
+        for _ in range(rng.randint(1, 8)):
+            runner.admit(prompt_of(rng.choice([*LENGTHS, 200])), 40)
+        for _ in range(rng.randint(1, 8)):
+            runner.step()
+        runner.close()
+    for wanted, ran in served:
+        assert ran is not None, wanted
+        assert ran.tokens <= max(4 * wanted.tokens, least), f"{wanted} ran in {ran}"
+    rolling = model.compiled.device_model().state.recordings
+    anchors = rolling.anchors["prefill"]
+    assert {*anchors, *rolling.anchors["decode"]} <= {*rolling.of("decode", "prefill")}
+    table = model.compiled.recordings
+    print(table)
+    assert table.captures > len(anchors) + 3 or budget == 3
+
+
+def alone_in(model: Any, length: int) -> list[int]:
+    runner = model.compiled.runner()
+    row = runner.admit(prompt_of(length), 12)
+    tokens: list[int] = []
+    for _ in range(12):
+        tokens += [runner.step()[row]] if tokens or runner.steps > 1 else list(runner.step().values())
+    tokens += runner.drain().values()
+    finish_all()
+    runner.close()
+    return tokens
+
+
+def test_a_capture_that_fails_is_said_once_counted_and_tried_again_by_warmup(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "compiled_llm.graphs")
+    model = wrapped()
+    model.compiled.warmup([1])
+    for rows in (2, 4):
+        runner = admitted(model, rows)
+        finish_all()
+        assert steps_of(runner, 1) == [rows]
+        assert StandInRecorder.late
+        StandInRecorder.late.pop().fail()
+        assert steps_of(runner, 2) == [rows, rows]
+        assert not StandInRecorder.late, "it is not tried again by itself"
+        runner.close()
+    said = [record for record in caplog.records if "could not be captured" in record.message]
+    assert [record.levelname for record in said] == ["WARNING", "DEBUG"]
+    assert "no capture" in said[0].message
+    assert model.compiled.recordings.failures == 2
+    model.compiled.warmup([2, 4])
+    assert counts(model, 2)[0] == counts(model, 4)[0] == 1
+
+
+def test_nothing_is_captured_any_more_when_a_call_or_the_engine_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    begin = StandInRecorder.begin
+
+    def counted(self: StandInRecorder, *args: Any) -> Any:
+        begun.append(1)
+        return begin(self, *args)
+
+    monkeypatch.setattr(StandInRecorder, "begin", counted)
+    monkeypatch.setattr(StandInRecorder, "slices", 100)
+    model = wrapped()
+    model.compiled.warmup([1])
+    greedy(model, mixed_prompts([5, 9], 128, 1), 3)
+    assert not StandInRecorder.late
+    assert begun
+    kept = greedy(model, mixed_prompts([5, 9, 20], 128, 1), 3, return_dict_in_generate=True)
+    assert not StandInRecorder.late
+    kept.past_key_values.close()
+    begun.clear()
+    with compiled_llm.Engine(model) as engine:
+        engine.generate([prompt_of(5)] * 5, compiled_llm.SamplingParams(temperature=0.0, max_tokens=3))
+        assert not StandInRecorder.late
+        assert begun
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_a_model_that_changes_while_its_step_is_captured_computes_what_it_is_then() -> None:
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    model.compiled.warmup([4])
+    inputs = mixed_prompts([5, 18], 128, 1)
+    runner = admitted(model, 2)
+    finish_all()
+    steps_of(runner, 1)
+    assert StandInRecorder.late
+    other_attribute(model)
+    finish_all()  # it finds out that it would have to compile
+    runner.close()
+    other_attribute(reference)
+    torch.testing.assert_close(greedy(model, inputs, 12), greedy(reference, inputs, 12))
+    assert model.compiled.recordings.failures == 1
+
+
+class InAThread(StandInRecorder):
+    """Captures in slices in a thread of its own, as a recorder of CUDA graphs does."""
+
+    thread = SlicedThread("stand-in")
+
+    def begin(self, launch: Callable[[], Any], check: Callable[[], None]) -> Future[Any]:
+        def captured() -> StandIn:
+            for _ in range(10):
+                time.sleep(0.0002)
+                self.thread.pause()
+            with torch.no_grad():
+                check()
+            return self.capture(launch)
+
+        return self.thread.submit(captured)
+
+    def run_slice(self) -> None:
+        self.thread.run_slice()
+
+    def finish(self) -> None:
+        in_thread(self.thread.finish, 20)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_an_engine_goes_on_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.stand_in_recordings.StandInRecorder", InAThread)
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS, max_graphs=4)
+    lengths = [3, 50, 9, 20, 1, 15] * 2
+    expected = {length: alone(reference, prompt_of(length), 14) for length in set(lengths)}
+    with compiled_llm.Engine(model, prefix_cache=False) as engine:
+        engine.warmup([1, 2])
+        for count in (1, 12, 3, 5, 12, 2, 1):
+            params = [compiled_llm.SamplingParams(temperature=0.0, max_tokens=4 + n % 11) for n in range(count)]
+            outputs = engine.generate([prompt_of(length) for length in lengths[:count]], params)
+            for length, output in zip(lengths, outputs, strict=False):
+                assert output.token_ids == expected[length][: len(output.token_ids)]
+            assert InAThread.thread.idle
+    table = model.compiled.recordings
+    assert (table.failures, model.compiled.stats().recompiles) == (0, 0)
+    assert min(table.misses, table.padded, table.captures, table.evictions) > 2
+    assert_account_is_empty(model)

@@ -1,0 +1,53 @@
+"""What a capture needs of torch: it can be ended when it has failed, and generators can lend each other their state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_llm import compat
+from compiled_llm.compat import capturing
+
+
+def test_a_capture_that_fails_is_ended(monkeypatch):
+    class Graph:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def capture_begin(self, pool, capture_error_mode):
+            self.calls.append(f"begin {capture_error_mode}")
+
+        def capture_end(self):
+            self.calls.append("end")
+            if broken:
+                raise RuntimeError("invalidated")
+
+        def reset(self):
+            self.calls.append("reset")
+
+    def fail():
+        raise ValueError("no launch")
+
+    told: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *given: told.append("ended"))
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *given: told.append("released"))
+    device, broken = torch.device("cuda", 0), False
+    graph = Graph()
+    assert compat.captured_into(graph, (0, 1), device, lambda: 5) == 5
+    assert graph.calls == ["begin thread_local", "end"]
+    with pytest.raises(ValueError, match="no launch"):
+        compat.captured_into(graph := Graph(), (0, 1), device, fail)
+    assert (graph.calls, told) == (["begin thread_local", "end", "reset"], [])
+    broken = True
+    for launch in (fail, lambda: 5):
+        with pytest.raises((ValueError, RuntimeError)):
+            compat.captured_into(graph := Graph(), (0, 1), device, launch)
+        assert graph.calls[-1] == "reset"
+        assert capturing._ended_badly.pop() is graph, "it may be asked for as long as the process lives"
+    assert (told, capturing._ended_badly) == (["ended", "released"] * 2, [])
+
+
+def test_generators_hand_over_their_state():
+    mine, own = torch.Generator(), torch.Generator()
+    assert hasattr(mine, "graphsafe_get_state")
+    assert hasattr(own, "graphsafe_set_state")
