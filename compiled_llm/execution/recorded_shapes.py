@@ -40,7 +40,7 @@ class RecordedShapes:
         """
         most = max(2, max_rows)  # a symbolic size is at least 2
         worth = [tokens for tokens in _RECORDED_TOKENS if tokens * weights <= _DEVICE_BOUND]
-        self.spare = _DEVICE_BOUND // (4 * weights)
+        self.spare = _DEVICE_BOUND // (4 * max(1, weights))  # what is packed counts as no weights
         self._by_rows: dict[int, list[Shape]] = {}
         for rows in sorted({2, min(8, most), most}):
             needed = max(rows, min(most_tokens, min(rows, max_rows) * longest))

@@ -396,11 +396,11 @@ def test_an_exception_inside_a_decode_step_leaves_lengths_and_account(error, mod
     available = model.compiled.device_model().pool.available
     original, calls = Decode.run, []
 
-    def fails_once(self: Decode, bucket: int) -> Tensor:
+    def fails_once(self: Decode, bucket: int, wanted: int) -> Tensor:
         calls.append(bucket)
         if len(calls) == 1:
             raise error("in the step")
-        return original(self, bucket)
+        return original(self, bucket, wanted)
 
     monkeypatch.setattr(Decode, "run", fails_once)
     with pytest.raises(error):
@@ -446,7 +446,7 @@ def test_a_row_of_another_runner_cannot_be_released(model, runner):
 def test_no_row_waits_for_a_smaller_bucket_because_others_have_ended(model, monkeypatch, prepared, used):
     model.compiled.warmup(prepared)
     runner, own, seen = model.compiled.runner(), Decode.run, []
-    monkeypatch.setattr(Decode, "run", lambda self, bucket: (seen.append(bucket), own(self, bucket))[1])
+    monkeypatch.setattr(Decode, "run", lambda self, bucket, wanted: (seen.append(bucket), own(self, bucket, wanted))[1])
     twin = Alone(tiny_qwen3(**OVERRIDES), [3, 4, 5])
     rows = [runner.admit([3, 4, 5], 9) for _ in range(5)]
     runner.step()

@@ -113,6 +113,12 @@ class NaiveDevice:
         for row in rows:
             self.next.pop(row, None)
 
+    def go_on(self) -> None:
+        """Nothing is captured here."""
+
+    def settle(self) -> None:
+        """Likewise."""
+
     def run(self, batch: Batch, persistent: Any, unchanged: bool = False) -> Step:
         self.fault("run")
         entries = [(row, [self.next[row]], True) for row in batch.decode]
