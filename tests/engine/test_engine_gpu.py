@@ -6,6 +6,7 @@ import gc
 import random
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,16 @@ pytestmark = pytest.mark.gpu
 Asked = tuple[list[int], SamplingParams]
 
 
-@pytest.fixture(scope="module", params=["auto", "flashinfer"])
+WAYS: dict[str, dict[str, Any]] = {
+    "auto": {"backend": "auto"},
+    "flashinfer": {"backend": "flashinfer"},
+    "3 graphs": {"max_graphs": 3},
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
-    options = {**OPTIONS, "kv_memory": "1200 tokens", "prefill_tokens": 64, "backend": request.param}
+    options = {**OPTIONS, "kv_memory": "1200 tokens", "prefill_tokens": 64, **WAYS[request.param]}
     wrapped = compiled_llm.wrap(small_qwen3(request.config.getoption("seed")), **options)
     yield wrapped
     compiled_llm.unwrap(wrapped)
@@ -100,8 +108,13 @@ def test_two_thousand_steps_of_requests_that_come_and_go(
                 time.sleep(0.005 * draw.random())
         answered = [(request, handle.result().token_ids) for request, handle in handles]
         assert engine.stats().preemptions > 0
-    stats = model.compiled.stats()
-    assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
+    stats, table = model.compiled.stats(), model.compiled.recordings
+    print(table)
+    assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips, table.failures) == (0, 0, 0, 0)
+    if table.most is not None:
+        assert table.ready <= table.most
+        assert table.misses > 0
+        assert table.evictions > 0
     check_greedy(seed, answered)
     assert_account_is_empty(model)
 
