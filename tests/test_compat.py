@@ -25,7 +25,9 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.cpu_vec_isa import VecISA
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import IndentedBuffer
+from torch.fx import symbolic_trace
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
@@ -112,6 +114,34 @@ def test_inductor_says_which_kernels_may_begin_early():
         assert "._filter_pdl(" in inspect.getsource(sys.modules[kernels.__module__])
     name = compat.MAY_BEGIN_EARLY.split("'")[1]
     assert f'"{name}": ' in inspect.getsource(sys.modules[TritonKernel.__module__])
+
+
+def test_tilings_that_inductor_may_refuse_are_timed_by_inductor():
+    """The others run on a GPU; `test_autotuning_gpu.py` has them."""
+    asked = []
+
+    def bench(*given: object) -> float:
+        asked.append(given)
+        return 0.5
+
+    timed = compat.timed_in_a_graph(bench)
+    for device, custom, spills in (("cpu", False, 0), ("cuda", True, 0), ("cuda", False, 8), ("cuda", False, None)):
+        kernel = SimpleNamespace(device_props=SimpleNamespace(type=device), custom_kernel=custom)
+        launcher = SimpleNamespace(n_spills=spills)
+        assert timed(kernel, launcher, 1, 2) == 0.5
+        assert asked.pop() == (kernel, launcher, 1, 2)
+
+
+def test_inductor_times_tilings_by_the_method_that_is_replaced():
+    compat.compile_with_inductor(symbolic_trace(double), [torch.zeros(3)], {})
+    own = inspect.unwrap(CachingAutotuner.bench)
+    assert CachingAutotuner.bench is not own
+    assert list(inspect.signature(own).parameters)[:3] == ["self", "launcher", "args"]
+    assert "self.bench(launcher, *args, **kwargs)" in inspect.getsource(CachingAutotuner)
+    assert "stream=stream" in inspect.getsource(own)
+    assert callable(CachingAutotuner.clone_args)
+    for attribute in ("device_props", "custom_kernel"):
+        assert f"self.{attribute}" in inspect.getsource(CachingAutotuner.__init__)
 
 
 @pytest.fixture

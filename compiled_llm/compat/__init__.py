@@ -33,6 +33,7 @@ transforms and tracing | the same |
 | ``custom_graph_pass`` of Inductor | a pass of ours in its graphs | torch documents it |
 | ``torch._inductor.compile`` inside a backend | passes of ours, and pieces, before Inductor | torch documents it |
 | ``TritonKernel._filter_pdl``, ``codegen_kernel`` | kernels that wait before they touch memory | Inductor's always do |
+| ``CachingAutotuner.bench``, ``clone_args`` | tilings that are timed as they run | Inductor times them in graphs |
 | ``torch._dispatch.python`` | running a graph on symbolic sizes | torch propagates a graph's sizes in public |
 | ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is; caching a piece | a graph says it |
 | ``UntypedStorage._cdata`` | which fake tensors share memory | fake tensors have addresses |
@@ -67,6 +68,7 @@ Changed for the whole process:
 | what | by | ends when |
 | --- | --- | --- |
 | the two methods of ``TritonKernel`` above | the first graph that is compiled | Inductor's kernels always wait first |
+| ``CachingAutotuner.bench`` | the first graph that is compiled | Inductor times kernels in graphs |
 | what a forked process begins with (``os.register_at_fork``) | the import | threads survive a fork |
 | ``VecISA._avx_py_load`` | the first graph that is compiled | torch's probes leave out the current folder |
 | ``TORCHINDUCTOR_CACHE_DIR``, ``TRITON_CACHE_DIR`` and on a CPU ``PATH``, while a graph is taken from artifacts | \

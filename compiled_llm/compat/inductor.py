@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from compiled_llm.compat.autotuning import time_kernels_in_graphs
 from compiled_llm.env import replaced
 
 _NO_VARIABLES: Mapping[str, str] = {}
@@ -52,6 +53,7 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Return what Inductor makes of a graph, as ``torch.compile`` would call it from inside a backend."""
     make_kernels_wait_first()
+    time_kernels_in_graphs()
     keep_probes_from_current_folder()
     return cast(Callable[..., Any], torch._inductor.compile(module, list(inputs), dict(options)))
 

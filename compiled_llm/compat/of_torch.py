@@ -9,6 +9,9 @@ from torch._inductor.custom_graph_pass import (
     get_hash_for_files as get_hash_for_files,
 )
 
+from compiled_llm.compat.autotuning import (
+    timed_in_a_graph as timed_in_a_graph,
+)
 from compiled_llm.compat.capturing import (
     captured_into as captured_into,
 )
