@@ -13,9 +13,9 @@ from compiled_llm.client import connection as client_connection
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.protocol import messages
 from compiled_llm.protocol.frames import frame_of
-from compiled_llm.protocol.messages import AskStats, Cancel, Hello, Problem, Step, Submit
+from compiled_llm.protocol.messages import AskStats, Cancel, Hello, Problem, Stats, Step, Submit
 from compiled_llm.server.generator import connection as server_connection
-from support.generators import PATIENCE, Bytes, Loop
+from support.generators import PATIENCE, Bytes, Loop, until
 
 PROMPT = [3, 4, 5]
 LONG = SamplingParams(max_tokens=900, ignore_eos=True, temperature=0.0)
@@ -76,6 +76,21 @@ def test_requests_of_a_connection_that_is_closed_end(beside: None, path: Path) -
         assert peer.receive() is None
         while other.stats().running > 1:
             pass
+
+
+def test_what_was_answered_comes_before_the_sentence_that_closes_the_connection(
+    beside: None, generator: Loop, path: Path
+) -> None:
+    with Bytes(path) as peer:
+        peer.greet()
+        peer.send(b"".join(map(frame_of, map(AskStats, range(900)))), b"\x00\x00\x00\x01\xc1")
+        (talks,) = (other for other in generator.generator._connections if not other.streams)
+        until(lambda: isinstance([None, *talks._messages][-1], Problem))  # the socket is full
+        for number in range(900):
+            answer = peer.receive()
+            assert isinstance(answer, Stats), number
+            assert answer.number == number
+        assert "a frame that is no message of the protocol" in peer.problem()
 
 
 def test_who_asks_and_never_reads_can_leave(beside: None, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.output import Completion, RequestOutput
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
-from compiled_llm.protocol.messages import Cancel, Preparing, Refused, Step, Submit, Welcome
-from compiled_llm.server.generator import stream
+from compiled_llm.protocol.frames import frame_of
+from compiled_llm.protocol.messages import AskStats, Cancel, Preparing, Refused, Step, Submit, Welcome
+from compiled_llm.server.generator import connection, stream
 from compiled_llm.server.generator.facts import ready_of
 from support.failing_calls import fail_once
 from support.generators import PATIENCE, Bytes, Loop, generating, until
@@ -303,6 +305,42 @@ def test_a_client_that_leaves_takes_its_requests_along(engine: Engine, generator
         handles[2].cancel()
         assert handles[2].result(PATIENCE).finish_reason == "cancelled"
         assert len(handles[2].output().token_ids) < 900
+
+
+def test_a_client_that_reads_no_more_though_it_might_write_is_left(engine: Engine, generator: Loop, path: Path) -> None:
+    with Bytes(path) as deaf:
+        deaf.greet()
+        ended = engine_ends(engine, 1)
+        deaf.send(Submit(1, PROMPT, {"max_tokens": 900, "ignore_eos": True}))
+        deaf.socket.shutdown(socket.SHUT_RD)
+        until(lambda: not generator.generator._connections)
+        assert ended.wait(PATIENCE)
+        with pytest.raises(BrokenPipeError):
+            deaf.send(AskStats(2))
+    assert engine.stats().new_tokens < 900
+
+
+def test_a_generator_is_not_quiet_before_the_last_tokens_are_in_the_socket(
+    generator: Loop, path: Path, monkeypatch: Any
+) -> None:
+    written, goes_on = threading.Event(), threading.Event()
+
+    def slowly(message: Any) -> bytearray:
+        if isinstance(message, Step) and message.summaries:
+            written.set()
+            assert goes_on.wait(PATIENCE)
+        return frame_of(message)
+
+    monkeypatch.setattr(connection, "frame_of", slowly)
+    with Client(path) as client:
+        handle = client.submit(PROMPT, settings())
+        assert written.wait(PATIENCE)
+        (talks,) = generator.generator._connections
+        assert not talks.streams
+        assert talks.busy
+        goes_on.set()
+        assert handle.result(PATIENCE).finish_reason == "length"
+        until(lambda: not talks.busy)
 
 
 def test_a_client_that_nobody_holds_leaves(generator: Loop, path: Path) -> None:

@@ -153,5 +153,30 @@ def test_a_client_that_has_left_is_sent_nothing_and_nobody_waits_for_it() -> Non
         both.due.frames = [b"more"]
         both.outlet.flush()
         assert both.due.frames == [b"more"]
+        while not both.failures:
+            await asyncio.sleep(0)
+        assert [type(failure) for failure in both.failures] == [BrokenPipeError]
+
+    with_both(use)
+
+
+def test_it_is_busy_while_a_thread_is_about_to_send() -> None:
+    async def use(both: Both) -> None:
+        asked, answered = threading.Event(), threading.Event()
+
+        def due() -> Iterator[bytearray]:
+            asked.set()
+            answered.wait(PATIENCE)
+            yield bytearray(b"the end")
+
+        both.outlet._due = due
+        thread = in_thread("steps", both.outlet.flush)
+        assert asked.wait(PATIENCE)
+        assert both.outlet.busy
+        assert not both.outlet.blocked
+        answered.set()
+        thread.join(PATIENCE)
+        assert not both.outlet.busy
+        both.outlet._due = both.due
 
     with_both(use)

@@ -128,7 +128,7 @@ class Connection:
     @property
     def busy(self) -> bool:
         """Whether there is something that the client has not got."""
-        return bool(self.streams or self._messages or self._outlet.blocked)
+        return bool(self.streams or self._messages) or self._outlet.busy
 
     async def serve(self) -> None:
         """Talk until the client leaves, or has sent what is no frame; its requests end with it."""
@@ -152,7 +152,6 @@ class Connection:
         """Say why the connection ends, unless nobody reads it."""
         logger.warning("compiled_llm: %s: the connection is closed: %s", self._client, reason)
         self._end_requests()
-        self._messages.clear()
         self.send(Problem(reason))
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._outlet.taken(), _PATIENCE)
@@ -220,7 +219,10 @@ class Connection:
     # ---- writing, in any thread, one at a time
 
     def _failed(self, error: Exception) -> None:
-        logger.error("compiled_llm: %s: the connection is closed", self._client, exc_info=error)
+        if isinstance(error, OSError):  # its client has left, or reads no more
+            logger.info("compiled_llm: %s: %s", self._client, error)
+        else:
+            logger.error("compiled_llm: %s: the connection is closed", self._client, exc_info=error)
         self.close()
 
     def _due(self) -> Iterator[bytearray]:

@@ -25,7 +25,7 @@ class Outlet:
         Args:
             connection: does not block; it is closed with this.
             due: returns frames, all that are to be sent now; it is called by one thread at a time.
-            failed: is told in the event loop of what ``due`` has raised; nothing more is sent then.
+            failed: is told in the event loop of what ``due`` or the socket has raised; nothing more is sent then.
         """
         self._loop = asyncio.get_running_loop()
         self._socket = connection
@@ -40,6 +40,11 @@ class Outlet:
     def blocked(self) -> bool:
         """Whether something waits for the client to read; what is due meanwhile goes out together."""
         return bool(self._rest)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being sent, or waits; what is not due any more was sent once this says no."""
+        return self._sending.locked() or self.blocked  # in this order: whoever sends may leave a rest
 
     def flush(self) -> None:
         """Send what is due, in any thread."""
@@ -71,8 +76,7 @@ class Outlet:
         try:
             data = b"".join(self._due())
         except Exception as error:
-            self._over = True
-            self._call(self._failed, error)
+            self._fail(error)
             return
         if data and not self._sent(memoryview(data)):
             self._call(self._await_room)
@@ -83,9 +87,13 @@ class Outlet:
             self._rest = data[self._socket.send(data) :]
         except BlockingIOError:
             self._rest = data
-        except OSError:  # whoever reads learns of it, too
-            self._over, self._rest = True, _NOTHING
+        except OSError as error:
+            self._fail(error)
         return not self._rest
+
+    def _fail(self, error: Exception) -> None:
+        self._over, self._rest = True, _NOTHING
+        self._call(self._failed, error)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more
