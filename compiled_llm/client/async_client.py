@@ -12,7 +12,7 @@ from compiled_llm.client.connection import Line
 from compiled_llm.client.errors import GeneratorLostError
 from compiled_llm.client.gathering import Gathering
 from compiled_llm.client.link import Link
-from compiled_llm.client.loop_connection import LoopConnection
+from compiled_llm.client.loop_connection import LoopConnection, loop_closed
 from compiled_llm.client.plain import Prompt
 from compiled_llm.client.tokenizer import Given
 from compiled_llm.engine.listeners import Listeners
@@ -107,7 +107,7 @@ class AsyncClient(BaseClient):
 
     def _link_to_use(self) -> Link:
         if self._loop is not None and self._loop.is_closed() and self._session.lost is None:
-            self._session.lose(GeneratorLostError("the event loop that has read the connection is closed"))
+            self._session.lose(loop_closed())  # it may have been closed without an end of its tasks
         return self._link
 
     async def __aenter__(self) -> AsyncClient:

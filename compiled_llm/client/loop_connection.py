@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from compiled_llm.client.connection import Connection, Handle, Lose, loss_of
+from compiled_llm.client.errors import GeneratorLostError
 from compiled_llm.engine.listeners import running_loop
 
 
@@ -27,6 +28,7 @@ class LoopConnection(Connection):
         """
         super().__init__(path)
         self._loop = loop
+        self._ending: asyncio.Task[None] | None = None  # kept here: an event loop knows its tasks only weakly
 
     def start(self, handle: Handle, lost: Lose) -> None:
         """Have the event loop read from now on.
@@ -39,17 +41,29 @@ class LoopConnection(Connection):
 
     def _begin(self, handle: Handle, lost: Lose) -> None:
         handle(self._early)
-        self._loop.add_reader(self._socket, self._take, handle, lost)
+        ended: asyncio.Future[GeneratorLostError] = self._loop.create_future()
+        self._loop.add_reader(self._socket, self._take, handle, ended)
+        self._ending = self._loop.create_task(self._end(ended, lost))
 
-    def _take(self, handle: Handle, lost: Lose) -> None:
+    def _take(self, handle: Handle, ended: asyncio.Future[GeneratorLostError]) -> None:
         try:
             handle(self.receive(socket.MSG_DONTWAIT))
         except BlockingIOError:  # there was nothing, after all
             pass
         except Exception as error:
             self._loop.remove_reader(self._socket)
+            if not ended.done():
+                ended.set_result(loss_of(error))
+
+    async def _end(self, ended: asyncio.Future[GeneratorLostError], lost: Lose) -> None:
+        """Close the socket once the connection has ended, or when the event loop does: it cancels its tasks first."""
+        error = loop_closed()
+        try:
+            error = await ended
+        finally:
+            self._loop.remove_reader(self._socket)
             self._socket.close()
-            lost(loss_of(error))
+            lost(error)
 
     def check_may_wait(self) -> None:
         """Check that this thread may wait for what comes.
@@ -65,6 +79,11 @@ class LoopConnection(Connection):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._loop.is_closed():
             self._socket.close()
+
+
+def loop_closed() -> GeneratorLostError:
+    """Return why nothing more comes, though the generator may be there."""
+    return GeneratorLostError("the event loop that has read the connection is closed")
 
 
 def check_may_wait(loop: asyncio.AbstractEventLoop) -> None:

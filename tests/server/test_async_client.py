@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compiled_llm.client import AsyncClient, GeneratorLostError
+from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.session import Session
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.output import RequestOutput
 from compiled_llm.engine.params import SamplingParams
-from support.generators import PATIENCE, Loop
+from support.generators import PATIENCE, Loop, until
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -105,3 +110,36 @@ def test_other_event_loops_use_it_while_its_own_runs_and_connect_again_after_it(
     clients: list[AsyncClient] = []
     in_a_loop(generator.generator._path, use)
     asyncio.run(asyncio.wait_for(use_again(clients[0]), PATIENCE))
+
+
+def test_who_waits_for_an_answer_is_told_when_the_event_loop_that_reads_it_ends(
+    generator: Loop, engine: Engine
+) -> None:
+    async def use(client: AsyncClient) -> None:
+        handle = client.submit([1, 2, 3], SamplingParams(max_tokens=900, ignore_eos=True))
+        handles.append(handle)
+        waiting.append(others.submit(handle.result, PATIENCE))
+        await anext(aiter(handle))
+        connection: Any = client._link._line
+        sockets.append(connection._socket)
+
+    handles: list[RemoteHandle] = []
+    waiting: list[Future[RequestOutput]] = []
+    sockets: list[socket.socket] = []
+    with ThreadPoolExecutor() as others:
+        in_a_loop(generator.generator._path, use)  # which nobody closes
+        with pytest.raises(GeneratorLostError, match="the event loop that has read the connection is closed"):
+            waiting[0].result(PATIENCE)
+    with pytest.raises(GeneratorLostError, match="the event loop that has read the connection is closed"):
+        handles[0].result()
+    assert sockets[0].fileno() == -1
+    until(lambda: engine.stats().running == 0)
+
+
+def test_a_loop_that_is_closed_with_tasks_left_is_noticed_by_the_next_request(generator: Loop) -> None:
+    loop, client = asyncio.new_event_loop(), AsyncClient(generator.generator._path)
+    loop.run_until_complete(client.connect())
+    loop.close()
+    with pytest.raises(GeneratorLostError, match="the event loop that has read the connection is closed"):
+        client.submit([1, 2, 3], PARAMS)
+    client.close()
