@@ -26,12 +26,13 @@ class Used:
     """The runtime of a model whose requests use steps."""
 
     def __init__(self) -> None:
-        self.asleep, self.fails, self.saved = False, False, 0
+        self.asleep, self.saved = False, 0
+        self.failure: Exception | None = None
         self.warming = SimpleNamespace(uses=0)
 
     def save_profile(self, path: Path) -> None:
-        if self.fails:
-            raise OSError("the disk is full")
+        if self.failure is not None:
+            raise self.failure
         self.saved += 1
 
 
@@ -46,11 +47,12 @@ def test_it_is_saved_when_something_was_used_and_the_model_is_awake(
     used.warming.uses, used.asleep = 3, True
     kept.save()
     assert used.saved == 0
-    used.asleep, used.fails = False, True
-    kept.save()
-    assert "the profile could not be saved at" in caplog.text
-    assert "the disk is full" in caplog.text
-    used.fails = False
+    used.asleep = False
+    for failure in (OSError("the disk is full"), RuntimeError("the model is asleep")):
+        used.failure = failure
+        kept.save()
+        assert f"the profile could not be saved at {tmp_path / 'profile'}: {failure}" in caplog.text
+    used.failure = None
     for _ in range(2):
         kept.save()
     assert used.saved == 1

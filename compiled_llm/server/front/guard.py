@@ -28,6 +28,8 @@ _ID = "x-request-id"
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::\d*)?", re.ASCII)
 _KNOWN = 1024
 """Hosts and clients that were looked at, and need not be again."""
+_LONGEST_HOST = 300
+"""Characters of a name with its port; longer ones are not kept."""
 _Headers = dict[str, str]
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 
@@ -79,7 +81,8 @@ class Guard:
             self._check_key(scope, headers)
 
     def _check_host(self, headers: _Headers) -> None:
-        name = _host_name(headers.get("host", ""))
+        host = headers.get("host", "")
+        name = _host_name(host) if len(host) <= _LONGEST_HOST else ""
         if "*" not in self._hosts and name not in self._hosts:
             raise ApiError(403, f"Host: {name!r} is not served here; start the server with --allowed-host", code="host")
 

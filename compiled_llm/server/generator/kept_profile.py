@@ -55,7 +55,7 @@ class KeptProfile:
                 return
             try:
                 runtime.save_profile(self.path)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # the model may have fallen asleep just now
                 logger.warning("compiled_llm: the profile could not be saved at %s: %s", self.path, error)
             else:
                 self._saved = uses

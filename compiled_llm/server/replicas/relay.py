@@ -114,8 +114,8 @@ class Relay:
                         self._pass_on(summary)
                 case PromptScores() | Refused():
                     self._pass_on(message)
-                case Stats(number=number) if number in self._asked:
-                    self._asked[number].set_result(message)
+                case Stats(number=number) if (asked := self._asked.get(number)) is not None and not asked.done():
+                    asked.set_result(message)
                 case Ready() if not self.ready.done():
                     self.ready.set_result(message)
 

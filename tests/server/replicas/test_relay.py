@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from compiled_llm import SamplingParams
 from compiled_llm.client import GeneratorBusyError, GeneratorError, GeneratorLostError
@@ -132,6 +133,19 @@ def test_a_replica_says_how_its_generator_is_doing(generator: Loop, path: Path) 
         assert not replica.relay._asked
         with pytest.raises(GeneratorError, match="Ray's metrics"):
             await client.stats()
+
+    play(path, game)
+
+
+def test_an_answer_that_nobody_waits_for_any_more_holds_up_no_others(generator: Loop, path: Path) -> None:
+    async def game(replica: OneReplica, client: ReplicaClient) -> None:
+        relay, known = replica.relay, await replica.relay.stats()
+        leaving, staying = asyncio.create_task(relay.stats()), asyncio.create_task(relay.stats())
+        await asyncio.sleep(0)
+        leaving.cancel()
+        relay._sort([replace(known, number=number) for number in relay._asked])  # before that has left
+        assert (await staying).steps == known.steps
+        assert leaving.cancelled()
 
     play(path, game)
 
