@@ -16,6 +16,9 @@ from compiled_llm.compilation.sampling import Sampling
 from compiled_llm.engine.params import SEEDS, SamplingParams
 from compiled_llm_ops import MOST_BIASES, MOST_FOLLOWED
 
+_COLDEST, _HOTTEST = 1e-20, 1e20
+"""Temperatures from which on draws are the same; with others, scores would not be finite in float32."""
+
 
 class Choosing:
     """What ``SamplingParams`` say on one model, whatever the prompt is."""
@@ -36,7 +39,7 @@ class Choosing:
         words = list(_bad_words(params.bad_words or (), tokenizer))
         self._params = params
         self._shared = Sampling(
-            temperature=float(params.temperature),
+            temperature=_temperature(params),
             top_k=max(0, int(params.top_k)),
             top_p=float(params.top_p),
             min_p=float(params.min_p),
@@ -71,6 +74,11 @@ class Choosings:
         if id(params) not in self._known:
             self._known[id(params)] = params, Choosing(params, ends, vocabulary, tokenizer)
         return self._known[id(params)][1]
+
+
+def _temperature(params: SamplingParams) -> float:
+    given = float(params.temperature)
+    return min(max(given, _COLDEST), _HOTTEST) if given else 0.0
 
 
 def _check_tokens(params: SamplingParams, vocabulary: int) -> None:

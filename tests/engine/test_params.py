@@ -151,6 +151,17 @@ def test_several_answers_count_their_own_tokens(engine: Engine) -> None:
         assert answer.token_ids == alone.token_ids
 
 
+@pytest.mark.parametrize("others", [{}, {"allowed_token_ids": [5, 7]}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
+def test_temperatures_that_float32_does_not_have_draw_as_the_next_ones(engine: Engine, others: dict[str, Any]) -> None:
+    def tokens(temperature: float) -> list[int]:
+        params = SamplingParams(temperature=temperature, seed=3, max_tokens=12, ignore_eos=True, **others)
+        return engine.generate([5, 6, 7], params)[0].token_ids
+
+    assert tokens(1e-39) == tokens(1e-300) == tokens(0.0)
+    assert tokens(1e39) == tokens(1e300) == tokens(1e10)
+    assert tokens(1e39) != tokens(0.0)
+
+
 @pytest.mark.whole
 def test_ten_thousand_draws_follow_the_distribution(plain: Any, engine: Engine) -> None:
     """The first token; what it has not written yet costs an answer nothing."""
