@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -22,10 +23,13 @@ import compiled_llm
 from compiled_llm.client import Client, GeneratorError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.protocol.messages import Ready
+from compiled_llm.server.generator import process
+from compiled_llm.server.generator.facts import ready_of
 from compiled_llm.server.generator.operations import Operations
 from support.characters import character_tokenizer
 from support.fronts import fronting, serving
-from support.generators import PATIENCE, Loop, generating, generator_process, operating
+from support.generators import PATIENCE, Loop, generating, generator_process, operating, until
 from support.text_tokenizers import byte_level
 from support.tiny_models import tiny_qwen3
 
@@ -108,6 +112,35 @@ def test_only_its_user_may_open_the_socket(served: Served) -> None:
     assert stat.S_IMODE(served.operations_path.stat().st_mode) == 0o600
     with pytest.raises(RuntimeError, match=r"^operations_uds=.* listens there already"):
         Operations(served.loop.generator, served.operations_path)
+
+
+def test_who_hears_that_the_generator_is_ready_can_ask_at_once(
+    engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, path = Loop(folder / "socket"), folder / "operations"
+    operations, own, answers = Operations(loop.generator, path), loop.generator.open, []
+
+    def open_after(engine: Engine, ready: Ready) -> None:
+        monkeypatch.setattr(loop.generator, "open", own)
+        answers.append(post(http, "/reset_prefix_cache"))
+        sleeping.start()
+        own(engine, ready)
+
+    monkeypatch.setattr(loop.generator, "open", open_after)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    try:
+        operations.start()
+        with asking(path) as http, Client(folder / "socket", wait=False) as client:
+            sleeping = threading.Thread(target=post, args=(http, "/sleep"))
+            ready = ready_of(engine._model, engine, "tiny")
+            process._Life(loop.generator, lambda report: (engine, ready), 0.0, operations, None)._prepared(loop._loop)
+            sleeping.join(PATIENCE)
+            assert [answer.keys() for answer in answers] == [{"seconds"}]
+            until(lambda: client.doing == "asleep")
+            post(http, "/wake")
+    finally:
+        operations.close()
+        loop.close()
 
 
 def test_new_weights_are_those_of_huggingface(served: Served, http: httpx.Client, weights: Path) -> None:

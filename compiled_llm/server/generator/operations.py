@@ -102,11 +102,13 @@ class Operations:
         self._thread.start()
 
     def open(self, engine: Engine, ready: Ready) -> None:
-        """Do what is asked from now on."""
+        """Do what is asked from now on, and have the generator take requests: who hears of that may ask at once."""
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # of weights that are read; this process is ours
-        self._engine, self._ready = engine, ready
+        with self._resting:  # whoever sends the model to sleep says so after this
+            self._engine, self._ready = engine, ready
+            self._generator.open(engine, ready)
 
     def close(self) -> None:
         """Answer nobody any more; the socket is gone."""

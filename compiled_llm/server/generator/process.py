@@ -98,9 +98,7 @@ class _Life:
         else:
             gc.collect()
             gc.freeze()  # what was imported and compiled stays; to look through it would stop everybody for a while
-            self._generator.open(self._engine, ready)  # first: whoever sends the model to sleep says so after it
-            if self._operations is not None:
-                self._operations.open(self._engine, ready)
+            (self._operations or self._generator).open(self._engine, ready)
 
     def _told_to_end(self, number: int) -> None:
         if self._signal is not None or (self._engine is None and self._failure is None):
