@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -261,7 +261,7 @@ def test_a_connection_that_the_server_has_closed_meanwhile_is_made_again() -> No
         await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
         writer.write(response(*EVENTS, USAGE))
 
-    async def ask_thrice() -> list[Answer]:
+    async def ask_thrice() -> list[Callable[[], Answer]]:
         server = await asyncio.start_server(answer_once, "127.0.0.1", 0)
         client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "x", Silence(10))
         ask = client.asking([1], 2, 0.0)
@@ -275,7 +275,7 @@ def test_a_connection_that_the_server_has_closed_meanwhile_is_made_again() -> No
         server.close()
         return [first, second, third]
 
-    assert [answer.tokens for answer in asyncio.run(ask_thrice())] == [2, 2, 2]
+    assert [take_apart().tokens for take_apart in asyncio.run(ask_thrice())] == [2, 2, 2]
     assert len(accepted) == 3
 
 

@@ -11,15 +11,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from compiled_llm.client import AsyncClient
-from compiled_llm.commands.bench.workers.http_client import Answer, HttpClient
+from compiled_llm.commands.bench.workers.http_client import Answer, Ask, HttpClient
 from compiled_llm.commands.bench.workers.silence import Silence
 from compiled_llm.engine.params import SamplingParams
-
-Ask = Callable[[], Awaitable[Answer]]
 
 
 class Client(Protocol):
@@ -54,12 +52,13 @@ class SocketClient:
         params = SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True)
         return lambda: self._answer(prompt, params)
 
-    async def _answer(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
+    async def _answer(self, prompt: Sequence[int], params: SamplingParams) -> Callable[[], Answer]:
         handle, times = self._client.submit(prompt, params), []
         async for _ in handle:
             self._silence.heard = now = time.perf_counter()
             times.append(now)
-        return Answer(times, len(times), (await handle).cached_tokens)
+        answer = Answer(times, len(times), (await handle).cached_tokens)
+        return lambda: answer
 
 
 def client_of(job: dict[str, Any], silence: Silence) -> Client:
@@ -76,11 +75,12 @@ async def answered(client: Client, asked: dict[str, Any], silence: Silence) -> d
     await client.connect(asked["arrivals"].count(0.0))
     begin = time.perf_counter()
 
-    async def one(ask: Ask, arrival: float) -> Answer:
+    async def one(ask: Ask, arrival: float) -> Callable[[], Answer]:
         await asyncio.sleep(begin + arrival - time.perf_counter())
         return await silence.broken_by(ask())
 
-    answers = await silence.watched(asyncio.gather(*map(one, asks, asked["arrivals"])))
+    ended = await silence.watched(asyncio.gather(*map(one, asks, asked["arrivals"])))
+    answers = [take_apart() for take_apart in ended]
     times = [[when - begin for when in answer.times] for answer in answers]
     cached = [answer.cached for answer in answers if answer.cached is not None]
     return {

@@ -1,4 +1,4 @@
-"""A client of OpenAI's API that costs next to nothing while it waits: answers are taken apart once they have ended."""
+"""A client of OpenAI's API that costs next to nothing while it waits: answers are taken apart once all have ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -34,6 +35,10 @@ class Answer(NamedTuple):
     cached: int | None
 
 
+Ask = Callable[[], Awaitable[Callable[[], Answer]]]
+"""Asks, and returns what takes the answer apart, which takes milliseconds: others must not be read late for it."""
+
+
 class HttpClient:
     """Asks one server; connections are kept, and each has one request at a time."""
 
@@ -57,8 +62,8 @@ class HttpClient:
         missing = range(requests - len(self._idle))
         self._idle += await asyncio.gather(*(self._connected() for _ in missing))
 
-    def asking(self, prompt: Sequence[int], new: int, temperature: float) -> Callable[[], Awaitable[Answer]]:
-        """Return what asks for so many tokens; it raises a ``RuntimeError`` if there is no answer."""
+    def asking(self, prompt: Sequence[int], new: int, temperature: float) -> Ask:
+        """Return what asks for so many tokens; it, or what it returns, raises a ``RuntimeError`` if there is none."""
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -71,8 +76,8 @@ class HttpClient:
         request = self._request(json.dumps(body).encode())
         return lambda: self._answer(request)
 
-    async def _answer(self, request: bytes) -> Answer:
-        return answer_of(await self._response_to(request))
+    async def _answer(self, request: bytes) -> Callable[[], Answer]:
+        return partial(answer_of, await self._response_to(request))
 
     async def _response_to(self, request: bytes) -> list[Read]:
         while self._idle:
