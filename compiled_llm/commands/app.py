@@ -14,6 +14,7 @@ from compiled_llm.commands.client import client
 from compiled_llm.commands.compile import compile_ahead
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.explain import explain
+from compiled_llm.commands.front import front
 from compiled_llm.commands.generate import run
 from compiled_llm.commands.known_commands import KnownCommands
 from compiled_llm.commands.options import (
@@ -132,6 +133,7 @@ def generate(
 
 app.command()(chat)
 app.command()(serve)
+app.command(hidden=True)(front)
 app.command(name="compile")(compile_ahead)
 app.command(context_settings={"allow_extra_args": True})(client)
 app.command()(explain)

@@ -12,7 +12,7 @@ def check_driver(device: str) -> None:
     Raises:
         ValueError: it is ``cuda``, and there is no driver, so that torch will see no device.
     """
-    if device == "cuda" and not _has_driver():
+    if device == "cuda" and not has_driver():
         raise ValueError("--device cuda: there is no CUDA driver here (libcuda.so.1); use --device cpu")
 
 
@@ -36,7 +36,8 @@ def check_server_packages(http: bool) -> None:
         check_package(module, "server")
 
 
-def _has_driver() -> bool:
+def has_driver() -> bool:
+    """Whether there is a CUDA driver, so that torch may see a device."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

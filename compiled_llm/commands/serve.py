@@ -14,7 +14,7 @@ from compiled_llm.commands.early_checks import check_driver, check_server_packag
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.leash import end_with_parent
 from compiled_llm.commands.options import MODEL, Artifacts, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
-from compiled_llm.commands.serve_http import HttpFlags, run_with_front
+from compiled_llm.commands.serve_http import HttpFlags, run_with_front, usual_count
 from compiled_llm.commands.source import Source, locate
 from compiled_llm.compilation.graphs.profile import Profile
 from compiled_llm.config import WrapConfig
@@ -169,6 +169,15 @@ def serve(
             rich_help_panel=_HTTP,
         ),
     ] = CLIENT_SECONDS,
+    api_server_count: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Read and write HTTP in so many processes, fronts of the one that runs the model. Unless given, a "
+            "quarter as many as cores, 2 to 4; 1 without a GPU, or with fewer than 4 cores.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
     max_rows: Annotated[int, typer.Option(help="Run so many requests at once.", rich_help_panel=_SERVING)] = MAX_ROWS,
     max_queue: Annotated[
         int | None, typer.Option(help="Refuse requests while so many wait.", rich_help_panel=_SERVING)
@@ -227,7 +236,7 @@ def serve(
         http = HttpFlags(
             *(host, port, served_model_name or (), api_key_file, allowed_host or (), cors_origin or ()),
             *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches, page),
-            *(max_connections, client_seconds),
+            *(max_connections, client_seconds, api_server_count),
         )
         with_front = uds is None or http.given
         check_server_packages(http=with_front or operations_uds is not None)
@@ -269,6 +278,8 @@ def _check_profile(path: Path, mode: str) -> None:
 
 
 def _run_front(http: HttpFlags, served: Served, source: Source, uds: Path | None, drain_seconds: float) -> None:
+    if http.api_server_count is None:
+        http = http._replace(api_server_count=usual_count(served.device))
     run_with_front(http, source, uds, served.arguments(), drain_seconds, None if served.quiet else _say)
 
 

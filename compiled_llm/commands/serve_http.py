@@ -1,22 +1,30 @@
-"""`compiled-llm serve` over HTTP: a front in this process, and a generator in one of its own."""
+"""`compiled-llm serve` over HTTP: a front in this process or several in theirs, and a generator in one of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from compiled_llm.commands.early_checks import has_driver
 from compiled_llm.commands.source import Source
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS
 
 if TYPE_CHECKING:  # imports FastAPI, which a generator does not need
+    from compiled_llm.server.front.serving import Serving
     from compiled_llm.server.front.settings import FrontSettings
+    from compiled_llm.server.generator.socket_folder import SocketFolder
 
 logger = logging.getLogger("compiled_llm.server")
 
+_MOST_FRONTS = 64
 _DRAIN_SECONDS = "1"
 """Of the generator, which is told to end when all answers have."""
 
@@ -37,6 +45,7 @@ class HttpFlags(NamedTuple):
     page: bool = True
     max_connections: int = MAX_CONNECTIONS
     client_seconds: float = CLIENT_SECONDS
+    api_server_count: int | None = None
 
     @property
     def given(self) -> bool:
@@ -51,6 +60,9 @@ class HttpFlags(NamedTuple):
         """
         from compiled_llm.server.front.settings import FrontSettings, check_certificate, keys_in
 
+        count = self.api_server_count
+        if count is not None and not 1 <= count <= _MOST_FRONTS:
+            raise ValueError(f"--api-server-count {count}: must be from 1 to {_MOST_FRONTS}")
         if self.ssl_certfile is not None and self.ssl_keyfile is not None:
             check_certificate(self.ssl_certfile, self.ssl_keyfile)
         return FrontSettings(
@@ -71,6 +83,18 @@ class HttpFlags(NamedTuple):
         )
 
 
+def usual_count(device: str) -> int:
+    """Return how many fronts a server has unless it is told: one where the model is slower than a front.
+
+    On a CPU the model needs all cores, and is; one front writes some 40,000 tokens a second, fewer than a small model
+    makes on a GPU. More than four were not needed by any, and each takes 100 MB.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if device == "cpu" or cores < 4 or not has_driver():
+        return 1
+    return min(max(cores // 4, 2), 4)
+
+
 def run_with_front(
     flags: HttpFlags,
     source: Source,
@@ -79,7 +103,7 @@ def run_with_front(
     drain_seconds: float,
     say: Callable[[str], None] | None,
 ) -> None:
-    """Run a generator and a front until SIGTERM or Ctrl-C.
+    """Run a generator and its fronts until SIGTERM or Ctrl-C.
 
     Args:
         flags: what the command says of HTTP.
@@ -91,23 +115,38 @@ def run_with_front(
 
     Raises:
         ValueError: the flags are impossible.
-        RuntimeError: the front cannot listen, or the generator has ended.
+        RuntimeError: the server cannot listen, or the generator has ended.
     """
     from compiled_llm.server.front.generator_process import GeneratorProcess
-    from compiled_llm.server.front.serving import listen, serve, with_room
+    from compiled_llm.server.front.serving import listen, serve
 
-    with _socket_path(uds) as path:
-        settings = flags.settings(source, drain_seconds)
-        with listen(settings) as listening:
-            if say is not None:
-                _show_log()
-                _introduce(settings, listening.getsockname()[1], uds, say)
-            settings = with_room(settings)  # what it says goes to the log
-            generator = GeneratorProcess(
-                [*arguments, "--uds", str(path), "--leashed", "--drain-seconds", _DRAIN_SECONDS]
-            )
-            if (why := asyncio.run(serve(settings, path, listening, generator))) is not None:
-                raise RuntimeError(f"serve: {why}")
+    settings = flags.settings(source, drain_seconds)
+    with _own_folder() as folder, listen(settings) as listening:
+        path = folder.socket if uds is None else uds
+        if say is not None:
+            show_log()
+            _introduce(settings, listening.getsockname()[1], uds, say)
+        serving = _serving(settings, flags.api_server_count or 1, listening, path, folder.figures, say is not None)
+        generator = GeneratorProcess([*arguments, "--uds", str(path), "--leashed", "--drain-seconds", _DRAIN_SECONDS])
+        if (why := asyncio.run(serve(serving, generator))) is not None:
+            raise RuntimeError(f"serve: {why}")
+
+
+def _serving(
+    settings: FrontSettings, count: int, listening: socket.socket, path: Path, figures: Path, logs: bool
+) -> Serving:
+    """Return what answers HTTP: a front in this process, or several, which have the connections between them."""
+    from compiled_llm.server.front.serving import with_room
+
+    if count == 1:
+        from compiled_llm.server.front.front_here import FrontHere
+
+        return FrontHere(with_room(settings), path, listening)
+    from compiled_llm.server.front.fronts import Fronts
+    from compiled_llm.server.front.handover import Start
+
+    share = replace(settings, most_connections=math.ceil(settings.most_connections / count), figures=figures)
+    return Fronts(Start(with_room(share), path, logs), listening, count)
 
 
 def _introduce(settings: FrontSettings, port: int, uds: Path | None, say: Callable[[str], None]) -> None:
@@ -121,7 +160,7 @@ def _introduce(settings: FrontSettings, port: int, uds: Path | None, say: Callab
         say("anybody on the way can read the API key and the requests: give --ssl-certfile and --ssl-keyfile")
 
 
-def _show_log() -> None:
+def show_log() -> None:
     """Write the server's log to stderr: a line a request."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -131,14 +170,11 @@ def _show_log() -> None:
 
 
 @contextmanager
-def _socket_path(uds: Path | None) -> Iterator[Path]:
-    if uds is not None:
-        yield uds
-        return
+def _own_folder() -> Iterator[SocketFolder]:
     from compiled_llm.server.generator.socket_folder import SocketFolder
 
     folder = SocketFolder()
     try:
-        yield folder.socket
+        yield folder
     finally:
         folder.remove()

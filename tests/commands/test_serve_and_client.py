@@ -14,11 +14,11 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
-from compiled_llm.commands import early_checks
+from compiled_llm.commands import early_checks, serve_http
 from compiled_llm.commands.app import app
 from compiled_llm.commands.serve import Served
 from compiled_llm.engine.engine import Engine
-from compiled_llm.server.front.generator_process import GeneratorProcess
+from compiled_llm.server.front.restarts import Restarts
 from compiled_llm.server.generator.socket_file import listen
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
@@ -58,6 +58,8 @@ def test_options_that_are_impossible_are_refused_at_once(path: Path, arguments: 
     ("arguments", "said"),
     [
         (["--host", "0.0.0.0"], "error: --host 0.0.0.0: other machines could use the model; give --api-key-file, or"),
+        (["--api-server-count", "0"], "error: --api-server-count 0: must be from 1 to 64"),
+        (["--api-server-count", "65"], "error: --api-server-count 65: must be from 1 to 64"),
         (["--port", "70000"], "error: --port 70000: must be from 0 to 65535"),
         (["--ssl-certfile", "cert.pem"], "error: --ssl-certfile and --ssl-keyfile: give both, or neither"),
         (["--api-key-file", "/dev/null"], "error: --api-key-file /dev/null: the file has no key; write one a line"),
@@ -76,13 +78,28 @@ def test_a_process_on_a_leash_ends_with_whoever_holds_it() -> None:
         assert process.wait(30) == -signal.SIGTERM
 
 
-def test_a_generator_is_started_again_three_times_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_started_again_three_times_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    process = GeneratorProcess([])
-    assert [process._may_restart() for _ in range(4)] == [True, True, True, False]
+    restarts = Restarts(3)
+    assert [restarts.may() for _ in range(4)] == [True, True, True, False]
     now[0] = 3601.0
-    assert process._may_restart()
+    assert restarts.may()
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "driver", "count"),
+    [
+        *(("auto", 3, True, 1), ("auto", 4, True, 2), ("cuda", 12, True, 3), ("auto", 128, True, 4)),
+        *(("cpu", 128, True, 1), ("auto", 128, False, 1)),
+    ],
+)
+def test_how_many_fronts_there_are_follows_from_the_machine(
+    device: str, cores: int, driver: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_http.os, "sched_getaffinity", lambda pid: range(cores))
+    monkeypatch.setattr(serve_http, "has_driver", lambda: driver)
+    assert serve_http.usual_count(device) == count
 
 
 def test_a_model_that_is_nowhere_makes_no_socket(path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 from transformers import PreTrainedTokenizerBase
 
-from compiled_llm.server.front.serving import listen, server_of
+from compiled_llm.server.front.http_server import HttpServer
+from compiled_llm.server.front.serving import listen
 from compiled_llm.server.front.settings import FrontSettings
 from support.generators import COMMAND, PATIENCE
 from support.text_tokenizers import byte_level
@@ -35,7 +36,8 @@ class RunningFront:
     """A front in a thread."""
 
     def __init__(self, settings: FrontSettings, path: Path) -> None:
-        self.server, self.front = server_of(settings, path)
+        self.server = HttpServer(settings, path)
+        self.front = self.server.front
         self._socket = listen(settings)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

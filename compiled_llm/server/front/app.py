@@ -30,7 +30,7 @@ def application(settings: FrontSettings, link: GeneratorLink) -> FastAPI:
         title="compiled_llm", version=version("compiled-llm"), lifespan=_lifespan, docs_url=None, redoc_url=None
     )
     app.state.front = Front(settings, link)
-    app.state.metrics = metrics.FrontMetrics()
+    app.state.metrics = metrics.FrontMetrics(settings.figures)
     for room in (chat, completions, responses, tokens, status, metrics):
         app.include_router(room.router)
     if settings.page:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from collections.abc import Sequence
 from typing import cast
 
@@ -24,7 +23,7 @@ class Front:
     Attributes:
         settings: of the front.
         link: to the generator.
-        created: when the front has begun, in seconds since 1970.
+        all_ready: whether the server's other fronts, if there are any, can be asked, too.
     """
 
     def __init__(self, settings: FrontSettings, link: GeneratorLink) -> None:
@@ -36,7 +35,17 @@ class Front:
         """
         self.settings = settings
         self.link = link
-        self.created = int(time.time())
+        self.all_ready = True
+
+    @property
+    def doing(self) -> str:
+        """What is done before requests are answered, or ``"ready"``."""
+        return "waiting for the other fronts" if self.link.is_ready and not self.all_ready else self.link.doing
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are answered, whichever front of the server they reach."""
+        return self.link.is_ready and self.all_ready
 
     def model_for(self, name: str | None) -> Model:
         """Return the model, if it is the one that a request names.

@@ -35,16 +35,18 @@ class GeneratorLink:
         was_ready: whether it has been, once.
     """
 
-    def __init__(self, client: Callable[[Any], AsyncClient], loaded: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, client: Callable[[Any], AsyncClient], changed: Callable[[bool], object] = lambda has_model: None
+    ) -> None:
         """Know of no generator yet.
 
         Args:
             client: makes one that has not connected, with a tokenizer or None.
-            loaded: called once all is there that stays.
+            changed: is told when there is somebody to answer requests (True), and when nobody is left (False).
         """
         self.was_ready = False
         self._new_client = client
-        self._loaded = loaded
+        self._changed = changed
         self._client: AsyncClient | None = None
         self._model: Model | None = None
         self._vocabulary: Vocabulary | None = None
@@ -91,10 +93,8 @@ class GeneratorLink:
         client = await self._connected(self._vocabulary.tokenizer)
         ready = await client.wait_until_ready()
         self._model = Model(client, ready, self._vocabulary, TokenBytes(self._vocabulary.tokenizer))
-        if not self.was_ready:
-            self._loaded()
+        self._changed(True)
         self.was_ready = True
-        logger.info("compiled_llm: ready")
         raise await client.wait_until_lost()
 
     async def _named_vocabulary(self) -> Vocabulary:
@@ -113,4 +113,6 @@ class GeneratorLink:
     def _forget(self) -> None:
         if self._client is not None:
             self._client.close()
+        if self._model is not None:
+            self._changed(False)
         self._client = self._model = None

@@ -6,16 +6,14 @@ import asyncio
 import logging
 import signal
 import sys
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from compiled_llm.server.front.restarts import Restarts
 from compiled_llm.server.generator.process import DEVICE_LOST
 
 logger = logging.getLogger("compiled_llm.server")
 
-_HOUR = 3600.0
 _PATIENCE = 15.0
 """Seconds that it has to end before it is killed; nobody waits for answers by then."""
 _LAST_WORDS = 2.0
@@ -37,7 +35,7 @@ class GeneratorProcess:
         """
         self._arguments = (sys.executable, "-m", "compiled_llm", *arguments)
         self._most_restarts = most_restarts
-        self._restarts: deque[float] = deque(maxlen=most_restarts)
+        self._restarts = Restarts(most_restarts)
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, was_ready: Callable[[], bool]) -> str:
@@ -55,17 +53,10 @@ class GeneratorProcess:
             code = await self._process.wait()
             if not was_ready():
                 return f"the generator has ended before it was ready (exit code {code})"
-            if not self._may_restart():
+            if not self._restarts.may():
                 return f"the generator has ended again, after {self._most_restarts} restarts within an hour"
             why = "its device has failed" if code == DEVICE_LOST else f"exit code {code}"
             logger.error("compiled_llm: the generator has ended (%s), and is started again", why)
-
-    def _may_restart(self) -> bool:
-        now = time.monotonic()
-        if len(self._restarts) == self._most_restarts and (not self._restarts or now - self._restarts[0] < _HOUR):
-            return False
-        self._restarts.append(now)
-        return True
 
     async def stop(self, at_once: bool = False) -> None:
         """End it; by force if it takes long, or soon if it is to end ``at_once``."""

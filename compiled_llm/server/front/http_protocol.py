@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -55,6 +56,9 @@ class LimitedHttpTools(HttpToolsProtocol):
     A head may have so many bytes, and has to come in time; so has a body, which the guard waits for: what comes after
     it has refused one is passed over, for as long again. Whoever takes nothing of what is sent is cut off. Those beyond
     a number of connections are told so: uvicorn's ``limit_concurrency`` counts only whoever has sent a head.
+
+    Attributes:
+        when_lost: called when the connection has ended.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class LimitedHttpTools(HttpToolsProtocol):
             most_connections: at a time.
         """
         super().__init__(config, server_state, app_state, _loop)
+        self.when_lost: Callable[[], object] = lambda: None
         self._client_seconds = client_seconds
         self._most_connections = most_connections
         self._looking: asyncio.TimerHandle | None = None
@@ -101,6 +106,7 @@ class LimitedHttpTools(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._looking is not None:
             self._looking.cancel()
+        self.when_lost()
 
     def data_received(self, data: bytes) -> None:
         """Take what has come."""

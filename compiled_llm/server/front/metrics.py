@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from compiled_llm.client import GeneratorError
@@ -28,9 +30,15 @@ class FrontMetrics:
         registry: of these metrics.
     """
 
-    def __init__(self) -> None:
-        """Begin at zero."""
+    def __init__(self, shared: Path | None = None) -> None:
+        """Begin at zero.
+
+        Args:
+            shared: a folder in which several fronts count together; prometheus_client has to know of it when it is
+                imported (``PROMETHEUS_MULTIPROC_DIR``).
+        """
         self.registry = CollectorRegistry()
+        self._shared = shared
         names = ["path", "status"]
         self._requests = Counter(
             "compiled_llm_http_requests", "Requests that were answered", names, registry=self.registry
@@ -38,12 +46,25 @@ class FrontMetrics:
         self._seconds = Histogram(
             "compiled_llm_http_seconds", "Until a response had gone out", ["path"], registry=self.registry
         )
-        self.open = Gauge("compiled_llm_http_open", "Requests that are being answered", registry=self.registry)
+        self.open = Gauge(
+            "compiled_llm_http_open",
+            "Requests that are being answered",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
 
     def count(self, path: str, status: int, seconds: float) -> None:
         """Count a response."""
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
+
+    def text(self) -> bytes:
+        """Return what all fronts have counted, as Prometheus reads it."""
+        if self._shared is None:
+            return generate_latest(self.registry)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, path=str(self._shared))
+        return generate_latest(registry)
 
 
 class _Generator(Collector):
@@ -79,7 +100,7 @@ class _Generator(Collector):
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Return figures for Prometheus; those of the generator only if it answers."""
-    text = generate_latest(request.app.state.metrics.registry)
+    text: bytes = request.app.state.metrics.text()
     if (stats := await _stats(request)) is not None:
         registry = CollectorRegistry()
         registry.register(_Generator(stats))

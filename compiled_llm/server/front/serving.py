@@ -1,42 +1,53 @@
-"""Runs a front until it is told to end, and its generator beside it."""
+"""Serves HTTP until it is told to end, with a generator in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import resource
 import signal
 import socket
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Protocol
 
-import uvicorn
-
-from compiled_llm.client import AsyncClient
-from compiled_llm.server.front.app import application
-from compiled_llm.server.front.front import Front
-from compiled_llm.server.front.generator_link import GeneratorLink
 from compiled_llm.server.front.generator_process import GeneratorProcess
-from compiled_llm.server.front.http_protocol import LimitedHttpTools
 from compiled_llm.server.front.settings import FrontSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_KEEP_ALIVE_SECONDS = 30
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""The first lets requests end, the second ends them."""
 _QUEUE = 2048
 """Connections that wait to be accepted, at most."""
 _OTHER_FILES = 100
 """Open files of a front that are no connections."""
 
 
+class Serving(Protocol):
+    """What answers HTTP: a front in this process, or several in their own."""
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether it could ask the generator, once."""
+        ...
+
+    @property
+    def at_once(self) -> bool:
+        """Whether nobody is to be waited for any more."""
+        ...
+
+    async def run(self) -> str | None:
+        """Serve until it is told to end, by a signal or ``end``; return why it has ended, if nobody has told it to."""
+        ...
+
+    def end(self) -> None:
+        """Take no more requests, and let those that run end."""
+        ...
+
+
 def listen(settings: FrontSettings) -> socket.socket:
-    """Return a socket that listens where the front is to.
+    """Return a socket that listens where the server is to.
 
     Raises:
         RuntimeError: somebody listens there, or there is no such address.
@@ -54,7 +65,10 @@ def listen(settings: FrontSettings) -> socket.socket:
 
 
 def with_room(settings: FrontSettings) -> FrontSettings:
-    """Raise the process's limit of open files, often 1,024, to what connections need; have fewer if it ends before."""
+    """Raise the process's limit of open files, often 1,024, to what connections need; have fewer if it ends before.
+
+    Processes that this one starts have the same limit.
+    """
     needed, (now, most) = settings.most_connections + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
     if now == resource.RLIM_INFINITY or now >= needed:
         return settings
@@ -67,101 +81,41 @@ def with_room(settings: FrontSettings) -> FrontSettings:
     return settings
 
 
-async def serve(
-    settings: FrontSettings, path: Path, listening: socket.socket, generator: GeneratorProcess | None
-) -> str | None:
+async def serve(serving: Serving, generator: GeneratorProcess) -> str | None:
     """Serve until SIGTERM or Ctrl-C; requests may end then, the second signal ends them.
 
     Args:
-        settings: of the front.
-        path: of the generator's socket.
-        listening: where it listens.
-        generator: to be run beside it; None for one that somebody else runs.
+        serving: answers HTTP.
+        generator: to be run beside it.
 
     Returns:
         Why it has ended, if nobody has told it to.
     """
-    server, front = server_of(settings, path, _freeze)
-    for number in _SIGNALS:
-        signal.signal(number, _passed_over)  # uvicorn raises it again at the end, when the generator still runs
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    if generator is None:
-        await serving
-        return None
-    running = asyncio.create_task(generator.run(lambda: front.link.was_ready))
+    for number in SIGNALS:
+        signal.signal(number, _passed_over)  # the generator still runs when the last answer has gone out
+    answering = asyncio.create_task(serving.run())
+    running = asyncio.create_task(generator.run(lambda: serving.was_ready))
     try:
-        await asyncio.wait([serving, running], return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        await serving
-        return running.result() if running.done() else None
+        await asyncio.wait([answering, running], return_when=asyncio.FIRST_COMPLETED)
+        serving.end()
+        why = await answering
+        return running.result() if running.done() else why
     finally:
         running.cancel()
-        await _stop(generator, at_once=server.force_exit)
+        await _stop(generator, at_once=serving.at_once)
 
 
 async def _stop(generator: GeneratorProcess, at_once: bool) -> None:
     """End a generator; a signal that comes while it takes long ends it by force."""
     loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
+    for number in SIGNALS:
         loop.add_signal_handler(number, generator.kill)
     try:
         await generator.stop(at_once)
     finally:
-        for number in _SIGNALS:
+        for number in SIGNALS:
             loop.remove_signal_handler(number)
             signal.signal(number, _passed_over)
-
-
-def _freeze() -> None:
-    """Let the garbage collector look no more at what is imported and loaded: all streams would wait meanwhile."""
-    gc.collect()
-    gc.freeze()
-
-
-def server_of(
-    settings: FrontSettings, path: Path, loaded: Callable[[], object] = lambda: None
-) -> tuple[uvicorn.Server, Front]:
-    """Return a server, and what it answers with.
-
-    Args:
-        settings: of the front.
-        path: of the generator's socket.
-        loaded: called once all is there that stays.
-    """
-    app = application(settings, GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), loaded))
-    protocol: Any = partial(
-        LimitedHttpTools, client_seconds=settings.client_seconds, most_connections=settings.most_connections
-    )
-    config = uvicorn.Config(
-        app,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-        timeout_graceful_shutdown=int(settings.drain_seconds),
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        http=protocol,
-        lifespan="on",
-        ws="none",
-        log_config=None,
-        access_log=False,  # the guard writes one, with ids
-        server_header=False,
-        proxy_headers=False,
-    )
-    return _Server(config), app.state.front
-
-
-class _Server(uvicorn.Server):
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Let requests end at the first signal, and end them at the second, whichever it is."""
-        self.force_exit = self.should_exit
-        super().handle_exit(sig, frame)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let the application end, too, when requests are ended: uvicorn would drop it, with a traceback."""
-        if (left := len(self.server_state.tasks)) and not self.force_exit:
-            logger.info("compiled_llm: requests that may end first: %d; a second signal ends them", left)
-        await super().shutdown(sockets)
-        if self.force_exit:
-            await self.lifespan.shutdown()
 
 
 def _passed_over(sig: int, frame: FrameType | None) -> None:

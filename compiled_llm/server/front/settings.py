@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import ssl
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MOST_UNSENT
@@ -38,6 +39,8 @@ class FrontSettings:
         salts_caches: whether requests read only what those with their own key, or ``user``, have left in the prefix
             cache.
         page: whether there is a page to chat on.
+        figures: a folder in which the fronts of a server count together; None for a front alone.
+        created: when the server has begun, in seconds since 1970.
 
     Raises:
         ValueError: others could reach the front without a key, or a value is impossible.
@@ -61,6 +64,8 @@ class FrontSettings:
     salts_caches: bool = False
     behind_proxy: bool = False
     page: bool = True
+    figures: Path | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         """Check what contradicts itself."""

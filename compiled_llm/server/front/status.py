@@ -61,9 +61,9 @@ async def health() -> Health:
 @router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness}})
 async def ready(request: Request) -> JSONResponse:
     """Say whether requests are answered; with status 503, what is done before."""
-    link = front_of(request).link
-    found = Readiness(ready=link.is_ready, doing=link.doing)
-    return JSONResponse(found.model_dump(), 200 if link.is_ready else 503)
+    front = front_of(request)
+    found = Readiness(ready=front.is_ready, doing=front.doing)
+    return JSONResponse(found.model_dump(), 200 if found.ready else 503)
 
 
 @router.get("/version")
@@ -90,4 +90,4 @@ async def model(name: str, request: Request) -> ModelCard:
 
 def _card(name: str, front: Front) -> ModelCard:
     longest = front.link.model.ready.max_tokens if front.link.is_ready else None
-    return ModelCard(id=name, created=front.created, max_model_len=longest)
+    return ModelCard(id=name, created=front.settings.created, max_model_len=longest)

@@ -20,6 +20,7 @@ class SocketFolder:
 
     Attributes:
         socket: a path in it.
+        figures: an empty folder in it.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,8 @@ class SocketFolder:
         _remove_left_behind()
         self._folder, self._lock = _locked_folder()
         self.socket = self._folder / "generator"
+        self.figures = self._folder / "figures"
+        self.figures.mkdir()
 
     def remove(self) -> None:
         """Remove it, with all that is in it."""

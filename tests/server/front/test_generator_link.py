@@ -1,4 +1,4 @@
-"""A front's link to its generator says once that all is loaded, however often the connection is made again."""
+"""A front's link to its generator says when there is one and when there is none, whenever the connection is lost."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from compiled_llm.server.front.generator_link import GeneratorLink
 from support.generators import PATIENCE, Loop
 
 
-def test_all_is_loaded_once(generator: Loop) -> None:
-    path, loaded = generator.generator._path, list[bool]()
+def test_it_says_what_has_changed(generator: Loop) -> None:
+    path, said = generator.generator._path, list[bool]()
 
     async def until_ready(link: GeneratorLink) -> None:
         while not link.is_ready:
             await asyncio.sleep(0.01)
 
     async def linking() -> None:
-        link = GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), lambda: loaded.append(True))
+        link = GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), said.append)
         running = asyncio.create_task(link.run())
         await until_ready(link)
-        assert loaded == [True]
+        assert said == [True]
         link.model.client.close()
         while link.is_ready:
             await asyncio.sleep(0.01)
         await until_ready(link)
         running.cancel()
+        await asyncio.wait([running])
 
     asyncio.run(asyncio.wait_for(linking(), PATIENCE))
-    assert loaded == [True]
+    assert said == [True, False, True, False]

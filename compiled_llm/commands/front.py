@@ -1,0 +1,24 @@
+"""`compiled-llm front`: what `compiled-llm serve --api-server-count` starts several of; nobody else does."""
+
+from __future__ import annotations
+
+import sys
+
+
+def front() -> None:
+    """Answer the connections that the server's process gives this one, over standard input, which is a socket."""
+    import socket
+
+    from compiled_llm.commands.serve_http import show_log
+    from compiled_llm.server.front.handover import receive_start
+
+    end = socket.socket(fileno=sys.stdin.fileno())
+    try:
+        start = receive_start(end)
+    except EOFError:  # the server's process has gone
+        return
+    if start.logs:
+        show_log()
+    from compiled_llm.server.front.given_front import run_given_front
+
+    run_given_front(start, end)
