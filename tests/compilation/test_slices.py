@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -186,3 +187,13 @@ def test_ctrl_c_leaves_a_thread_that_can_go_on(seed: int) -> None:
         timer.join()
     finish(thread)
     assert future.result() == 50
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_pytorch_uses_as_many_threads_as_the_caller() -> None:
+    thread = SlicedThread("threads")
+    for threads in (3, 1, 2):
+        torch.set_num_threads(threads)
+        future = thread.submit(torch.get_num_threads)
+        finish(thread)
+        assert future.result() == threads == torch.get_num_threads()

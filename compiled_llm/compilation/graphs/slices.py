@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Literal, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 SLICE = 0.0005
@@ -52,11 +54,16 @@ class SlicedThread:
         return self._state == "idle"
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Have a job done in the slices that come, once another one that is underway is finished."""
+        """Have a job done in the slices that come, once another one that is underway is finished.
+
+        PyTorch uses as many threads in it as in the caller's thread: programs that are compiled for one number of
+        threads would be compiled again for another.
+        """
         self.finish()
         future: Future[T] = Future()
+        threads = torch.get_num_threads()
         with self._changed:
-            self._job, self._state = lambda: self._complete(future, job), "waiting"
+            self._job, self._state = lambda: self._complete(future, job, threads), "waiting"
         return future
 
     def run_slice(self, seconds: float = SLICE, patience: float | None = PATIENCE) -> None:
@@ -104,8 +111,10 @@ class SlicedThread:
             with self._changed:
                 self._rest("idle")
 
-    def _complete(self, future: Future[T], job: Callable[[], T]) -> None:
+    def _complete(self, future: Future[T], job: Callable[[], T], threads: int) -> None:
         try:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
             begin, self._begin = self._begin, None
             if begin is not None:
                 begin()
