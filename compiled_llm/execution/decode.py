@@ -57,6 +57,7 @@ class Decode:
         self._recordings = readiness.recordings
         self.ready = readiness.ready
         self._launchable: set[int] = set()  # that were compiled when they were last missing
+        self._spare = 0  # the bucket that is recorded for others to run in, as long as nobody has wanted itself
         self._owner: weakref.ref[Seated] | None = None
         self._largest = self.bucket_for(state.config.max_batch_size)
         state.recordings.anchors["decode"] = [self._largest]
@@ -66,17 +67,34 @@ class Decode:
         return bucket_for(rows, self._state.config.max_batch_size)
 
     @property
+    def records(self) -> bool:
+        """Whether steps are recorded beside others, so that nobody waits for more than compiling."""
+        return self._recordings.ours
+
+    @property
     def ready_buckets(self) -> list[int]:
         """The buckets that are compiled, and on CUDA recorded."""
         return self._readiness.ready_buckets
 
+    @property
+    def wanted_buckets(self) -> list[int]:
+        """The ready buckets that somebody has wanted, and not only run smaller ones in."""
+        return [bucket for bucket in self.ready_buckets if bucket != self._spare]
+
     def make_ready(
-        self, bucket: int, waiting: int = 0, unchanged: bool = False, number: str = "", anchors: bool = True
+        self,
+        bucket: int,
+        waiting: int = 0,
+        unchanged: bool = False,
+        number: str = "",
+        anchors: bool = True,
+        exact: bool = False,
     ) -> int:
         """Compile decode for the bucket and record its graph, if that has not happened yet or no longer holds.
 
         A call that waits for no more than a recording does not wait: its step runs in the next larger bucket that is
-        ready, or if there is none, is launched as it is; and it is recorded beside the steps that follow.
+        ready, or if there is none or it has to be exact, is launched as it is; and it is recorded beside the steps that
+        follow.
 
         Args:
             bucket: B.
@@ -84,28 +102,31 @@ class Decode:
             unchanged: the model cannot have changed since the last prefill or the last call without this.
             number: shown behind what is done, which of how many it is.
             anchors: if all but one row are compiled for it, record the largest, too, in which any can run.
+            exact: run in no other bucket; if others have to make room for its recording, record it now.
 
         Returns:
             The bucket to run.
         """
         readiness = self._readiness
+        if bucket == self._spare:
+            self._spare = 0
         if unchanged and readiness.was_valid(bucket):
             return bucket
         if unchanged and waiting and bucket in self._launchable - self.ready:
-            larger = self._larger(bucket)
-            if readiness.was_valid(larger):
-                return self._run_in(larger, bucket)
+            larger = 0 if exact else self._larger(bucket)
+            if exact or readiness.was_valid(larger):
+                return self._run_missing(bucket, larger)
         if not (unchanged and bucket in self.ready):
             readiness.check_model()
         if bucket in self.ready and readiness.is_valid(bucket):
             return bucket
-        if waiting and self._recordings.ours and (serving := self._serving(bucket)):
+        if waiting and self._recordings.ours and (serving := self._serving(bucket, exact)):
             return serving
         self.claim(None)
         first = self._is_first(bucket)
         self._prepare(bucket, waiting, number, first)
         if first and anchors:
-            self.record_anchors(only_with_room=False)
+            self.record_anchors(only_with_room=exact)
         return bucket if bucket in self.ready else self._largest  # which may have taken the only room
 
     def record_anchors(self, only_with_room: bool = True) -> None:
@@ -114,25 +135,29 @@ class Decode:
         missing = self._recordings.ours and max(buckets, default=1) > 1 and self._largest not in buckets
         if missing and not (only_with_room and self._state.recordings.full):
             self._prepare(self._largest, 0, "", False)
+            self._spare = self._largest
 
-    def _serving(self, bucket: int) -> int:
+    def _serving(self, bucket: int, exact: bool) -> int:
         """Return the bucket that runs in place of one that is not recorded, itself if it can be launched; else 0."""
         readiness = self._readiness
         self._launchable.discard(bucket)
         if bucket in self.ready or not readiness.can_launch(self._inputs(bucket)):
             return 0
+        if exact and self._recordings.needs_room_now(bucket):
+            return 0
         self._launchable.add(bucket)
-        if larger := self._larger(bucket):
-            return self._run_in(larger, bucket) if readiness.is_valid(larger) else 0
-        self._state.recordings.missed(bucket)
-        return bucket  # which has itself recorded
+        larger = 0 if exact else self._larger(bucket)
+        return self._run_missing(bucket, larger) if not larger or readiness.is_valid(larger) else 0
 
     def _larger(self, bucket: int) -> int:
         """Return the next larger bucket that is ready, or 0."""
         return next((other for other in self.ready_buckets if other > bucket), 0)
 
-    def _run_in(self, larger: int, bucket: int) -> int:
-        """Return a larger bucket to run in, and have the one recorded that was wanted."""
+    def _run_missing(self, bucket: int, larger: int) -> int:
+        """Return what runs in place of a bucket: the larger one while it is recorded, or if there is none, itself."""
+        if not larger:
+            self._state.recordings.missed(bucket)
+            return bucket  # which has itself recorded
         self.missed(bucket)
         if self._recordings.can_begin:
             self._recordings.want(bucket, functools.partial(self._begin_to_record, bucket))

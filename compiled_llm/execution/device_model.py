@@ -134,7 +134,7 @@ class DeviceModel:
 
         Args:
             batch: the rows, not yet grown by their new tokens.
-            persistent: what its scheduler remembers of the decode buffers.
+            persistent: what its scheduler remembers of the decode buffers, and whether its steps are exact.
             unchanged: neither the model nor a row can have changed since the last step; skip looking at them.
 
         Raises:
@@ -154,7 +154,7 @@ class DeviceModel:
         if batch.tokens is None and not all(row.has_next for row in rows):
             raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
         wanted = persistent.bucket_for(len(rows))
-        bucket = decode.make_ready(wanted, waiting=len(rows), unchanged=unchanged)
+        bucket = decode.make_ready(wanted, waiting=len(rows), unchanged=unchanged, exact=persistent.exact)
         self._check_positions(rows, [1] * len(rows))
         changes = self.pool.changes
         with grown(rows, [1] * len(rows), batch.promise, self.state.copy_pages) as copied:
@@ -180,7 +180,7 @@ class DeviceModel:
             # Recorded graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             chosen = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
-            logits, tokens = self.prefill.run(batch.extend, unchanged=unchanged)
+            logits, tokens = self.prefill.run(batch.extend, unchanged=unchanged, exact=persistent.exact)
         extended = Step(_rows([extension for extension in batch.extend if extension.ends]), logits, tokens)
         persistent.chose(extended)
         if extended.rows:
@@ -210,7 +210,7 @@ class DeviceModel:
         self.readiness.adopt()
         rows = _rows(extensions)
         with self._grown_by(extensions, promise):
-            logits, _ = self.prefill.run(extensions, keep, embeddings, remember=False)
+            logits, _ = self.prefill.run(extensions, keep, embeddings, remember=False, exact=True)
         self.state.slots.forget_next(rows)
         return logits
 

@@ -25,13 +25,16 @@ class PersistentBatch:
     Several persistent batches of one model take turns on the seats.
 
     Attributes:
+        exact: whether each step runs in the shape that follows from its rows alone, recorded or not, so that the same
+            rows give the same bits each time; if not, one whose recording is missing is padded to a larger one.
         bucket: how many rows the last decode step had, padding included; 0 if there was none.
         logits: ``[B, V]`` of the last step, if it was one launch; those of a decode step are overwritten by the next.
         deferred: the rows whose tokens are not chosen yet.
     """
 
-    def __init__(self, state: DeviceState, decode: Decode) -> None:
+    def __init__(self, state: DeviceState, decode: Decode, exact: bool = False) -> None:
         """Begin without rows."""
+        self.exact = exact
         self._decode = decode
         self._ready, self._pool, self._slots = decode.ready, state.pool, state.slots
         self._page_size, self._longest = state.config.page_size, state.max_positions
@@ -171,11 +174,14 @@ class PersistentBatch:
     def bucket_for(self, rows: int) -> int:
         """Return the smallest bucket for this many rows; if there were more, the smallest that is ready.
 
-        Nobody waits for a smaller one to be prepared because rows have ended.
+        Nobody waits for a smaller one to be prepared because rows have ended. Exact steps go on in one of at most half
+        the rows, ready or not: nobody waits for its recording. One row stays in the program of several.
         """
         smallest = self._decode.bucket_for(rows)
         if smallest >= self._wanted:
             return smallest
+        if self.exact and self._decode.records:
+            return max(smallest, 2) if 2 * smallest <= self._wanted else self._wanted
         return next((bucket for bucket in self._decode.ready_buckets if smallest <= bucket <= self._wanted), smallest)
 
     def chose(self, step: Step) -> None:

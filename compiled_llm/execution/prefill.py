@@ -122,6 +122,7 @@ class Prefill:
         embeddings: Tensor | None = None,
         remember: bool = True,
         unchanged: bool = False,
+        exact: bool = False,
     ) -> StepOutputs:
         """Run new tokens of some rows, packed.
 
@@ -131,6 +132,7 @@ class Prefill:
             embeddings: ``[T, hidden]``, what the model reads in place of the tokens' ids.
             remember: whether the rows' slots keep the tokens that are chosen.
             unchanged: the model cannot have changed since it was last looked at; what was valid then still is.
+            exact: run in the shape that follows from the rows alone, recorded or not, and in no larger one.
 
         Returns:
             ``[L, V]`` logits, and the tokens chosen from them: ``[L]`` int64 if ``keep`` is None, else none.
@@ -153,7 +155,7 @@ class Prefill:
             inside = (keep >= start) & (keep < end)
             part = None if embeddings is None else embeddings[start:end]
             chosen = slots[inside] if len(slots) else slots
-            parts.append(self._run_chunk(chunk, keep[inside] - start, chosen, part, unchanged))
+            parts.append(self._run_chunk(chunk, keep[inside] - start, chosen, part, unchanged, exact))
             start = end
         if len(parts) == 1:
             return parts[0]
@@ -166,14 +168,15 @@ class Prefill:
         slots: NDArray[np.int64],
         embeddings: Tensor | None,
         unchanged: bool,
+        exact: bool,
     ) -> StepOutputs:
         """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or there are none."""
         wanted, chosen = len(keep), len(slots)
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
         if shape is not None:
             self._readiness.events.used[shape] += 1
-        if shape is not None and (served := self._serving(shape)) is not None:
-            logits, tokens = self._run_shape(served, chunk, keep, slots, unchanged)
+            beside = not (exact and self._recordings.needs_room_now(shape))
+            logits, tokens = self._run_shape(self._serving(shape, exact), chunk, keep, slots, unchanged, beside)
             return logits[:wanted].clone(), tokens[:chosen].clone()  # the next replay overwrites them
         # A symbolic size is at least 2.
         if len(chunk) == 1:
@@ -264,16 +267,16 @@ class Prefill:
         fits = shape in self._recordings or self._planner.fits(shape)
         return shape if fits else None  # larger ones fit even less
 
-    def _serving(self, shape: Shape) -> Shape | None:
-        """Return the shape that a prefill runs in now, itself if it is recorded; None to launch it as it is.
+    def _serving(self, shape: Shape, exact: bool) -> Shape:
+        """Return the shape that a prefill runs in now, itself if it is recorded.
 
-        If it is not, the next larger one that is recorded serves. If there is none, it is launched in its shape. Either
-        way it is recorded beside the steps that follow.
+        If it is not, the next larger one that is recorded serves. If there is none, or it has to be exact, it is
+        launched in its shape. Either way it is recorded beside the steps that follow.
         """
         recordings = self._recordings
         if shape in recordings:
             return shape
-        larger = self._next_larger(shape)
+        larger = None if exact else self._next_larger(shape)
         self._state.recordings.missed(shape, padded=larger is not None)
         if larger is None:
             return shape

@@ -33,7 +33,7 @@ _NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 class Runner:
-    """Runs a changing set of rows; several runners of one model take turns in its decode buffers.
+    """Runs a changing set of rows, each step exact; several runners of one model take turns in its decode buffers.
 
     Attributes:
         device_model: the model's device side.
@@ -51,7 +51,7 @@ class Runner:
         self.promise = Promise(device_model.pool)
         self._pending: list[tuple[Row, NDArray[np.int64], Sampling | None]] = []
         self._computed: Tensor | None = None
-        self._persistent = PersistentBatch(device_model.state, device_model.decode)
+        self._persistent = PersistentBatch(device_model.state, device_model.decode, exact=True)
         self._every_row = Batch(decode=self.rows, promise=self.promise)  # the list is always the same
         self._unread = Unread(device_model.readbacks)
         self._masks: Callable[[], Masks] | None = None

@@ -40,10 +40,10 @@ def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts 
 
     Args:
         runtime: of the model.
-        wanted: batch sizes; those that are ready where True.
+        wanted: batch sizes; where True those that are ready because somebody has wanted them.
         prompts: what rows begin with; meaningless tokens if None.
     """
-    sizes = (runtime.stats().buckets or [1]) if wanted is True else list(wanted or ())
+    sizes = (runtime.device_model().decode.wanted_buckets or [1]) if wanted is True else list(wanted or ())
     runtime.check_sizes("timings", sizes)
     with runtime.loop_lock.taken():
         return measure(runtime.device_model(), runtime.facts.model, sizes, prompts, runtime.config.progress)

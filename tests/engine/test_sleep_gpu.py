@@ -44,6 +44,20 @@ def answers(engine: Engine) -> list[list[list[int]]]:
     return [[answer.token_ids for answer in output.outputs] for output in engine.generate(PROMPTS, PARAMS)]
 
 
+def answers_when_warm(model: PreTrainedModel, engine: Engine) -> list[list[list[int]]]:
+    """Those of a run that misses no recording: what does runs in another shape, and bfloat16 takes others of near ties.
+
+    No prompt is cached afterwards.
+    """
+    for _ in range(20):
+        missed = model.compiled.recordings.misses
+        found = answers(engine)
+        engine.reset_prefix_cache()
+        if model.compiled.recordings.misses == missed:
+            return found
+    raise AssertionError("recordings are missing still")
+
+
 def taken() -> tuple[int, int]:
     """What PyTorch has of the device, and what its tensors take, in bytes."""
     torch.cuda.synchronize()
@@ -55,7 +69,7 @@ def test_device_memory_goes_and_comes_back(model: PreTrainedModel, weights: bool
     outside = taken()[1] - sum(tensor.nbytes for tensor in {id(p): p for p in model.parameters()}.values())
     with Engine(model, max_rows=16) as engine:
         engine.warmup([4])
-        expected = answers(engine)
+        expected = answers_when_warm(model, engine)
         before, stats, memory = taken(), model.compiled.stats(), engine.describe().memory
         measured = []
         for _ in range(3):
@@ -81,7 +95,7 @@ def test_device_memory_goes_and_comes_back(model: PreTrainedModel, weights: bool
 
 def test_requests_go_on_where_they_were(model: PreTrainedModel) -> None:
     with Engine(model, max_rows=16) as engine:
-        expected = answers(engine)
+        expected = answers_when_warm(model, engine)
         handles = [engine.submit(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
         first = next(iter(handles[0]))
         engine.sleep(weights=True)

@@ -23,6 +23,7 @@ import compiled_llm
 from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.inputs import Shape
+from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.execution.prefill import Prefill
 from compiled_llm.execution.runner import Runner
 from compiled_llm.kvcache.row import Row
@@ -67,6 +68,15 @@ def prompt_of(length: int) -> list[int]:
     return [rng.randrange(3, 128) for _ in range(length)]
 
 
+def runner_of(model: Any, exact: bool) -> Runner:
+    """A loop; one that is not exact pads steps as an engine's does."""
+    runner: Runner = model.compiled.runner()
+    if not exact:
+        device_model = model.compiled.device_model()
+        runner._persistent = PersistentBatch(device_model.state, device_model.decode)
+    return runner
+
+
 class Rows(RuleBasedStateMachine):
     """Rows on one model, each beside the tokens that HuggingFace's model gives it."""
 
@@ -74,6 +84,8 @@ class Rows(RuleBasedStateMachine):
     expected: dict[int, list[int]]
     budget: int | None
     caplog: pytest.LogCaptureFixture
+
+    exact: bool
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +95,7 @@ class Rows(RuleBasedStateMachine):
         self.before = self.model.compiled.recordings
         self.caplog.clear()
         self.failed = 0
-        self.runner: Runner = self.model.compiled.runner()
+        self.runner = runner_of(self.model, self.exact)
         self.lengths: dict[Row, int] = {}
         self.tokens: dict[Row, list[int]] = {}
 
@@ -160,15 +172,17 @@ class Rows(RuleBasedStateMachine):
         assert (len(said) > 0) == (failures > 0)
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("budget", [None, 2, 4])
 def test_tokens_are_right_whatever_is_recorded_and_when(
-    budget: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    budget: int | None, exact: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = plain()
     expected = {length: alone(reference, prompt_of(length), LONGEST + 2) for length in LENGTHS}
     caplog.set_level(logging.WARNING, "compiled_llm.graphs")
     model = wrapped(budget, monkeypatch)
-    made = type("OneBudget", (Rows,), {"model": model, "expected": expected, "budget": budget, "caplog": caplog})
+    known = {"model": model, "expected": expected, "budget": budget, "exact": exact, "caplog": caplog}
+    made = type("OneBudget", (Rows,), known)
     run_state_machine_as_test(
         made, settings=settings(derandomize=True, deadline=None, max_examples=20, stateful_step_count=30)
     )
@@ -177,6 +191,7 @@ def test_tokens_are_right_whatever_is_recorded_and_when(
     assert table.misses > 20
     assert table.failures > 0
     assert (table.evictions > 0) == (budget is not None)
+    assert (table.padded > 0) == (not exact)
 
 
 def steps_of(runner: Runner, count: int) -> list[int]:
@@ -188,8 +203,8 @@ def steps_of(runner: Runner, count: int) -> list[int]:
     return buckets
 
 
-def admitted(model: Any, rows: int) -> Runner:
-    runner: Runner = model.compiled.runner()
+def admitted(model: Any, rows: int, exact: bool = False) -> Runner:
+    runner = runner_of(model, exact)
     for _ in range(rows):
         runner.admit(prompt_of(9), 40)
     runner.step()
@@ -223,12 +238,13 @@ def test_a_step_that_misses_its_recording_runs_in_the_next_larger_until_it_is_th
     assert not model.compiled.events.cold_starts
 
 
-def test_a_step_that_nothing_larger_is_recorded_for_is_launched_as_it_is() -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_that_is_exact_or_nothing_larger_is_recorded_for_is_launched_as_it_is(exact: bool) -> None:
     model = wrapped()
     model.compiled.warmup([2])
-    device_model = model.compiled.device_model()
-    device_model.state.recordings.drop([8])
-    runner = admitted(model, 3)
+    if not exact:
+        model.compiled.device_model().state.recordings.drop([8])
+    runner = admitted(model, 3, exact)
     finish_all()
     assert steps_of(runner, 2) == [4, 4]
     assert counts(model, 4) == (0, 0, 2, 0)
@@ -260,11 +276,11 @@ def test_a_prompt_runs_in_the_next_larger_shape_while_its_own_is_captured(monkey
     assert shapes[0] == Shape(16, 2)
     rolling._evict(rolling.get(shapes[0]))
     expected = alone(plain(), prompt_of(9), 12)
-    assert alone_in(model, 9) == expected
+    assert alone_in(model, 9, exact=False) == expected
     assert rolling.get(shapes[1]).replays == 1
     assert rolling.get(shapes[0]) is None
     finish_all()
-    assert alone_in(model, 9) == expected
+    assert alone_in(model, 9, exact=False) == expected
     assert rolling.get(shapes[0]).replays == 1
 
 
@@ -274,25 +290,24 @@ def test_no_prompt_runs_in_far_more_tokens_than_its_own(
 ) -> None:
     """Whatever else is captured: of few recordings some are large enough for all prompts, and some small enough."""
     monkeypatch.setattr(StandInRecorder, "slices", 2)
-    served: list[tuple[Shape, Shape | None]] = []
+    served: list[tuple[Shape, Shape]] = []
     serving = Prefill._serving
 
-    def noted(self: Prefill, shape: Shape) -> Shape | None:
-        served.append((shape, serving(self, shape)))
+    def noted(self: Prefill, shape: Shape, exact: bool) -> Shape:
+        served.append((shape, serving(self, shape, exact)))
         return served[-1][1]
 
     monkeypatch.setattr(Prefill, "_serving", noted)
     model, rng = wrapped(budget, monkeypatch), random.Random(seed)
     model.compiled.warmup([1, 2])
     for _ in range(30):
-        runner = model.compiled.runner()
+        runner = runner_of(model, exact=False)
         for _ in range(rng.randint(1, 8)):
             runner.admit(prompt_of(rng.choice([*LENGTHS, 200])), 40)
         for _ in range(rng.randint(1, 8)):
             runner.step()
         runner.close()
     for wanted, ran in served:
-        assert ran is not None, wanted
         assert ran.tokens <= max(4 * wanted.tokens, least), f"{wanted} ran in {ran}"
     rolling = model.compiled.device_model().state.recordings
     anchors = rolling.anchors["prefill"]
@@ -302,8 +317,8 @@ def test_no_prompt_runs_in_far_more_tokens_than_its_own(
     assert table.captures > len(anchors) + 3 or budget == 3
 
 
-def alone_in(model: Any, length: int) -> list[int]:
-    runner = model.compiled.runner()
+def alone_in(model: Any, length: int, exact: bool) -> list[int]:
+    runner = runner_of(model, exact)
     row = runner.admit(prompt_of(length), 12)
     tokens: list[int] = []
     for _ in range(12):
@@ -418,3 +433,20 @@ def test_an_engine_goes_on_while_another_thread_captures(monkeypatch: pytest.Mon
     assert (table.failures, model.compiled.stats().recompiles) == (0, 0)
     assert min(table.misses, table.padded, table.captures, table.evictions) > 2
     assert_account_is_empty(model)
+
+
+@pytest.mark.usefixtures("without_inductor", "one_thread")
+def test_nothing_is_compiled_again_when_pytorch_gets_another_number_of_threads_after_the_first_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that captures lives as long as the process, and each thread has its own number."""
+    monkeypatch.setattr("support.stand_in_recordings.StandInRecorder", InAThread)
+    in_thread(InAThread.thread.finish, 20)
+    InAThread.thread.submit(lambda: torch.set_num_threads(3))
+    in_thread(InAThread.thread.finish, 20)
+    torch.set_num_threads(1)
+    model = compiled_llm.wrap(plain(), **OPTIONS)
+    for _ in range(2):
+        greedy(model, mixed_prompts([5, 9, 20], 128, 1), 6)
+    assert (model.compiled.stats().recompiles, model.compiled.recordings.failures) == (0, 0)
+    assert model.compiled.recordings.captures > 4

@@ -33,6 +33,7 @@ from compiled_llm.explaining.report import Report
 from support import planted_faults as planted
 from support.parity import greedy, mixed_prompts
 from support.planted_faults import plant
+from support.stand_in_recordings import let_a_cpu_record
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -403,6 +404,16 @@ def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth,
         assert "the rest: compiled loops, Python" in said
     assert report.data["history"] == before, "looking changes nothing"
     assert model.compiled.stats().pages.used == 0
+
+
+def test_a_batch_size_that_is_ready_for_smaller_ones_to_run_in_is_timed_once_somebody_wants_it(monkeypatch):
+    let_a_cpu_record(monkeypatch)
+    model = in_eager_mode(max_batch_size=8)
+    for wanted, timed in ([2], [2]), ([8], [2, 8]):
+        model.compiled.warmup(wanted)
+        assert model.compiled.stats().buckets == [2, 8]
+        timings = model.compiled.explain(timings=True).data["timings"]
+        assert [timing["rows"] for timing in timings if timing["program"] == "decode"] == timed
 
 
 @pytest.mark.gpu

@@ -197,6 +197,10 @@ class Recordings:
         if self._recorder is not None and key not in self._failed and self.rolling.has_room_for(key):
             self._wanted = key, begin
 
+    def needs_room_now(self, key: Key) -> bool:
+        """Whether a step is missing that can be captured only where others were: beside steps, few of these may go."""
+        return key not in self and key not in self._failed and self.rolling.full
+
     def begin(self, key: Key, step: Step) -> None:
         """Begin to capture a step; ``go_on`` goes on with it, and ``adopt`` has it then."""
         launch, known, shared = self._prepared(step)
