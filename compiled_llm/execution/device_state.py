@@ -20,7 +20,7 @@ from compiled_llm.execution.choice_graphs import ChoiceGraphs
 from compiled_llm.execution.decode_buffers import DecodeBuffers
 from compiled_llm.execution.slots import Slots
 from compiled_llm.execution.staging import Staging
-from compiled_llm.kvcache.memory import allocate_pages, as_stored, free, pages_to_allocate, wait_for
+from compiled_llm.kvcache.memory import allocate_pages, as_stored, ended_marker, free, pages_to_allocate, wait_for
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.model.facts import ModelFacts
@@ -65,7 +65,11 @@ class DeviceState:
         self.config = config
         self.device = model.device
         self.max_positions = max_positions
-        self.recordings = RollingRecordings(Budget(*config.graph_budget), functools.partial(wait_for, self.device))
+        self.recordings = RollingRecordings(
+            Budget(*config.graph_budget),
+            functools.partial(wait_for, self.device),
+            mark=functools.partial(ended_marker, self.device),
+        )
         self.stored_layers = as_stored(facts.layers, backend_named(config.backend_on(self.device.type)))
         count = pages_to_allocate(config, self.stored_layers, model.dtype, self.device, self.max_positions)
         with torch.inference_mode(False):

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import WrapConfig
+from compiled_llm.compilation.graphs.rolling import RollingRecordings
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.persistent_batch import PersistentBatch
@@ -315,6 +316,39 @@ def test_no_prompt_runs_in_far_more_tokens_than_its_own(
     table = model.compiled.recordings
     print(table)
     assert table.captures > len(anchors) + 3 or budget == 3
+
+
+def test_what_makes_room_is_released_when_it_has_ended_and_nobody_waits_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[bool] = []
+    model = wrapped(4, monkeypatch)
+    model.compiled.warmup([2])
+    device_model = model.compiled.device_model()
+    rolling, recordings = device_model.state.recordings, device_model.readiness.recordings
+    monkeypatch.setattr(rolling, "_mark", lambda: lambda: bool(ended))
+    monkeypatch.setattr(rolling, "_wait", lambda: pytest.fail("it waits for the device"))
+    evicted, runner = rolling.get(2).recording, runner_of(model, exact=False)
+    for _ in range(3):
+        runner.admit(prompt_of(9), 40)
+    for _ in range(6):
+        runner.step(unchanged=runner.steps > 0)
+        finish_all()
+    table = model.compiled.recordings
+    assert (table.evictions, table.captures, evicted.released) == (1, 5, False)
+    assert (table.nbytes, table.ready) == (rolling.shared.total() + 1000 + kept_by(rolling), 4)
+    assert recordings.captures_beside
+    ended.append(True)
+    for _ in range(3):
+        runner.step(unchanged=True)
+        finish_all()
+    assert evicted.released
+    assert model.compiled.recordings.captures == 6, "captures go on"
+    assert not rolling.releases_later
+
+
+def kept_by(rolling: RollingRecordings) -> int:
+    return sum(rolling.get(key).nbytes for key in rolling.of("decode", "prefill"))  # type: ignore[union-attr]
 
 
 def alone_in(model: Any, length: int, exact: bool) -> list[int]:

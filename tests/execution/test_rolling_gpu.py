@@ -105,6 +105,8 @@ def test_what_was_evicted_gives_its_memory_back(wrapped: Callable[..., PreTraine
         for key in rolling.of("decode", "prefill"):
             if key not in latest:
                 rolling._evict(rolling.get(key))  # type: ignore[arg-type]
+        torch.cuda.current_stream().synchronize()
+        assert rolling.release_ended()
 
     device_model.thread.call(evict)
     after = taken()

@@ -26,7 +26,7 @@ from compiled_llm.compilation.graphs.rolling import Cost, Entry, Key, RollingRec
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, Shape
 from compiled_llm.config import WrapConfig
-from compiled_llm.kvcache.memory import ended_marker, reserved_bytes
+from compiled_llm.kvcache.memory import reserved_bytes
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -86,16 +86,12 @@ class _Underway(NamedTuple):
         captured: what it will have given.
         known: of the step.
         shared: bytes by which the outputs of all have grown for it.
-        begun: when.
-        ended: tells whether all that was launched before has ended.
     """
 
     key: Key
     captured: Future[Captured[StepOutputs]]
     known: _Known
     shared: int
-    begun: float
-    ended: Callable[[], bool]
 
 
 class Recordings:
@@ -205,20 +201,21 @@ class Recordings:
         """Begin to capture a step; ``go_on`` goes on with it, and ``adopt`` has it then."""
         launch, known, shared = self._prepared(step)
         assert self._recorder is not None
-        begun, ended = self.rolling.now(), ended_marker(self._device)
-        captured = self._recorder.begin(launch, step.check)
-        self._underway = _Underway(key, captured, known, shared, begun, ended)
+        self._underway = _Underway(key, self._recorder.begin(launch, step.check), known, shared)
 
     @property
     def captures_beside(self) -> bool:
-        """Whether there is anything to capture beside the steps."""
-        return any(each is not None for each in (self._underway, self._half_begun, self._wanted))
+        """Whether there is anything to capture beside the steps, or to release."""
+        underway = any(each is not None for each in (self._underway, self._half_begun, self._wanted))
+        return underway or self.rolling.releases_later
 
     def go_on(self) -> None:
-        """Capture for a slice what steps have missed."""
+        """Capture for a slice what steps have missed, once nothing runs any more that has made room for others."""
         if self._underway is not None:
             assert self._recorder is not None
             self._recorder.run_slice()
+        elif not self.rolling.release_ended():
+            return
         elif self._half_begun is not None:
             self._begin_with(*self._half_begun)
         elif self._wanted is not None:
@@ -248,8 +245,6 @@ class Recordings:
         if underway is None or not underway.captured.done():
             return None
         self._underway, key = None, underway.key
-        if underway.ended():  # what makes room was mostly launched long ago: nobody waits for that
-            self.rolling.ended(underway.begun)
         try:
             captured = underway.captured.result()
         except Exception as error:

@@ -76,6 +76,20 @@ class Cost(NamedTuple):
     seconds: float = 0.0
 
 
+class _Leaving(NamedTuple):
+    """A recording that was evicted and may still run.
+
+    Attributes:
+        recording: it.
+        nbytes: device memory that it takes until it is released.
+        ended: tells whether all that had been launched by then has ended.
+    """
+
+    recording: Replayable
+    nbytes: int
+    ended: Callable[[], bool]
+
+
 KeptT = TypeVar("KeptT", bound=Replayable)
 
 
@@ -149,6 +163,7 @@ class RollingRecordings:
         budget: Budget = UNBOUNDED,
         wait: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        mark: Callable[[], Callable[[], bool]] = lambda: lambda: True,
     ) -> None:
         """Begin with none.
 
@@ -156,15 +171,16 @@ class RollingRecordings:
             budget: what they may take.
             wait: waits until nothing that was launched runs any more.
             clock: tells the time in seconds.
+            mark: returns what tells whether all has ended that has been launched by now.
         """
         self.budget = budget
         self.shared: Counter[str] = Counter()
         self.anchors: dict[Phase, list[Key]] = {"decode": [], "prefill": []}
         self.when_dropped: list[Callable[[Key], None]] = []
-        self._wait, self._clock = wait, clock
+        self._wait, self._clock, self._mark = wait, clock, mark
         self._entries: dict[Key, Entry[Any]] = {}  # those that are not ready, too
         self._ready: dict[Key, Entry[Any]] = {}
-        self._settled = clock()  # all that was launched before has ended
+        self._leaving: list[_Leaving] = []
 
     def __contains__(self, key: Key) -> bool:
         """Whether there is a recording of it."""
@@ -180,7 +196,11 @@ class RollingRecordings:
 
     @property
     def nbytes(self) -> int:
-        """Device memory that all take together."""
+        """Device memory that all take together, with those that were evicted and may still run."""
+        return self._kept_nbytes + sum(leaving.nbytes for leaving in self._leaving)
+
+    @property
+    def _kept_nbytes(self) -> int:
         return self.shared.total() + sum(entry.nbytes for entry in self._ready.values())
 
     @property
@@ -192,15 +212,7 @@ class RollingRecordings:
         """Whether so many more that take so much do not fit."""
         limit, most = self.budget
         too_many = most is not None and len(self._ready) + more > most
-        return too_many or (limit is not None and self.nbytes + nbytes > limit)
-
-    def now(self) -> float:
-        """Return the time, to be given to ``ended``."""
-        return self._clock()
-
-    def ended(self, before: float) -> None:
-        """Know that all has ended that was launched before some time."""
-        self._settled = max(self._settled, before)
+        return too_many or (limit is not None and self._kept_nbytes + nbytes > limit)
 
     # ---- come
 
@@ -218,6 +230,7 @@ class RollingRecordings:
         known = self._entries.get(key)
         while self._exceeds(1, known.nbytes if known else 0) and (victim := self._victim(key)) is not None:
             self._evict(victim)
+        self._release_evicted()
 
     def add(self, key: Key, recording: Replayable, cost: Cost, owner: str) -> None:
         """Keep a recording for which there was room made, and evict what has to go for it.
@@ -234,6 +247,7 @@ class RollingRecordings:
         self._add(key, recording, cost, owner)
         while self._exceeds() and (victim := self._victim(key)) is not None:
             self._evict(victim)
+        self._release_evicted()
         if self._exceeds():
             least = self.nbytes
             self._drop(self._ready[key])
@@ -310,26 +324,45 @@ class RollingRecordings:
 
     # ---- go
 
-    def _evict(self, entry: Entry[Any]) -> None:
-        if entry.used >= self._settled:  # it may be running
+    @property
+    def releases_later(self) -> bool:
+        """Whether something was evicted that may still run."""
+        return bool(self._leaving)
+
+    def release_ended(self) -> bool:
+        """Give back what evicted recordings take that have ended, while nothing is captured; whether none is left."""
+        while self._leaving and self._leaving[0].ended():
+            self._leaving.pop(0).recording.release()
+        return not self._leaving
+
+    def _release_evicted(self) -> None:
+        if not self.release_ended():
             self._wait()
-            self._settled = self._clock()
-        self._drop(entry)
+            while self._leaving:
+                self._leaving.pop(0).recording.release()
+
+    def _evict(self, entry: Entry[Any]) -> None:
+        self._leaving.append(_Leaving(self._taken_out(entry), entry.nbytes, self._mark()))
         entry.evictions += 1
         logger.debug("evicted a %s of %d tokens, %d rows", entry.phase, entry.tokens, entry.rows)
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Drop recordings that hold no more; nothing of them is launched any more."""
+        self._release_evicted()
         for key in keys:
             self._drop(self._ready[key])
 
     def _drop(self, entry: Entry[Any]) -> None:
-        recording, entry.recording = entry.recording, None
+        self._taken_out(entry).release()
+
+    def _taken_out(self, entry: Entry[Any]) -> Replayable:
+        recording: Replayable | None = entry.recording
+        assert recording is not None
+        entry.recording = None
         del self._ready[entry.key]
-        if recording is not None:
-            recording.release()
         for dropped in self.when_dropped:
             dropped(entry.key)
+        return recording
 
     # ---- accounts
 
@@ -339,7 +372,8 @@ class RollingRecordings:
         rows = [entry.row() for entry in list(self._entries.values())]
         rows.sort(key=lambda row: (order[row.phase], row.rows, row.tokens, row.variant))
         shared = self.shared.total()
-        nbytes = shared + sum(row.nbytes for row in rows)
+        leaving = sum(leaving.nbytes for leaving in list(self._leaving))
+        nbytes = shared + leaving + sum(row.nbytes for row in rows)
         return RecordingTable(rows, nbytes, shared, self.budget.nbytes, self.budget.most)
 
 
