@@ -6,10 +6,9 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import gc
-import importlib
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers import Qwen3ForCausalLM as Qwen3
 
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.execution.runner import Runner
-from support.interpreting import INTERPRETED
+from support.interpreting import INTERPRETED, patch_the_language_once, take_scalars_as_numbers
 from support.tiny_models import tiny_llama, tiny_qwen3
 
 
@@ -59,6 +58,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("whole") and not config.getoption("--whole"):
             item.add_marker(pytest.mark.skip(reason="needs --whole"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """With `pytest -n`, a planted Ctrl-C that escapes its test would end the worker, and all tests after it be lost."""
+    try:
+        return (yield)
+    except KeyboardInterrupt as interrupt:
+        if not hasattr(item.config, "workerinput"):
+            raise
+        raise RuntimeError("KeyboardInterrupt escaped the test") from interrupt
 
 
 @pytest.fixture(params=["read at once", "read a step late"])
@@ -133,15 +143,8 @@ def _tiny_llama() -> Callable[..., Llama]:
 
 
 @pytest.fixture
-def scalars_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter makes an int of an array of one number, which NumPy 2.4 refuses."""
-    if not INTERPRETED:
-        return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter, mended."""
+    if INTERPRETED:
+        take_scalars_as_numbers(monkeypatch)
+        patch_the_language_once(monkeypatch)

@@ -18,7 +18,7 @@ from compiled_llm_ops import normed_linear
 from compiled_llm_ops.kernels.linear_tiling import LinearTiling
 from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 
-pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
+pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
 TILINGS = [
     LinearTiling(rows=1, outputs=4, tiles=1, inputs=256, stages=1, prefetched=3),

@@ -16,7 +16,7 @@ from compiled_llm_ops.contracts import TopLogprobs
 from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 from support.logprob_cases import check_packed, logits_of
 
-pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
+pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
 KINDS = ["normal", "ties", "filtered", "strided"]
 

@@ -16,7 +16,7 @@ import torch
 import compiled_llm_ops
 from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 
-pytestmark = [needs_triton, pytest.mark.usefixtures("scalars_are_numbers")]
+pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
 
 @pytest.mark.slow

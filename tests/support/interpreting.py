@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,3 +26,31 @@ def check_interpreted(file: str, config: pytest.Config) -> None:
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
+
+
+def take_scalars_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes an int of an array of one number, which NumPy 2.4 refuses."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def patch_the_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for what to patch at each call of a function in a kernel, which took a third of the time."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language, patch, done = interpreter.tl, interpreter._patch_lang, set[int]()
+
+    def patched(function: Any) -> Any:
+        if language.core.is_builtin(language.load):  # no longer patched: another launch
+            done.clear()
+        if id(function.__globals__) in done:
+            return interpreter._LangPatchScope()
+        done.add(id(function.__globals__))
+        return patch(function)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patched)
