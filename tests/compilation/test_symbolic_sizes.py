@@ -21,8 +21,8 @@ OPTIONS: dict[str, Any] = {"page_size": PAGE_SIZE, "max_batch_size": 4, "progres
 def test_there_may_be_as_many_pages_as_rows_or_tokens(pages, seed):
     """Prefill is compiled with 3 rows, 4 starts, 6 tokens, 5 logits and 4 choices, decode with 2 rows and 3 starts."""
     memory = f"{PAGE_SIZE * (pages - 1)} tokens"
-    reference = tiny_qwen3(eos_token_id=None)
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), kv_memory=memory, **OPTIONS)
+    reference, plain = (tiny_qwen3(eos_token_id=None, num_hidden_layers=1) for _ in range(2))
+    model = compiled_llm.wrap(plain, kv_memory=memory, **OPTIONS)
     assert model.compiled.device_model().state.pages[0].shape[0] == pages
     model.compiled.warmup([2, 4, 1])
     for lengths in ([3], [5, 2], [3, 4, 5], [2, 3, 4, 5])[: pages - 1]:

@@ -158,7 +158,7 @@ def planned_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WrapConfig, "plans_decode_on", lambda self, device: True)
 
 
-@pytest.mark.usefixtures("planned_decode")
+@pytest.mark.usefixtures("planned_decode", "without_inductor")
 @pytest.mark.parametrize(("mode", "layers"), [("eager", 2), ("compile", 1)])
 def test_planned_decode_gives_huggingfaces_tokens(mode: str, layers: int, seed: int) -> None:
     reference, model = (tiny_qwen3(num_hidden_layers=layers, eos_token_id=None) for _ in range(2))

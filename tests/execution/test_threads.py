@@ -325,17 +325,19 @@ ENDINGS = {
     "try:\n    model.generate(ids, max_new_tokens=900)\nexcept KeyboardInterrupt:\n    pass\n"
     "assert model.compiled.stats().pages.used == 0",
 }
-PROCESSES = [*(("eager", ending) for ending in ENDINGS), ("compile", "falls off the end")]
+MODES_AND_ENDINGS = [*(("eager", ending) for ending in ENDINGS), ("compile", "falls off the end")]
+PROCESSES = [(executor, *each) for executor in ("CallingThread", "DeviceThread") for each in MODES_AND_ENDINGS]
 
 # Imports once, which is what takes long, and becomes each of the processes in turn.
 PROCESS = """
 import json, os, signal, sys, threading, time
 import torch, transformers, compiled_llm
-from compiled_llm.execution.threads import calling_thread, device_thread
+from compiled_llm.execution.threads.calling_thread import CallingThread
+from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution import device_side
 folder, processes, config = sys.argv[1], *map(json.loads, sys.argv[2:])
 codes = []
-for number, (mode, ending) in enumerate(processes):
+for number, (executor, mode, ending) in enumerate(processes):
     child = os.fork()
     if child == 0:
         break
@@ -345,7 +347,7 @@ else:
     sys.exit()
 signal.alarm(200)
 os.dup2(os.open(f"{folder}/{number}", os.O_CREAT | os.O_WRONLY), 2)
-device_side.executor_for = lambda device, config: %s(device)
+device_side.executor_for = lambda device, config: globals()[executor](device)
 model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
 compiled_llm.wrap(model, mode=mode, kv_memory="2000 tokens", page_size=4, max_batch_size=8, progress=False)
 ids = torch.tensor([[3, 4, 5]])
@@ -355,21 +357,20 @@ exec(ending)
 
 
 @pytest.fixture(scope="module")
-def ended(executor: type, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[int, str]]:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], tuple[int, str]]:
     """The exit code of each process, and what it said."""
     folder = tmp_path_factory.mktemp("processes")
-    name = f"{executor.__module__.rpartition('.')[2]}.{executor.__qualname__}"
-    processes = json.dumps([(mode, ENDINGS[ending]) for mode, ending in PROCESSES])
+    processes = json.dumps([(executor, mode, ENDINGS[ending]) for executor, mode, ending in PROCESSES])
     config = json.dumps({**TINY, "num_hidden_layers": 1, "eos_token_id": None})  # compiled already, for `compiled`
-    command = [sys.executable, "-c", PROCESS % name, str(folder), processes, config]
+    command = [sys.executable, "-c", PROCESS, str(folder), processes, config]
     codes = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=500).stdout)
     said = [(folder / str(number)).read_text() for number in range(len(PROCESSES))]
     return dict(zip(PROCESSES, zip(codes, said, strict=True), strict=True))
 
 
-@pytest.mark.parametrize(("mode", "ending"), PROCESSES)
-def test_the_process_ends_cleanly_with_a_wrapped_model_alive(mode, ending, ended):
-    code, said = ended[mode, ending]
+@pytest.mark.parametrize(("mode", "ending"), MODES_AND_ENDINGS)
+def test_the_process_ends_cleanly_with_a_wrapped_model_alive(mode, ending, executor, ended):
+    code, said = ended[executor.__name__, mode, ending]
     assert code == 0, said
     assert "terminate called" not in said
     assert "Traceback" not in said

@@ -18,7 +18,7 @@ from support.fuzzing.generate import Generate
 from support.fuzzing.random_cases import random_case
 from support.fuzzing.shrinking import shrink
 
-CASES = 80
+CASES = 40
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -348,6 +348,7 @@ def test_frozen_weights_need_no_gradients(models, ids):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_inductor")
 def test_one_graph_for_tokens_and_one_for_embeddings():
     plain = tiny_qwen3(eos_token_id=None)
     options = {**OPTIONS, "mode": "compile", "max_batch_size": 8}
