@@ -31,7 +31,7 @@ from support.tiny_models import tiny_qwen3
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
-LAYERS = 4
+LAYERS = 3
 
 
 class Graphs(list[fx.GraphModule]):
