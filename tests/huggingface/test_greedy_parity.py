@@ -144,7 +144,7 @@ def all_cores() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_cores")
-@pytest.mark.parametrize(("layers", "tokens"), [(3, 40), pytest.param(None, 200, marks=pytest.mark.whole)])
+@pytest.mark.parametrize(("layers", "tokens"), [(2, 40), pytest.param(None, 200, marks=pytest.mark.whole)])
 def test_real_weights(layers, tokens, demo_model_dir, seed):
     """Of its first layers, unless asked for the whole: Inductor takes the longer the more there are."""
     from compiled_llm.commands.loading import load

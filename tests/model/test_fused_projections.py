@@ -114,8 +114,8 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], tuple[int, int]]] = {
 
 @pytest.mark.parametrize("family", [*list(FAMILIES)[:2], pytest.param("Qwen2, biases", marks=pytest.mark.whole)])
 def test_tokens_equal_huggingface(family, products, request, seed):
-    """Llama without Inductor, which is given other numbers of products, of no other kind."""
-    if family.startswith("Llama"):
+    """Biases with Inductor; what it makes of the others is in the tests of decode's passes and of regions."""
+    if family != "Qwen2, biases":
         request.getfixturevalue("without_inductor")
     made, counts = FAMILIES[family]
     model = made()
