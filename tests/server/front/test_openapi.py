@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from support.fronts import RunningFront
+from support.generators import PATIENCE
 
 PATHS = {
     "/v1/chat/completions",
@@ -48,7 +49,7 @@ def test_made_up_requests_get_promised_answers(front: RunningFront, right: bool,
         @settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(case=operation.ok().as_strategy(generation_mode=mode))
         def check(case: Any) -> None:
-            response = case.call(base_url=front.url)
+            response = case.call(base_url=front.url, timeout=PATIENCE)  # an answer goes on for long
             assert response.status_code < 500, response.text
             case.validate_response(response, excluded_checks=[positive_data_acceptance])  # a template may refuse it
 
