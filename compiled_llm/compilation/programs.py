@@ -53,6 +53,22 @@ PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger
 PREFILL_EMBEDDED = "prefill from embeddings"
 
 
+class Arguments(NamedTuple):
+    """What every program is called with.
+
+    Attributes:
+        model: of the programs.
+        inputs: what a step reads; they say which program serves it.
+        tables: how rows choose.
+        pages: of all layers.
+    """
+
+    model: PreTrainedModel
+    inputs: PrefillInputs | DecodeInputs
+    tables: SamplingTables
+    pages: list[Tensor]
+
+
 class PreparedCall(NamedTuple):
     """A call of a program, which knows nothing of any other call: any thread may make it, within ``paged``.
 
@@ -160,77 +176,46 @@ class Programs:
             self._outlines[function] = Outline(function, self._known_state)
         return compiled(function, self._config, backend)
 
-    def prefill(
-        self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def prefill(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Run ``prefill_step``; T, B, L and C are symbolic and must be at least 2."""
-        return self.prepared(model, inputs, tables, pages)()
+        return self.prepared(arguments)()
 
-    def decode(
-        self, model: PreTrainedModel, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Run ``decode_step``; its results are overwritten by the next call if CUDA graphs are replayed."""
         if self.recorded:
             torch.compiler.cudagraph_mark_step_begin()
-        return self.prepared(model, inputs, tables, pages)()
+        return self.prepared(arguments)()
 
-    def prepared(
-        self,
-        model: PreTrainedModel,
-        inputs: PrefillInputs | DecodeInputs,
-        tables: SamplingTables,
-        pages: list[Tensor],
-        compare: bool = True,
-    ) -> PreparedCall:
-        """Return a call of the program that serves ``inputs``, for now.
+    def prepared(self, arguments: Arguments, compare: bool = True) -> PreparedCall:
+        """Return a call of the program that serves these arguments, for now.
 
         Args:
-            model: of the program.
-            inputs: what it reads, as ``tables`` and ``pages``.
-            tables: how rows choose.
-            pages: of all layers.
+            arguments: of the call.
             compare: of a prefill, see whether it would compile, even if the model cannot have changed since the last
                 time; if not, whoever makes the call does, for any program.
         """
-        if isinstance(inputs, PrefillInputs):
-            _mark_symbolic(inputs)
-        model = self._outlined(model, inputs, tables, pages, compare)
-        arguments = self._arguments(model, inputs, tables, pages)
-        return PreparedCall(self._program_for(inputs), self._function_for(inputs), arguments)
+        if isinstance(arguments.inputs, PrefillInputs):
+            _mark_symbolic(arguments.inputs)
+        return self._call(arguments._replace(model=self._outlined(arguments, compare)))
 
-    def compiled_for(
-        self,
-        model: PreTrainedModel,
-        inputs: PrefillInputs | DecodeInputs,
-        tables: SamplingTables,
-        pages: list[Tensor],
-    ) -> bool:
+    def compiled_for(self, arguments: Arguments) -> bool:
         """Whether a call with these would compile nothing; the model has been looked at."""
-        outline = self._outlines.get(self._function_for(inputs))
+        outline = self._outlines.get(self._function_for(arguments.inputs))
         if outline is not None:
-            model = outline.of(self._arguments(model, inputs, tables, pages))
-        arguments = self._arguments(model, inputs, tables, pages)
-        return PreparedCall(self._program_for(inputs), self._function_for(inputs), arguments).compiled
+            arguments = arguments._replace(model=outline.of(self._by_name(arguments)))
+        return self._call(arguments).compiled
 
-    def guards(
-        self,
-        model: PreTrainedModel,
-        inputs: PrefillInputs | DecodeInputs,
-        tables: SamplingTables,
-        pages: list[Tensor],
-        call: PreparedCall | None = None,
-    ) -> Guards:
-        """Return what the program that serves ``inputs`` takes for granted, in a ``call`` that is captured.
+    def guards(self, arguments: Arguments, call: PreparedCall | None = None) -> Guards:
+        """Return what the program that serves these arguments takes for granted, in a ``call`` that is captured.
 
         Layers whose tensors have been replaced since then are for ``Weights`` to notice.
         """
-        function = self._function_for(inputs)
-        arguments = self._arguments(model, inputs, tables, pages)
+        function, named = self._function_for(arguments.inputs), self._by_name(arguments)
         outline = self._outlines.get(function)
         called_with = None if call is None else call.arguments
         if outline is None:
-            return Guards(function, arguments, called_with=called_with)
-        return Guards(function, arguments, lambda glance: {"model": outline.of(arguments, glance)}, called_with)
+            return Guards(function, named, called_with=called_with)
+        return Guards(function, named, lambda glance: {"model": outline.of(named, glance)}, called_with)
 
     def code_valid(self) -> bool:
         """Whether the model's classes still define what was traced; Dynamo's guards do not look there."""
@@ -247,27 +232,24 @@ class Programs:
             outline.drop_tensors()
         self._known_state.forget_changed()
 
-    def _outlined(
-        self,
-        model: PreTrainedModel,
-        inputs: PrefillInputs | DecodeInputs,
-        tables: SamplingTables,
-        pages: list[Tensor],
-        compare: bool = True,
-    ) -> PreTrainedModel:
-        """Return what the program that serves ``inputs`` is called with in place of the model."""
+    def _outlined(self, arguments: Arguments, compare: bool) -> PreTrainedModel:
+        """Return what the program that serves these arguments is called with in place of the model."""
+        model, inputs, _, _ = arguments
         outline = self._outlines.get(self._function_for(inputs))
         if outline is None:
             return model
         if outline.is_current and isinstance(inputs, DecodeInputs):  # to compare would take too long in each step
             return outline.standing_for(model)
-        arguments = self._arguments(model, inputs, tables, pages)
-        return outline.prepare(arguments) if compare else outline.refreshed(arguments)
+        named = self._by_name(arguments)
+        return outline.prepare(named) if compare else outline.refreshed(named)
 
-    def _arguments(self, model: PreTrainedModel, *others: Any) -> dict[str, Any]:
-        return dict(
-            zip(("model", "forward", "inputs", "tables", "pages"), (model, self._forward, *others), strict=True)
-        )
+    def _call(self, arguments: Arguments) -> PreparedCall:
+        inputs = arguments.inputs
+        return PreparedCall(self._program_for(inputs), self._function_for(inputs), self._by_name(arguments))
+
+    def _by_name(self, arguments: Arguments) -> dict[str, Any]:
+        """Return the arguments as steps take them, in their order."""
+        return {"model": arguments.model, "forward": self._forward, **arguments._asdict()}
 
     def _function_for(self, inputs: PrefillInputs | DecodeInputs) -> Callable[..., Any]:
         if isinstance(inputs, PrefillInputs):

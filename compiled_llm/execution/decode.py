@@ -274,10 +274,9 @@ class Decode:
         return outputs
 
     def _launch(self, bucket: int) -> StepOutputs:
-        state, readiness = self._state, self._readiness
+        readiness = self._readiness
         with readiness.paged():
-            inputs = self._inputs(bucket)
-            return readiness.programs.decode(state.facts.model, inputs, state.slots.tables, state.pages)
+            return readiness.programs.decode(readiness.arguments(self._inputs(bucket)))
 
     def _inputs(self, bucket: int) -> DecodeInputs:
         inputs = self._state.decode_buffers.bucket(bucket)

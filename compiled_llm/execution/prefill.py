@@ -209,9 +209,9 @@ class Prefill:
         return PrefillInputs(indices=self._state.prefill_indices, plans=self._planner.for_prefill(shape), **named)
 
     def _launch(self, inputs: PrefillInputs) -> StepOutputs:
-        state, readiness = self._state, self._readiness
+        readiness = self._readiness
         with readiness.paged():
-            return readiness.programs.prefill(state.facts.model, inputs, state.slots.tables, state.pages)
+            return readiness.programs.prefill(readiness.arguments(inputs))
 
     # ---- recorded
 

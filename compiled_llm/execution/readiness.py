@@ -18,7 +18,7 @@ from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.recordings import Filled, Recordings, Step, StepInputs
 from compiled_llm.compilation.graphs.rolling import Key
 from compiled_llm.compilation.graphs.validity import Guards
-from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, PreparedCall, Programs
+from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Arguments, PreparedCall, Programs
 from compiled_llm.execution.device_state import DeviceState
 from compiled_llm.execution.events import Events
 from compiled_llm.execution.progress import ProgressDisplay
@@ -181,11 +181,15 @@ class Readiness:
 
     # ---- make it so
 
+    def arguments(self, inputs: StepInputs) -> Arguments:
+        """Return what programs are called with for a step."""
+        state = self._state
+        return Arguments(state.facts.model, inputs, state.slots.tables, state.pages)
+
     def can_launch(self, inputs: StepInputs) -> bool:
         """Whether a step can be launched, recorded or not, without compiling anything; the model has been looked at."""
-        state = self._state
         with self.paged():
-            return self.programs.compiled_for(state.facts.model, inputs, state.slots.tables, state.pages)
+            return self.programs.compiled_for(self.arguments(inputs))
 
     def record(
         self,
@@ -213,12 +217,10 @@ class Readiness:
             self.adopt()
             if key in self.recordings:
                 return
-        state = self._state
+        arguments = self.arguments(inputs)
         with self.paged():
-            call = self.programs.prepared(
-                state.facts.model, inputs, state.slots.tables, state.pages, compare=not beside
-            )
-        guards = self.programs.guards(state.facts.model, inputs, state.slots.tables, state.pages, call)
+            call = self.programs.prepared(arguments, compare=not beside)
+        guards = self.programs.guards(arguments, call)
         check = partial(_find_guards, guards, call, self.paged)
         step = Step(check, partial(_launch, call, self.paged, first), like, guards, filled)
         (self.recordings.begin if beside else self.recordings.record)(key, step)

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
-from transformers import PreTrainedModel
 
 from compiled_llm.compat import (
     CompiledGraph,
@@ -35,9 +34,7 @@ from compiled_llm.compat import (
     traced_by_inductor,
     version_of,
 )
-from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
-from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Programs
-from compiled_llm.compilation.sampling import SamplingTables
+from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Arguments, Programs
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.progress import ProgressDisplay
@@ -162,19 +159,15 @@ class BrokenPrograms(Programs):
         self._prefill: Callable[..., Any] = torch.compile(self.prefill_function, backend=self._backend, dynamic=False)
         self._decode_one = torch.compile(self.decode_one_function, backend=self._backend, dynamic=False)
 
-    def prefill(
-        self, model: PreTrainedModel, inputs: PrefillInputs, tables: SamplingTables, pages: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def prefill(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Run ``prefill_step`` without symbolic sizes, which graph breaks get wrong; compile it once."""
-        logits, tokens = self._prefill(model, self._forward, inputs, tables, pages)
+        logits, tokens = self._prefill(*self._by_name(arguments).values())
         self._prefill = self.prefill_function
         return logits, tokens
 
-    def decode(
-        self, model: PreTrainedModel, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Run ``decode_step``."""
-        logits, tokens = self._decode_one(model, self._forward, inputs, tables, pages)
+        logits, tokens = self._decode_one(*self._by_name(arguments).values())
         return logits, tokens
 
     @contextmanager

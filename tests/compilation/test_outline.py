@@ -24,6 +24,7 @@ from compiled_llm.compilation.graphs.validity import Weights
 from compiled_llm.compilation.layer_state import KnownState
 from compiled_llm.compilation.outline import Outline
 from compiled_llm.compilation.piecewise import Examples, cut, without_symbols
+from compiled_llm.compilation.programs import Arguments
 from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -330,7 +331,7 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
     device_model = outlined.compiled.device_model()
     programs, state = device_model.readiness.programs, device_model.state
     outlines, decode = programs._outlines, programs.decode_many_function
-    arguments = programs._arguments(outlined, state.decode_buffers.bucket(2), state.slots.tables, state.pages)
+    arguments = programs._by_name(Arguments(outlined, state.decode_buffers.bucket(2), state.slots.tables, state.pages))
 
     @torch.no_grad()
     def traced_whole() -> bool:
@@ -353,7 +354,7 @@ def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
     """Return the check of what a recording of decode takes for granted."""
     device_model = model.compiled.device_model()
     programs, state = device_model.readiness.programs, device_model.state
-    arguments = (model, state.decode_buffers.bucket(2), state.slots.tables, state.pages)
+    arguments = Arguments(model, state.decode_buffers.bucket(2), state.slots.tables, state.pages)
 
     @torch.no_grad()
     def valid() -> bool:
@@ -361,7 +362,7 @@ def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
             return weights.valid() and guards.valid()
 
     with torch.no_grad(), paged_attention_in(attention_configs(model)):
-        weights, guards = Weights(model), programs.guards(*arguments)
+        weights, guards = Weights(model), programs.guards(arguments)
         guards.find()
     return valid
 
@@ -480,7 +481,7 @@ def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
     device_model = model.compiled.device_model()
     programs, state = device_model.readiness.programs, device_model.state
     buffers = state.decode_buffers.bucket(2)
-    arguments = programs._arguments(model, buffers, state.slots.tables, state.pages)
+    arguments = programs._by_name(Arguments(model, buffers, state.slots.tables, state.pages))
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     tensors = [*model.state_dict().values(), *filter(torch.is_tensor, buffers)]
     values = [tensor.clone() for tensor in tensors]

@@ -27,6 +27,7 @@ import compiled_llm
 from compiled_llm.commands.app import app
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.graphs import recordings
+from compiled_llm.compilation.programs import Arguments
 from compiled_llm.explaining import timings
 from compiled_llm.explaining.profile.step_bytes import step_bytes
 from compiled_llm.explaining.report import Report
@@ -344,9 +345,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
     device_model = model.compiled.device_model()
     model.anew, seen, own = [], set(), device_model.readiness.programs.decode
 
-    def decode(*args: Any) -> Any:
-        seen.add(args[1].slots.shape[0])
-        return own(*args)
+    def decode(arguments: Arguments) -> Any:
+        seen.add(arguments.inputs.slots.shape[0])
+        return own(arguments)
 
     monkeypatch.setattr(device_model.readiness.programs, "recorded", True)
     monkeypatch.setattr(device_model.readiness.programs, "decode", decode)
