@@ -81,3 +81,14 @@ def serving(
             yield process, line.split()[-1].removesuffix("/v1")
         finally:
             process.kill()
+
+
+def is_refused(url: str) -> bool:
+    """Whether nobody listens there any more."""
+    try:
+        httpx.get(f"{url}/health", verify=False)
+    except httpx.ConnectError:
+        return True
+    except httpx.TransportError:  # it was being accepted
+        return False
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,8 +18,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.fronts import serving
-from support.generators import PATIENCE, until
+from support.certificates import signed_by_itself
+from support.fronts import is_refused, serving
+from support.generators import COMMAND, PATIENCE, until
 from support.processes import children, files_of
 
 OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "20000 tokens")
@@ -56,16 +58,6 @@ def sockets(pid: int) -> int:
 
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
-
-
-def is_refused(url: str) -> bool:
-    try:
-        get(url, "/health")
-    except httpx.ConnectError:
-        return True
-    except httpx.TransportError:  # it was being accepted
-        return False
-    return False
 
 
 def assert_is_free(url: str) -> None:
@@ -182,11 +174,12 @@ def test_it_drains_and_the_second_signal_ends_requests(model_folder: Path) -> No
         with serving(model_folder, *OPTIONS, *SEVERAL, "--drain-seconds", seconds) as (process, url):
             until(lambda url=url: ready(url))
             left = [process.pid, *children(process.pid)]
-            lasting = {**LONG, "max_tokens": 1000, "n": 8} if seconds == "1" else LONG
+            lasting = {**LONG, "max_tokens": 1000, "n": 8 if seconds == "1" else 3}
             streams = [Stream(url, lasting) for _ in range(3)]
             process.send_signal(signal.SIGTERM)
             until(lambda url=url: is_refused(url))
             assert_is_free(url)
+            assert process.poll() is None, "the port is free before the last request has ended"
             ends = [stream.end() for stream in streams]
             assert process.wait(PATIENCE) == 0
             assert (set(ends) == {"data: [DONE]"}) == (seconds == "30")
@@ -225,6 +218,39 @@ def test_fronts_that_die_too_often_end_the_server(model_folder: Path) -> None:
             os.kill(killed, signal.SIGKILL)
             until(lambda killed=killed: len(set(fronts_of(process.pid)) - {killed}) == 3 or process.poll() is not None)
         assert process.wait(PATIENCE) == 1
+
+
+def test_https_and_keys_with_several_fronts(model_folder: Path, tmp_path: Path) -> None:
+    certificate, key = signed_by_itself(tmp_path)
+    (tmp_path / "keys").write_text("a-key-of-sixteen-or-more")
+    options = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--api-key-file", str(tmp_path / "keys")]
+    bearer = {"authorization": "Bearer a-key-of-sixteen-or-more"}
+    arguments = [COMMAND, "serve", str(model_folder), "--port", "0", *OPTIONS, *SEVERAL, *options]
+    log = tmp_path / "log"
+    with log.open("w") as stderr, subprocess.Popen(arguments, stderr=stderr) as process:
+        try:
+            until(lambda: " at https://" in log.read_text())
+            url = re.findall(r"at (https://\S+)/v1", log.read_text())[0]
+            until(lambda: ready(url))
+            fronts = fronts_of(process.pid)
+            until(lambda: len({sockets(front) for front in fronts}) == 1)
+            before = sockets(fronts[0])
+            for _ in range(4):
+                with pytest.raises(httpx.TransportError):
+                    httpx.get(url.replace("https", "http") + "/health", timeout=PATIENCE)
+            assert get(url, "/v1/models").status_code == 401
+            answers = [httpx.get(f"{url}/v1/models", headers=bearer, verify=False).status_code for _ in range(4)]
+            assert answers == [200] * 4
+            until(lambda: [sockets(front) - before for front in fronts] == [0, 0, 0])
+            with ExitStack() as stack:  # those that have failed are not counted as open
+                for _ in range(6):
+                    client = stack.enter_context(httpx.Client(timeout=PATIENCE, verify=False))
+                    assert client.get(f"{url}/health").status_code == 200
+                assert [sockets(front) - before for front in fronts] == [2, 2, 2]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE) == 0
+        finally:
+            process.kill()
 
 
 BROKEN = """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import ssl
-import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,23 +14,12 @@ import pytest
 from compiled_llm.commands.serve_http import HttpFlags, _introduce
 from compiled_llm.commands.source import Source
 from compiled_llm.server.front.settings import FrontSettings, check_certificate
+from support.certificates import signed_by_itself
 from support.fronts import RunningFront, fronting
 from support.generators import PATIENCE, Loop
 
 KEY = "a-key-of-sixteen-or-more"
 BODY = {"prompt": "a", "max_tokens": 1}
-
-
-def signed_by_itself(folder: Path, *options: str) -> tuple[Path, Path]:
-    """A certificate of localhost, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl")
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
-    files = ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=localhost", "-addext", names]
-    subprocess.run([*made, *files, *(options or ("-nodes",))], check=True, capture_output=True)
-    return certificate, key
 
 
 @pytest.fixture(scope="module")
