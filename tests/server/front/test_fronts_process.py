@@ -178,8 +178,8 @@ def test_it_drains_and_the_second_signal_ends_requests(model_folder: Path) -> No
             streams = [Stream(url, lasting) for _ in range(3)]
             process.send_signal(signal.SIGTERM)
             until(lambda url=url: is_refused(url))
+            assert fronts_of(process.pid), "the port is free before the last request has ended"
             assert_is_free(url)
-            assert process.poll() is None, "the port is free before the last request has ended"
             ends = [stream.end() for stream in streams]
             assert process.wait(PATIENCE) == 0
             assert (set(ends) == {"data: [DONE]"}) == (seconds == "30")
