@@ -36,9 +36,6 @@ transforms and tracing | the same |
 | ``CachingAutotuner.bench``, ``clone_args`` | tilings that are timed as they run | Inductor times them in graphs |
 | ``torch._dispatch.python`` | running a graph on symbolic sizes | torch propagates a graph's sizes in public |
 | ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is; caching a piece | a graph says it |
-| ``TracingContext.tensor_to_context``, ``_dynamo_source`` and ``grapharg`` of inputs | inputs of a graph that Dynamo \
-has not seen | ``nested_compile_region`` takes our layers |
-| ``utils._mode_utils.no_dispatch`` | fake tensors ten times as fast | torch makes them as fast |
 | ``UntypedStorage._cdata`` | which fake tensors share memory | fake tensors have addresses |
 | ``torch._C._storage_Use_Count`` | whether a weight's memory is nobody else's | storages say it |
 | ``Tensor._version`` | what was written to | tensors say it publicly |

@@ -175,15 +175,6 @@ from compiled_llm.compat.stages import (
     compiling_stage as compiling_stage,
 )
 from compiled_llm.compat.tensors import (
-    Fakes as Fakes,
-)
-from compiled_llm.compat.tensors import (
-    add_input as add_input,
-)
-from compiled_llm.compat.tensors import (
-    copy_input as copy_input,
-)
-from compiled_llm.compat.tensors import (
     example_of as example_of,
 )
 from compiled_llm.compat.tensors import (

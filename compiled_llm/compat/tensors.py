@@ -5,37 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-class Fakes(NamedTuple):
-    """Tensors without data.
-
-    Attributes:
-        of: puts them, the same ones each time, in place of others in nested containers.
-        another: returns a new one, in memory of its own, with the layout of one that needs no gradient; in a tenth of
-            the time that it takes a function to make one.
-    """
-
-    of: Callable[[Any], Any]
-    another: Callable[[Tensor], Tensor]
-
-
 @contextmanager
-def fake_tensors() -> Iterator[Fakes]:
+def fake_tensors() -> Iterator[Callable[[Any], Any]]:
     """Run the block on tensors without data, and without a word in the log of what goes wrong on them.
 
     What is done to tensors with data alone still reaches those.
 
     Yields:
-        What makes such tensors.
+        What puts tensors without data, the same ones each time, in place of others in nested containers.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._mode_utils import no_dispatch
     from torch.utils._pytree import tree_map_only
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -47,13 +33,7 @@ def fake_tensors() -> Iterator[Fakes]:
             def fake(tensor: Tensor) -> Tensor:
                 return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
 
-            def another(tensor: Tensor) -> Tensor:
-                size, stride = tensor.size(), tensor.stride()
-                with no_dispatch():
-                    memory = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
-                return FakeTensor(mode, memory, tensor.device)
-
-            yield Fakes(lambda values: tree_map_only(Tensor, fake, values), another)
+            yield lambda values: tree_map_only(Tensor, fake, values)
     finally:
         logger.setLevel(level)
 
@@ -67,35 +47,6 @@ def inputs_by_tensor(graph: fx.Graph) -> Callable[[Tensor], fx.Node | None]:
     fakes = {id(fake): node for node in inputs if isinstance(fake := node.meta.get("example_value"), FakeTensor)}
     modes = [node.meta["example_value"].fake_mode for node in fakes.values()]
     return lambda tensor: fakes.get(id(modes[0].from_tensor(tensor, static_shapes=True))) if modes else None
-
-
-def copy_input(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Give a new graph the same input as a graph that Dynamo has made."""
-    copied = graph.node_copy(node)
-    copied._dynamo_source = getattr(node, "_dynamo_source", None)
-    return copied
-
-
-def add_input(graph: fx.Graph, tensor: Tensor, like: fx.Node) -> fx.Node:
-    """Give a graph one more input, for a tensor that Dynamo has not seen and does not guard.
-
-    Sizes of its that are symbolic are the same numbers as those of the tensor that it is like.
-
-    Args:
-        graph: has nothing but inputs yet.
-        tensor: what is given there.
-        like: the input of a graph that Dynamo has made, for a tensor of the same layout.
-    """
-    from torch._guards import TracingContext
-
-    added = graph.placeholder(like.name)
-    added.target = added.name  # what its argument is called
-    contexts = TracingContext.get().tensor_to_context  # AOTAutograd looks there, too
-    contexts[tensor] = context = contexts[like.meta["grapharg"].example]
-    fake = example_of(like).fake_mode.from_tensor(tensor, symbolic_context=context, source=context.tensor_source)
-    added.meta = {**{key: value for key, value in like.meta.items() if key != "grapharg"}, "example_value": fake}
-    added._dynamo_source = None
-    return added
 
 
 def example_of(node: fx.Node) -> Any:

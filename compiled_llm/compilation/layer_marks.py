@@ -1,20 +1,16 @@
-"""Marks around layers: Dynamo traces what stands between them once, and ``fill`` puts it where it is missing."""
+"""Marks around layers: Dynamo traces what stands between them, or nothing, and ``fill`` puts in what is missing."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
 
-from compiled_llm.compat import add_input, copy_input
 from compiled_llm.compilation.passes.arguments import arguments_of
 from compiled_llm_ops.library import define
-
-TensorsOf = Callable[[int], Sequence[Tensor]]
-"""Returns a layer's own tensors, by its number."""
 
 
 class _LayerBegins(NamedTuple):
@@ -26,11 +22,6 @@ class _LayerBegins(NamedTuple):
 class _LayerEnds(NamedTuple):
     hidden: Tensor
     layer: int
-
-
-class _LayerLike(NamedTuple):
-    hidden: Tensor
-    layer: int
     like: int
 
 
@@ -38,126 +29,72 @@ def _not_filled(_: object) -> Tensor:
     raise RuntimeError("this layer was left out of a graph and not put back")
 
 
-def _mark(name: str, arguments: Any) -> torch._ops.OpOverload:
-    return define(name, arguments, fake=lambda args: torch.empty_like(args.hidden), cpu=_not_filled, cuda=_not_filled)
-
-
-_begins = _mark("layer_begins", _LayerBegins)
-_ends = _mark("layer_ends", _LayerEnds)
-_like = _mark("layer_like", _LayerLike)
+_begins = define(
+    "layer_begins", _LayerBegins, fake=lambda args: torch.empty_like(args.hidden), cpu=_not_filled, cuda=_not_filled
+)
+_ends = define(
+    "layer_ends", _LayerEnds, fake=lambda args: torch.empty_like(args.hidden), cpu=_not_filled, cuda=_not_filled
+)
 
 
 @functools.cache
 def marked_class(kind: Any) -> Any:
-    """Return a subclass of a layer's class that stands between marks, or is a mark itself if another layer equals it.
+    """Return a subclass of a layer's class that stands between marks, and does nothing if another layer equals it.
 
-    Its instances have a ``_number``, the number of the layer that they are ``_like``, and, if that is their own,
-    ``_tensors``. Dynamo never sees the tensors of the others: it would take a millisecond for each of them.
+    Its instances have ``_tensors``, ``_number``, and the number of the layer that they are ``_like``.
     """
 
     def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._like != self._number:
-            return like(self, hidden)
         hidden = _begins(hidden, self._tensors, self._number)
-        hidden = kind.forward(self, hidden, *args, **kwargs)
-        ended: Tensor = _ends(hidden, self._number)
+        if self._like == self._number:
+            hidden = kind.forward(self, hidden, *args, **kwargs)
+        ended: Tensor = _ends(hidden, self._number, self._like)
         return ended
-
-    def like(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        marked: Tensor = _like(hidden, self._number, self._like)
-        return marked
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Without what ``nn.Module`` does around a forward if there is none: Dynamo would trace that as well."""
-        called = kind.__call__ if self._like == self._number else like
+        called = kind.__call__ if self._like == self._number else forward
         out: Tensor = called(self, *args, **kwargs)
         return out
 
     return type(kind.__name__, (kind,), {"forward": forward, "__call__": call})
 
 
-def fill(module: fx.GraphModule, tensors_of: TensorsOf) -> list[int]:
-    """Give a module a graph with all layers in it and without marks; one without marks stays as it is.
-
-    Dynamo keeps its own graph, by whose inputs it calls what is compiled.
-
-    Args:
-        module: as Dynamo has made it.
-        tensors_of: for layers that are like others.
-
-    Returns:
-        The numbers of layers whose tensors the graph takes after Dynamo's inputs, in this order.
-    """
-    marked = module.graph
-    layers = _traced_layers(marked)
-    if not layers:
-        return []
-    likes = {node: arguments_of(node, _LayerLike) for node in marked.find_nodes(op="call_function", target=_like)}
-    whole = fx.Graph()
-    copies = {node: copy_input(whole, node) for node in marked.find_nodes(op="placeholder")}
-    inputs = {
-        node: [
-            add_input(whole, tensor, of_first)
-            for of_first, tensor in zip(layers[args.like].tensors, tensors_of(args.layer), strict=True)
-        ]
-        for node, args in likes.items()
+def fill(graph: fx.Graph) -> None:
+    """Put each layer between its marks, and take the marks out; a graph without marks stays as it is."""
+    begins = {
+        arguments_of(node, _LayerBegins).layer: node for node in graph.find_nodes(op="call_function", target=_begins)
     }
-    for node in marked.nodes:
-        if node.op == "placeholder":
-            continue
-        if node in likes:
-            hidden = copies[cast(fx.Node, likes[node].hidden)]
-            copies[node] = layers[likes[node].like].copied(whole, copies, hidden, inputs[node])
-        elif node.target in (_begins, _ends):
-            copies[node] = copies[node.args[0]]
-        else:
-            copies[node] = whole.node_copy(node, copies.__getitem__)
-    module.graph = whole
-    return [args.layer for args in likes.values()]
+    ends = {node: arguments_of(node, _LayerEnds) for node in graph.find_nodes(op="call_function", target=_ends)}
+    marks = {args.layer: _Marks(begins[args.layer], end) for end, args in ends.items()}
+    for args in ends.values():
+        if args.like != args.layer:
+            _fill_like(graph, marks[args.layer], marks[args.like])
+    for mark in chain.from_iterable(marks.values()):
+        mark.replace_all_uses_with(_hidden(mark))
+        graph.erase_node(mark)
 
 
-class _Layer(NamedTuple):
-    """A layer that was traced: what stands between its marks.
-
-    Attributes:
-        begin: the first mark.
-        tensors: its own.
-        nodes: what it does.
-        out: what it returns.
-    """
-
+class _Marks(NamedTuple):
     begin: fx.Node
-    tensors: list[fx.Node]
-    nodes: list[fx.Node]
-    out: fx.Node
-
-    def copied(
-        self, graph: fx.Graph, copies: dict[fx.Node, fx.Node], hidden: fx.Node, tensors: Sequence[fx.Node]
-    ) -> fx.Node:
-        """Do the same once more at the end of a graph, to other hidden states with other tensors; return the result.
-
-        Args:
-            graph: where.
-            copies: what stands there for each node of the layer's own graph.
-            hidden: what the other layer is given.
-            tensors: its own.
-        """
-        inner = {self.begin: hidden, **dict(zip(self.tensors, tensors, strict=True))}
-        for node in self.nodes:
-            inner[node] = graph.node_copy(node, lambda read: inner[read] if read in inner else copies[read])
-        return inner[self.out]
+    end: fx.Node
 
 
-def _traced_layers(graph: fx.Graph) -> dict[int, _Layer]:
-    """Return the layers between marks, by number."""
+def _fill_like(graph: fx.Graph, empty: _Marks, filled: _Marks) -> None:
+    """Copy what stands between the marks of one layer between those of another."""
+    copies = dict(zip(_inputs(filled), _inputs(empty), strict=True))
     nodes = list(graph.nodes)
-    places = {node: place for place, node in enumerate(nodes)}
-    ends = {arguments_of(node, _LayerEnds).layer: node for node in graph.find_nodes(op="call_function", target=_ends)}
-    layers = {}
-    for begin in graph.find_nodes(op="call_function", target=_begins):
-        args = arguments_of(begin, _LayerBegins)
-        end = ends[args.layer]
-        between = nodes[places[begin] + 1 : places[end]]
-        tensors = cast(list[fx.Node], list(args.tensors))
-        layers[args.layer] = _Layer(begin, tensors, between, cast(fx.Node, end.args[0]))
-    return layers
+    with graph.inserting_before(empty.end):
+        for node in nodes[nodes.index(filled.begin) + 1 : nodes.index(filled.end)]:
+            copies[node] = graph.node_copy(node, lambda read: copies.get(read, read))
+    out = _hidden(filled.end)
+    empty.end.replace_input_with(empty.begin, copies.get(out, out))
+
+
+def _hidden(mark: fx.Node) -> fx.Node:
+    return cast(fx.Node, mark.args[0])
+
+
+def _inputs(marks: _Marks) -> list[fx.Node]:
+    """Return what differs from layer to layer: the hidden states, and the layer's own tensors."""
+    return [marks.begin, *cast(list[fx.Node], marks.begin.args[1])]

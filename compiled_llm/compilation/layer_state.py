@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +13,6 @@ from compiled_llm.model.modules import Children, same
 # The last one says whether HuggingFace has initialized a module's weights; no forward reads it.
 _OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"_is_hf_initialized"}
 _UNREAD_BY_LINEAR = frozenset({"training", "in_features", "out_features"})
-_LAYOUT: tuple[Callable[[Tensor], Any], ...] = (
-    type,
-    Tensor.size,
-    Tensor.stride,
-    Tensor.is_inference,
-    Tensor.is_conj,
-    Tensor.is_neg,
-    *map(attrgetter, ("dtype", "device", "requires_grad")),
-)
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
 
 
@@ -41,31 +30,20 @@ class State:
         self._attributes = [vars(module) for module in modules]
         names = [(vars(module), name) for module in modules for name in _names(module)]
         self._owners, self._names = [owner for owner, _ in names], [name for _, name in names]
-        self._tensors = tensors_in(modules)
-        self._known, self._layouts = self._now(), self._layouts_now()
+        self._known = self._now()
         self._valid_at: int | None = None
 
     def valid(self, glance: int | None = None) -> bool:
         """Whether nothing has changed; ``glance`` as in ``Guards.valid``."""
         if glance is not None and glance == self._valid_at:
             return True
-        valid = self._children.valid() and same(self._known, self._now()) and self.layouts_valid()
+        valid = self._children.valid() and same(self._known, self._now())
         self._valid_at = glance if valid else None
         return valid
-
-    def layouts_valid(self) -> bool:
-        """Whether all parameters and buffers, the same ones or others, have the types and layouts that they had."""
-        return self._layouts == self._layouts_now()
 
     def _now(self) -> list[Any]:
         values = map(dict.get, self._owners, self._names)
         return [*map(type, self.modules), *map(len, self._attributes), *values]
-
-    def _layouts_now(self) -> list[list[Any]]:
-        """Return, in columns, what Dynamo guards of tensors that it has seen."""
-        tensors = list(chain.from_iterable(map(dict.values, self._tensors)))
-        given = [tensor for tensor in tensors if tensor is not None]
-        return [[tensor is None for tensor in tensors], *([*map(of, given)] for of in _LAYOUT)]
 
 
 class KnownState:
@@ -88,10 +66,10 @@ class KnownState:
             self._state = None
 
 
-def tensors_in(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
-    """Return the dictionaries of modules' parameters and buffers."""
+def tensors_of(layer: nn.Module) -> list[dict[str, Any]]:
+    """Return the dictionaries of a layer's parameters and buffers."""
     found: list[dict[str, Any]] = []
-    for module in modules:
+    for module in layer.modules():
         found += module._parameters, module._buffers
     return found
 
@@ -123,13 +101,8 @@ def layout(tensor: Tensor | None) -> Hashable:
     return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value says all about itself."""
-    return type(value) in _PLAIN
-
-
 def plain(value: Any) -> Hashable:
     """Describe a value: a plain one, or a tuple of them, by itself, any other by its identity."""
-    if is_plain(value):
+    if type(value) in _PLAIN:
         return type(value), value
     return (tuple, *map(plain, value)) if type(value) is tuple else ("object", id(value))

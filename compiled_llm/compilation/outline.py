@@ -1,14 +1,14 @@
 """Tracing equal layers once (regional tracing: like torch's ``nested_compile_region``), from an outline of the model.
 
 Dynamo takes longer to trace a model than all later stages take with warm caches, and it traces the same layer again and
-again. So we give it an outline: shallow copies of the model and of the modules down to its layers. In it the first of
-several equal layers stands between two marks, and the others are a mark each. ``fill`` puts what the first does in
-their place, with their own weights and pages. The graph is then the one that Dynamo would have made of the model
-itself.
+again. So we give it an outline: shallow copies of the model and of the modules down to its layers. In it each layer
+stands between two marks, and of several equal layers only the first does anything there. ``fill`` copies what that one
+does between the marks of the others, with their own weights and pages. The graph is then the one that Dynamo would have
+made of the model itself.
 
 Layers are equal if all their attributes are the same, and if a run on fake tensors right before tracing has seen them
-call the same functions on the same things. Later, Dynamo's guards check the layer that was traced, and what lies
-outside the layers. They know nothing of the layers that were not traced: we check attributes and tensors of those.
+call the same functions on the same things. Later, Dynamo's guards check the layer that was traced, what lies outside
+the layers, and all tensors. They know nothing of the layers that were not traced: we check the attributes of those.
 
 | what | for | ends when |
 | --- | --- | --- |
@@ -21,7 +21,6 @@ with each torch.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
@@ -36,8 +35,7 @@ from compiled_llm.compilation.layer_state import (
     State,
     describe_attributes,
     describe_tensors,
-    layout,
-    tensors_in,
+    tensors_of,
 )
 from compiled_llm.compilation.layer_tracer import LayerTracer, NoOutlineError, traced_class
 from compiled_llm.model.modules import InnerModules
@@ -95,8 +93,6 @@ class Outline:
         """Return what ``prepare`` last returned, with the tensors that the layers have now."""
         if self._layers is not None and not self.is_current:
             self._layers.take_tensors(arguments["pages"])
-            if not self._layers.tensors_fit():
-                self._trace_all("a layer has other tensors")
         return self.standing_for(arguments["model"])
 
     def of(self, arguments: Mapping[str, Any], glance: int | None = None) -> PreTrainedModel:
@@ -112,11 +108,6 @@ class Outline:
     def standing_for(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return what ``prepare`` last returned, made anew: kept, it would keep the model alive."""
         return model if self._layers is None else self._layers.outline(model)
-
-    def tensors_of(self, number: int) -> Sequence[Tensor]:
-        """Return the tensors that a layer had at the last ``prepare``; Dynamo does not see those of layers left out."""
-        assert self._layers is not None, "what was traced in outline runs only while that stands for the model"
-        return self._layers.taken[number]
 
     def drop_tensors(self) -> None:
         """Let go of the layers' tensors, and of changed layers, in case that the model has others by now."""
@@ -143,7 +134,6 @@ class _Layers:
 
     Attributes:
         like: for each layer the number of the first that equals it, its own if there is none before it.
-        taken: each layer's tensors, its pages among them, at the last ``take_tensors``.
     """
 
     def __init__(self, model: nn.Module, count: int, known: KnownState) -> None:
@@ -158,18 +148,10 @@ class _Layers:
         self._path = names[0].split(".")
         self._list = cast(nn.ModuleList, model.get_submodule(names[0]))
         self._all = [*self._list]
-        self._tensors = [tensors_in(layer.modules()) for layer in self._all]
-        self.taken: list[list[Tensor]] = []
+        self._tensors = [tensors_of(layer) for layer in self._all]
         self._state = known.of(list(self._list.modules()))
         self._marked: list[nn.Module] = []
         self.like: list[int] = []
-
-    def share_tensors(self, model: nn.Module) -> bool:
-        """Whether a tensor of a layer stands anywhere else, too: Dynamo would make one input of both places."""
-        everywhere = tensors_in(module for _, module in model.named_modules(remove_duplicate=False))
-        places = Counter(id(tensor) for tensors in everywhere for tensor in tensors.values())
-        own = chain.from_iterable(map(dict.values, chain.from_iterable(self._tensors)))
-        return any(tensor is not None and places[id(tensor)] > 1 for tensor in own)
 
     def compare(self, descriptions: Sequence[Hashable]) -> None:
         """Note which layers have equal descriptions.
@@ -177,8 +159,9 @@ class _Layers:
         Raises:
             NoOutlineError: no two have.
         """
-        self.like = first_equal(descriptions)
-        if len(set(self.like)) == len(descriptions):
+        first: dict[Hashable, int] = {}
+        self.like = [first.setdefault(description, number) for number, description in enumerate(descriptions)]
+        if len(first) == len(descriptions):
             raise NoOutlineError("no two layers are alike")
         self._marked = [
             _copy(layer, marked_class(_class_of(layer)), _tensors=[], _number=number, _like=like)
@@ -199,22 +182,14 @@ class _Layers:
 
     def take_tensors(self, pages: Sequence[Tensor]) -> None:
         """Give the outline the tensors that the layers have now."""
-        self._show([self.tensors(number, pages) for number in range(len(self._all))])
-
-    def tensors_fit(self) -> bool:
-        """Whether the layers' tensors have the layouts of those that were compared, which nothing else guards."""
-        return self._state.layouts_valid()
+        for number, layer in enumerate(self._marked):
+            vars(layer)["_tensors"] = self.tensors(number, pages)
 
     def drop_tensors(self) -> bool:
         """Take all tensors from the outline; return whether the layers are unchanged, and so hold no others either."""
-        self._show([[] for _ in self._all])
+        for layer in self._marked:
+            vars(layer)["_tensors"] = []
         return self._state.valid()
-
-    def _show(self, tensors: list[list[Tensor]]) -> None:
-        """Let Dynamo see those of layers that are traced."""
-        self.taken = tensors
-        for number in set(self.like):
-            vars(self._marked[number])["_tensors"] = tensors[number]
 
     def outline(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return the model with marks around all layers, and nothing in those that are not traced."""
@@ -253,29 +228,18 @@ def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], 
     if InnerModules().hooks(model):
         raise NoOutlineError("hooks may do anything")
     layers = _Layers(model, len(pages), known)
-    if layers.share_tensors(model):
-        raise NoOutlineError("a layer shares a tensor with another place in the model")
-    descriptions = [(layers.describe(number), layout(own)) for number, own in enumerate(pages)]
-    with fake_tensors() as fakes:
-        tensors = [layers.tensors(number, pages) for number in range(len(pages))]
-        tracer = LayerTracer(tensors, first_equal(descriptions), fakes)
+    with fake_tensors() as faked:
+        tracer = LayerTracer([layers.tensors(number, pages) for number in range(len(pages))], faked)
         traced = layers.traced(model, tracer)
         state = State(list(traced.modules()))
-        with attributes_restored(traced):
-            with tracer:
-                program(**{**arguments, "model": traced})
+        with attributes_restored(traced), tracer:
+            program(**{**arguments, "model": traced})
             if not state.valid():
                 raise NoOutlineError("the model changes its attributes")
     if len(tracer.calls) != len(pages):
         raise NoOutlineError("not every layer of the list was called")
-    layers.compare(list(zip(descriptions, tracer.calls, strict=True)))
+    layers.compare([(layers.describe(number), calls) for number, calls in enumerate(tracer.calls)])
     return layers
-
-
-def first_equal(entries: Sequence[Hashable]) -> list[int]:
-    """Return for each entry the place of the first that equals it."""
-    first: dict[Hashable, int] = {}
-    return [first.setdefault(entry, place) for place, entry in enumerate(entries)]
 
 
 # ---- shallow copies

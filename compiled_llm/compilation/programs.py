@@ -10,7 +10,6 @@ vocabulary, N entries of the page table.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,7 +32,6 @@ from compiled_llm.compilation.backend import Inductor, Pass
 from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
-from compiled_llm.compilation.layer_marks import TensorsOf
 from compiled_llm.compilation.layer_state import KnownState
 from compiled_llm.compilation.notice import CompilingNotice
 from compiled_llm.compilation.options import decode_options, passes_for, prefill_options
@@ -168,17 +166,14 @@ class Programs:
         passes = passes_for(self._config, self._device, self._fused, decodes)
         self._passes += passes
         options = {**options, "post_grad_custom_post_pass": self.compiling}
-        find_tensors: Callable[[], TensorsOf | None] = _nothing
-        if self.outlines_layers and self._config.traces_layers_once_on(self._device.type):
-            self._outlines[function] = outline = Outline(function, self._known_state)
-            find_tensors = weakref.WeakMethod(outline.tensors_of)
         backend = Inductor(
             options,
             [self._code.note, *passes],
             piecewise=self._config.records_on(self._device.type),
             compile_graph=None if self._artifacts is None else self._artifacts.compile,
-            find_tensors=find_tensors,
         )
+        if self.outlines_layers and self._config.traces_layers_once_on(self._device.type):
+            self._outlines[function] = Outline(function, self._known_state)
         return compiled(function, self._config, backend)
 
     def prefill(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
@@ -331,10 +326,6 @@ def _begin_beside_tracing(device: torch.device, artifacts: Artifacts | None) -> 
         artifacts.begin(device.type)
     elif device.type == "cpu":
         build_probes_early()
-
-
-def _nothing() -> None:
-    """Find no tensors: no layer is left out."""
 
 
 def _mark_symbolic(inputs: PrefillInputs) -> None:

@@ -172,10 +172,9 @@ def test_inductor_knows_nodes_by_the_names_that_pages_show(tmp_path, monkeypatch
     """Kernels are linked by these names. Layers that are traced once for all have others."""
     given: list[set[str]] = []
 
-    def fill(module: fx.GraphModule, tensors_of: layer_marks.TensorsOf) -> list[int]:
-        layers = layer_marks.fill(module, tensors_of)
-        given.append({node.name for node in module.graph.nodes if node.op.startswith("call")})
-        return layers
+    def fill(graph: fx.Graph) -> None:
+        layer_marks.fill(graph)
+        given.append({node.name for node in graph.nodes if node.op.startswith("call")})
 
     monkeypatch.setattr(backend, "fill", fill)
     assert compiled_llm.explain(plant(*[planted.PrintDeleted] * 3), dump=tmp_path).clean

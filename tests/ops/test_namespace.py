@@ -17,7 +17,7 @@ from support.op_cases import CASES, UNREAD, Batch
 
 pytestmark = pytest.mark.core
 
-MARKS = {"layer_begins", "layer_ends", "layer_like"}
+MARKS = {"layer_begins", "layer_ends"}
 """Not to be called: they stand in graphs until ``compiled_llm.compilation.outline`` takes them out."""
 
 
