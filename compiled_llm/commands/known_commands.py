@@ -18,8 +18,12 @@ class KnownCommands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the first argument names."""
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            ctx.fail(f"no command {args[0]!r}; {_advice(args[0], self.list_commands(ctx))}")
+            ctx.fail(f"no command {args[0]!r}; {_advice(args[0], self._shown(ctx))}")
         return super().resolve_command(ctx, args)
+
+    def _shown(self, ctx: Any) -> list[str]:
+        """Return the commands that the help lists; others are called by programs alone."""
+        return [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
 
 
 def _advice(name: str, known: Sequence[str]) -> str:

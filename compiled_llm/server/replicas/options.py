@@ -16,8 +16,9 @@ OF_GENERATORS = frozenset(
 _SAFETY_OF_FRONTS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
 OF_FRONTS = frozenset(_SAFETY_OF_FRONTS | {"page", "request_seconds", "served_model_name"})
 _PLACE = {"host", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"}
-OF_RAY = frozenset(_PLACE | {"drain_seconds", "leashed", "max_connections"})
-"""Those of one server: where it listens and how it ends, which is Ray's to do here, and operations on it."""
+OF_RAY = frozenset(_PLACE | {"drain_seconds", "leashed", "max_connections", "api_server_count"})
+"""Those of one server: where it listens, in how many processes and how it ends, which is Ray's to do here, and
+operations on it."""
 
 
 class Routing(NamedTuple):
@@ -55,7 +56,10 @@ class Options(NamedTuple):
         """
         for name in self.given:
             if name in OF_RAY:
-                raise ValueError(f"ray_app: {name}: is for one server; where to listen is told Ray: serve.start(...)")
+                raise ValueError(
+                    f"ray_app: {name}: is for one server; Ray is told where to listen by serve.start(...), and how "
+                    "many fronts there are by front_options"
+                )
             if name not in OF_GENERATORS | OF_FRONTS:
                 known = ", ".join(sorted(OF_GENERATORS | OF_FRONTS))
                 raise ValueError(f"ray_app: {name}: there is no such option; there are {known}")
