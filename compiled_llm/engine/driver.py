@@ -231,7 +231,7 @@ class Driver:
                 continue
             with self._runtime.loop_lock.taken():
                 self._work(loop, done)
-            loop.rest(lambda: self._inbox)
+            loop.rest(lambda: self._inbox or self.turns.pausing)
             self.check.forget()  # whoever waited for what has ended may change it now
             pause = self._shortage.pause(loop)
             del loop
