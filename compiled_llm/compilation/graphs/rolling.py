@@ -197,7 +197,11 @@ class RollingRecordings:
     @property
     def nbytes(self) -> int:
         """Device memory that all take together, with those that were evicted and may still run."""
-        return self._kept_nbytes + sum(leaving.nbytes for leaving in self._leaving)
+        return self._kept_nbytes + self._leaving_nbytes
+
+    @property
+    def _leaving_nbytes(self) -> int:
+        return sum(leaving.nbytes for leaving in list(self._leaving))
 
     @property
     def _kept_nbytes(self) -> int:
@@ -372,8 +376,7 @@ class RollingRecordings:
         rows = [entry.row() for entry in list(self._entries.values())]
         rows.sort(key=lambda row: (order[row.phase], row.rows, row.tokens, row.variant))
         shared = self.shared.total()
-        leaving = sum(leaving.nbytes for leaving in list(self._leaving))
-        nbytes = shared + leaving + sum(row.nbytes for row in rows)
+        nbytes = shared + self._leaving_nbytes + sum(row.nbytes for row in rows)
         return RecordingTable(rows, nbytes, shared, self.budget.nbytes, self.budget.most)
 
 
