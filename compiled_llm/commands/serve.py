@@ -12,6 +12,22 @@ import typer
 from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.early_checks import check_driver, check_server_packages
 from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.http_options import (
+    AllowedHost,
+    ApiKeyFile,
+    ApiServerCount,
+    ClientSeconds,
+    CorsOrigin,
+    Host,
+    MaxConnections,
+    Page,
+    Port,
+    RequestSeconds,
+    SaltCaches,
+    ServedModelName,
+    SslCertfile,
+    SslKeyfile,
+)
 from compiled_llm.commands.leash import end_with_parent
 from compiled_llm.commands.options import MODEL, Artifacts, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
 from compiled_llm.commands.serve_http import HttpFlags, run_with_front, usual_count
@@ -29,7 +45,7 @@ if TYPE_CHECKING:
     from compiled_llm.server.generator.kept_profile import KeptProfile
     from compiled_llm.server.generator.operations import Operations
 
-_SERVING, _HTTP = "Serving", "HTTP"
+_SERVING = "Serving"
 _IMPORTING = "importing torch and transformers"
 
 
@@ -106,78 +122,20 @@ def serve(
             rich_help_panel=_SERVING,
         ),
     ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Serve HTTP at this address; 127.0.0.1 unless given.", rich_help_panel=_HTTP)
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(help="Serve HTTP at this port; 8000 unless given, 0 for a free one.", rich_help_panel=_HTTP),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME", help="What requests call the model. Several times for several.", rich_help_panel=_HTTP
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Keys, one a line, of which requests bear one. Needed beyond 127.0.0.1.",
-            rich_help_panel=_HTTP,
-        ),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="By which clients may call this machine; * for any.", rich_help_panel=_HTTP),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Whose pages may use the server from a browser.", rich_help_panel=_HTTP),
-    ] = None,
-    ssl_certfile: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="For HTTPS, with --ssl-keyfile.", rich_help_panel=_HTTP)
-    ] = None,
-    ssl_keyfile: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="For HTTPS, with --ssl-certfile.", rich_help_panel=_HTTP)
-    ] = None,
-    request_seconds: Annotated[
-        float | None, typer.Option(help="End an answer with what it has after so long.", rich_help_panel=_HTTP)
-    ] = None,
-    salt_caches: Annotated[
-        bool,
-        typer.Option(
-            "--salt-caches",
-            help="Share cached prompts only between requests with one key and user.",
-            rich_help_panel=_HTTP,
-        ),
-    ] = False,
-    page: Annotated[
-        bool,
-        typer.Option(
-            "--page/--no-page", help="Have a page at / to chat on, with the server's figures.", rich_help_panel=_HTTP
-        ),
-    ] = True,
-    max_connections: Annotated[
-        int, typer.Option(help="Have so many connections of clients; refuse others.", rich_help_panel=_HTTP)
-    ] = MAX_CONNECTIONS,
-    client_seconds: Annotated[
-        float,
-        typer.Option(
-            help="Close the connection of a client that takes longer to send a request, or takes nothing of its answer "
-            "for so long.",
-            rich_help_panel=_HTTP,
-        ),
-    ] = CLIENT_SECONDS,
-    api_server_count: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Read and write HTTP in so many processes, fronts of the one that runs the model. Unless given, a "
-            "quarter as many as cores, 2 to 4; 1 without a GPU, or with fewer than 4 cores.",
-            rich_help_panel=_HTTP,
-        ),
-    ] = None,
+    host: Host = None,
+    port: Port = None,
+    served_model_name: ServedModelName = None,
+    api_key_file: ApiKeyFile = None,
+    allowed_host: AllowedHost = None,
+    cors_origin: CorsOrigin = None,
+    ssl_certfile: SslCertfile = None,
+    ssl_keyfile: SslKeyfile = None,
+    request_seconds: RequestSeconds = None,
+    salt_caches: SaltCaches = False,
+    page: Page = True,
+    max_connections: MaxConnections = MAX_CONNECTIONS,
+    client_seconds: ClientSeconds = CLIENT_SECONDS,
+    api_server_count: ApiServerCount = None,
     max_rows: Annotated[int, typer.Option(help="Run so many requests at once.", rich_help_panel=_SERVING)] = MAX_ROWS,
     max_queue: Annotated[
         int | None, typer.Option(help="Refuse requests while so many wait.", rich_help_panel=_SERVING)
