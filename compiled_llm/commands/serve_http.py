@@ -87,7 +87,7 @@ def usual_count(device: str) -> int:
     """Return how many fronts a server has unless it is told: one where the model is slower than a front.
 
     On a CPU the model needs all cores, and is; one front writes some 40,000 tokens a second, fewer than a small model
-    makes on a GPU. More than four were not needed by any, and each takes 100 MB.
+    makes on a GPU. More than four were not needed by any, and each takes 150 MB.
     """
     cores = len(os.sched_getaffinity(0))
     if device == "cpu" or cores < 4 or not has_driver():
