@@ -34,14 +34,23 @@ class AsyncClient(BaseClient):
         ...         print(piece, end="")
     """
 
-    def __init__(self, path: str | Path, *, tokenizer: Given = None) -> None:
+    def __init__(self, path: str | Path, *, tokenizer: Given = None, busy_poll: float = 0.0) -> None:
         """Connect to nobody yet; ``connect`` does, or ``async with``.
 
         Args:
             path: of the generator's socket.
             tokenizer: as of ``Client``; it is loaded beside the event loop.
+            busy_poll: seconds, such as 0.01, for which the event loop does not sleep after each message, sent or
+                received. Where a sleeping process is now and then woken late, tokens come more evenly, and the loop
+                takes a whole core while they come.
+
+        Raises:
+            ValueError: ``busy_poll`` is none that it can be.
         """
+        if not 0 <= busy_poll < float("inf"):
+            raise ValueError(f"busy_poll={busy_poll}: give seconds, such as 0.01, or 0 to let the event loop sleep")
         super().__init__(path, tokenizer)
+        self._busy_poll = busy_poll
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def connect(self, wait: bool = True) -> None:
@@ -103,7 +112,7 @@ class AsyncClient(BaseClient):
 
     def _dial(self) -> Line:
         assert self._loop is not None, "it was not connected"
-        return LoopConnection(self._path, self._loop)
+        return LoopConnection(self._path, self._loop, self._busy_poll)
 
     def _link_to_use(self) -> Link:
         if self._loop is not None and self._loop.is_closed() and self._session.lost is None:

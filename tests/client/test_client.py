@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import selectors
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,46 @@ def test_nobody_waits_longer_than_asked(path: Path) -> None:
         with pytest.raises(TimeoutError, match=r"the generator has not answered for 0\.01 s"):
             client.stats(0.01)
         client.close()
+
+
+class Waits(selectors.DefaultSelector):
+    """Notes for how long an event loop is about to sleep, in its rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.seconds.append(timeout)
+        return super().select(timeout)
+
+
+@pytest.mark.parametrize("busy_poll", [0.0, 0.2])
+def test_an_event_loop_sleeps_after_messages_unless_it_is_to_poll(path: Path, busy_poll: float) -> None:
+    waits = Waits()
+
+    async def main() -> None:
+        client = AsyncClient(path, busy_poll=busy_poll)
+        await client.connect()
+        answer = client.submit([1, 2], SamplingParams(max_tokens=1))
+        begin = len(waits.seconds)
+        assert (await answer).outputs[0].token_ids == [5]
+        assert any(seconds != 0 for seconds in waits.seconds[begin:]) == (not busy_poll)
+        begin = len(waits.seconds)
+        await asyncio.sleep(2 * busy_poll + 0.1)
+        assert any(seconds != 0 for seconds in waits.seconds[begin:]), "it sleeps once nothing comes"
+        client.close()
+
+    step = Step([Update(1, 0, [5], None, Ended("length", 1))], [Summary(1, 0, 0.1, 0.2, 0.3)])
+    loop = asyncio.SelectorEventLoop(waits)
+    with answering(path, WELCOME, READY, step, last_after=Submit), closing(loop):
+        loop.run_until_complete(main())
+
+
+@pytest.mark.parametrize("busy_poll", [-0.1, float("nan"), float("inf")])
+def test_an_impossible_time_to_poll_is_refused(path: Path, busy_poll: float) -> None:
+    with pytest.raises(ValueError, match=rf"busy_poll={busy_poll}: give seconds, such as 0\.01"):
+        AsyncClient(path, busy_poll=busy_poll)
 
 
 def test_where_nobody_listens_is_said(path: Path) -> None:

@@ -74,9 +74,10 @@ def test_a_server_is_measured_by_its_url(served: tuple[Path, RunningFront], tmp_
     assert "mine" in done.stdout
 
 
-def test_a_generator_is_asked_at_its_socket(served: tuple[Path, RunningFront]) -> None:
+@pytest.mark.parametrize("busy_poll", [0.0, 0.01])
+def test_a_generator_is_asked_at_its_socket(served: tuple[Path, RunningFront], busy_poll: float) -> None:
     asked = [Asked([3 + number, 5, 7], 6, 0.01 * number) for number in range(3)]
-    with socket_client(new_setup([Workload(1, 3, 6)]), served[0]) as session:
+    with socket_client(new_setup([Workload(1, 3, 6)]), served[0], busy_poll) as session:
         answered = session.run(asked, 0.0)
     assert [len(times) for times in answered.times] == [6, 6, 6]
     assert all(times == sorted(times) for times in answered.times)
@@ -98,10 +99,10 @@ def test_the_engine_and_its_server_are_measured(tmp_path: Path) -> None:
     done = invoke("serve", *SMALL, "--json", str(path), "--verbose")
     assert done.exit_code == 0, done.output
     report = Report.load(path)
-    ways = ["compiled-llm:engine", "compiled-llm:socket", "compiled-llm:http"]
+    ways = ["compiled-llm:engine", "compiled-llm:socket", "compiled-llm:socket-busy-poll", "compiled-llm:http"]
     assert [result.contender for result in report.many_streams] == ways
     assert [result.contender for result in report.online] == ways
-    assert [result.prompt for result in report.one_stream] == [6, 20, 6, 6, 20, 20]
+    assert [result.prompt for result in report.one_stream] == [6, 20, 6, 6, 6, 20, 20, 20]
 
 
 # ---- servers

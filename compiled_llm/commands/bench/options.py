@@ -64,8 +64,9 @@ ServerNames = Annotated[
     str,
     typer.Option(
         "--contenders",
-        help="Comma-separated: compiled-llm:engine (in process), compiled-llm:socket, compiled-llm:http, vllm (its "
-        "server over HTTP); `all`; or `default`: all, on a CPU without vllm.",
+        help="Comma-separated: compiled-llm:engine (in process), compiled-llm:socket, "
+        "compiled-llm:socket-busy-poll (by a client that does not sleep), compiled-llm:http, "
+        "vllm (its server over HTTP); `all`; or `default`: all, on a CPU without vllm.",
     ),
 ]
 GraphNames = Annotated[

@@ -23,6 +23,7 @@ COLOURS = {
     "compiled-llm:cuda-graphs:flashinfer": "#756bb1",
     "compiled-llm:engine": "#08306b",
     "compiled-llm:socket": "#4292c6",
+    "compiled-llm:socket-busy-poll": "#2171b5",
     "compiled-llm:http": "#756bb1",
     "hf-batch": "#8c8c8c",
     "vllm": "#e6550d",

@@ -29,14 +29,14 @@ def http_client(setup: Setup, url: str, model: str) -> Iterator[ServingSession]:
 
 
 @contextmanager
-def socket_client(setup: Setup, path: Path) -> Iterator[ServingSession]:
-    """Yield what asks a generator at its socket."""
-    with _client(setup, socket=os.fspath(path)) as session:
+def socket_client(setup: Setup, path: Path, busy_poll: float = 0.0) -> Iterator[ServingSession]:
+    """Yield what asks a generator at its socket; ``busy_poll`` is that of ``AsyncClient``."""
+    with _client(setup, socket=os.fspath(path), busy_poll=busy_poll) as session:
         yield session
 
 
 @contextmanager
-def _client(setup: Setup, **server: str) -> Iterator[ServingSession]:
+def _client(setup: Setup, **server: str | float) -> Iterator[ServingSession]:
     job = {**server, "patience": setup.patience}
     command = [sys.executable, os.fspath(WORKERS / "client_worker.py"), json.dumps(job)]
     with started(command, lambda mark: None) as peer:

@@ -19,7 +19,9 @@ from compiled_llm.commands.bench.serving.our_engine import OURS, OurStreamingEng
 from compiled_llm.commands.bench.serving.server_process import fetch, free_port, running
 from compiled_llm.config import Mode
 
-SOCKET, HTTP, VLLM = "compiled-llm:socket", "compiled-llm:http", "vllm"
+SOCKET, BUSY, HTTP, VLLM = "compiled-llm:socket", "compiled-llm:socket-busy-poll", "compiled-llm:http", "vllm"
+_BUSY_POLL = 0.01
+"""Seconds: longer than a step, or than a first token takes."""
 _MODEL = "bench"
 """What servers call the model."""
 
@@ -84,6 +86,7 @@ class OurServer:
             clients.enter_context(running([*command, "--quiet"], f"{origin}/ready", self.name, setup.log))
             opened = {
                 SOCKET: lambda: socket_client(setup, path),
+                BUSY: lambda: socket_client(setup, path, _BUSY_POLL),
                 HTTP: lambda: http_client(setup, f"{origin}/v1", _MODEL),
             }
             yield {name: clients.enter_context(opened[name]()) for name in self._ways}
@@ -163,12 +166,12 @@ def choose(names: str, peers: Sequence[str], mode: Mode, device_type: str) -> li
     Raises:
         ValueError: there is none of that name, or a peer has no URL.
     """
-    known = [OURS, SOCKET, HTTP, VLLM]
+    known = [OURS, SOCKET, BUSY, HTTP, VLLM]
     usual = known if names == "all" or device_type == "cuda" else known[:-1]
     wanted = usual if names in ("all", "default") else [name.strip() for name in names.split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in known]:
         raise ValueError(f"--contenders: no {', '.join(unknown)}; there are {', '.join(known)}, all and default")
-    folder, ways = ModelFolder(), [name for name in (SOCKET, HTTP) if name in wanted]
+    folder, ways = ModelFolder(), [name for name in (SOCKET, BUSY, HTTP) if name in wanted]
     servers: list[Server] = [InProcess(mode)] if OURS in wanted else []
     servers += [OurServer(mode, folder, ways)] if ways else []
     servers += [VllmServer(folder)] if VLLM in wanted else []

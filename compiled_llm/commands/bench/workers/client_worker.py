@@ -35,9 +35,9 @@ class Client(Protocol):
 class SocketClient:
     """Asks a generator at its socket."""
 
-    def __init__(self, path: str, silence: Silence) -> None:
+    def __init__(self, path: str, busy_poll: float, silence: Silence) -> None:
         """Connect to nobody yet; whatever comes breaks the silence."""
-        self._client = AsyncClient(path)
+        self._client = AsyncClient(path, busy_poll=busy_poll)
         self._silence = silence
         self._is_connected = False
 
@@ -64,7 +64,7 @@ class SocketClient:
 def client_of(job: dict[str, Any], silence: Silence) -> Client:
     """Return what asks the server that the job names."""
     if "socket" in job:
-        return SocketClient(job["socket"], silence)
+        return SocketClient(job["socket"], job["busy_poll"], silence)
     return HttpClient(job["url"], job["model"], silence)
 
 
