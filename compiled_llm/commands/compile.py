@@ -6,6 +6,8 @@ What imports torch is imported inside, once everything that compiles in this pro
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -91,16 +93,33 @@ def compile_ahead(
         check_driver(device.value)
         target = output.expanduser().absolute()
         source = locate(model, progress=not quiet)
-        manifest = _write(source, target, options, dtype.value, device.value, Prepared(max_rows, sizes, profile))
+        load = partial(_load, source, dtype.value, device.value, progress=not quiet)
+        manifest = write_artifacts(target, load, options, Prepared(max_rows, sizes, profile))
         size = sum(entry.nbytes for entry in manifest.files.values())
         typer.echo(f"compiled_llm: {len(manifest.files)} files, {size / 2**20:,.1f} MiB, in {target}", err=True)
 
 
-def _write(
-    source: Source, target: Path, options: dict[str, Any], dtype: str, device: str, prepared: Prepared
+def _load(source: Source, dtype: str, device: str, *, progress: bool) -> tuple[Any, Any]:
+    from compiled_llm.commands.loading import fetched, load
+
+    return load(fetched(source, progress), dtype, device, progress=progress)
+
+
+def write_artifacts(
+    target: Path, load: Callable[[], tuple[Any, Any]], options: dict[str, Any], prepared: Prepared
 ) -> Manifest:
+    """Write artifacts in a process that does nothing else: what it compiles goes into the new folder.
+
+    Args:
+        target: the folder.
+        load: returns a model that is not wrapped, and its tokenizer or None.
+        options: of ``wrap``, ``progress`` among them.
+        prepared: what they are made for.
+
+    Raises:
+        ValueError: the folder is there already.
+    """
     with ProgressDisplay(options["progress"]).task("importing torch and transformers"):
-        from compiled_llm.commands.loading import fetched, load
         from compiled_llm.compat import choose_ptxas
         from compiled_llm.compilation.artifacts.writing import check_new, unfinished, variables
 
@@ -108,7 +127,7 @@ def _write(
     with unfinished(target) as folder:
         os.environ.update(variables(folder))  # this process does nothing else, and nothing is built yet
         choose_ptxas()
-        loaded, tokenizer = load(fetched(source, options["progress"]), dtype, device, progress=options["progress"])
+        loaded, tokenizer = load()
         return _compiled_into(folder, loaded, tokenizer, options, prepared)
 
 

@@ -213,3 +213,15 @@ def test_startup_of_this_environment(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert done.exit_code == 0, done.output
     results = [(result.contender, result.cache) for result in Report.load(path).startup]
     assert results == [("compiled-llm:eager", "cold")]
+
+
+@pytest.mark.whole
+def test_starts_with_artifacts_are_timed(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    arguments = ("--model", "tiny", "--prompt", "8", "--new", "4", "--runs", "1", "--json", str(path))
+    done = invoke("startup", *arguments, "--contenders", "ours", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    startups = Report.load(path).startup
+    assert [(result.cache, set(result.stages)) for result in startups] == [
+        (kind, set(startup.STAGES)) for kind in ("cold", "warm", "artifacts")
+    ]

@@ -15,6 +15,7 @@ from compiled_llm.commands.bench.plot_style import COLOURS, Paper, paper
 from compiled_llm.commands.bench.results import Latency, Offline, Roofline, Startup
 from compiled_llm.explaining.profile.kernels import KINDS
 
+_STARTED = {"cold": "cold caches", "warm": "warm caches", "artifacts": "artifacts"}
 REST = "nothing of these runs"
 """What is left of a step."""
 
@@ -45,7 +46,7 @@ def draw_startup(results: Sequence[Startup], new: Paper = paper) -> FigureBase:
     for result in results:
         reached = [0.0, *(result.stage(stage).median for stage in stages)]
         lengths = [later - earlier for earlier, later in itertools.pairwise(reached)]
-        bars.append(Bar(f"{result.contender}\n{result.cache} caches", lengths, reached[-1]))
+        bars.append(Bar(f"{result.contender}\n{_STARTED[result.cache]}", lengths, reached[-1]))
     label = "time from the start of the process, s (medians; less is better)"
     return _stacked(new, bars, [f"until {stage}" for stage in stages], label)[0]
 

@@ -90,7 +90,7 @@ def startup(
     new: Annotated[int, typer.Option(min=2, help="New tokens; once they have come, everything is compiled.")] = 16,
     contenders: ContenderNames = "default",
     cold_runs: Annotated[int, typer.Option(min=1, help="Starts with empty caches.")] = 1,
-    runs: Annotated[int, typer.Option(min=0, help="Starts with warm caches.")] = 5,
+    runs: Annotated[int, typer.Option(min=0, help="Starts with warm caches, and as many with artifacts.")] = 5,
     device: DeviceName = Device.auto,
     vllm: VLLM = None,
     sglang: SGLang = None,
@@ -100,7 +100,11 @@ def startup(
     commit: Commit = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure the time from the start of a process to its first token, with cold and with warm caches."""
+    """Measure the time from the start of a process to its first token.
+
+    Once with cold caches, then with warm ones; this package also with artifacts, as `compiled-llm compile` writes
+    them, and cold caches.
+    """
     with bench_run(json, markdown, plot, commit, verbose) as run:
         from compiled_llm.commands.bench import startup as experiment
         from compiled_llm.commands.bench.workload import Workload

@@ -34,6 +34,7 @@ class Setup:
             takes a Python file and its arguments.
         log: takes one line about what is being done.
         patience: seconds in which something has to come while requests wait.
+        artifacts: folder that ``compiled-llm compile`` would write for the model; ours starts with it.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Setup:
     commands: dict[str, str] = field(default_factory=dict)
     log: Log = lambda line: None
     patience: float = 60.0
+    artifacts: str | None = None
     _model: PreTrainedModel | None = None
 
     def model(self) -> PreTrainedModel:

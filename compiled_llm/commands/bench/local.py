@@ -103,15 +103,36 @@ class LocalSession:
 @contextmanager
 def local_worker(setup: Setup, contender: str) -> Iterator[list[str]]:
     """Yield the command for a contender of this environment; see ``workers/local_worker.py``."""
+    yield _command("local_worker.py", setup, contender)
+
+
+def artifacts_worker(setup: Setup, contender: str) -> list[str]:
+    """Return the command that writes the setup's artifacts, for a contender; see ``workers/artifacts_worker.py``."""
+    return _command("artifacts_worker.py", setup, contender)
+
+
+def _command(worker: str, setup: Setup, contender: str) -> list[str]:
     job = {
         "contender": contender,
         "model": setup.name,
         "device": str(setup.device),
         "dtype": str(setup.dtype).removeprefix("torch."),
         "workloads": [[work.batch, work.prompt, work.new, work.sampled] for work in setup.workloads],
+        "artifacts": setup.artifacts,
     }
     # By its path: with -m, Python would look for modules in the current folder first.
-    yield [sys.executable, os.fspath(WORKERS / "local_worker.py"), json.dumps(job)]
+    return [sys.executable, os.fspath(WORKERS / worker), json.dumps(job)]
+
+
+def setup_of(job: dict[str, Any]) -> Setup:
+    """Return the setup that a worker's job describes."""
+    return Setup(
+        name=job["model"],
+        device=torch.device(job["device"]),
+        dtype=getattr(torch, job["dtype"]),
+        workloads=[Workload(*fields) for fields in job["workloads"]],
+        artifacts=job["artifacts"],
+    )
 
 
 def tokens_to_hold(workloads: Sequence[Workload], page_size: int) -> int:

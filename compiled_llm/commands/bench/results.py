@@ -81,7 +81,8 @@ class Startup:
 
     Attributes:
         contender: its name.
-        cache: ``cold`` (empty cache folders in every run) or ``warm`` (those of an earlier run).
+        cache: ``cold`` (empty cache folders in every run), ``warm`` (those of an earlier run), or ``artifacts`` (empty
+            ones, and a folder as `compiled-llm compile` writes it).
         stages: seconds from the start of the process to each stage, for every run: ``imported``, ``loaded``,
             ``first token``, ``all tokens``.
     """

@@ -164,7 +164,10 @@ def _startup(results: Sequence[Startup]) -> Iterator[Table]:
             for result in results
         ]
         columns = ["contender", "caches", "runs", *(f"{stage}, s" for stage in stages)]
-        note = "Seconds from the start of the process, best / median. Cold: empty folders for everything compiled."
+        note = (
+            "Seconds from the start of the process, best / median. Cold: empty folders for everything compiled. "
+            "Artifacts: such folders, and one that `compiled-llm compile` would write."
+        )
         yield Table("Start-up", columns, rows, note, leading=2)
 
 

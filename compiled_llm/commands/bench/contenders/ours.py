@@ -55,6 +55,7 @@ class Ours:
             kv_memory=f"{tokens} tokens",
             progress=False,
             backend=self.backend,
+            artifacts=setup.artifacts,
         )
         try:
             yield _WrappedSession(setup, model, compiles=self.mode != "eager")

@@ -14,20 +14,11 @@ def main() -> None:
     os.dup2(2, 1)  # stdout is for answers alone
     job = json.loads(sys.argv[1])
 
-    import torch
-
-    from compiled_llm.commands.bench.contender import Setup
     from compiled_llm.commands.bench.contenders import choose
-    from compiled_llm.commands.bench.workload import Workload
+    from compiled_llm.commands.bench.local import setup_of
 
     _send(answers, {"mark": "imported"})
-    setup = Setup(
-        name=job["model"],
-        device=torch.device(job["device"]),
-        dtype=getattr(torch, job["dtype"]),
-        workloads=[Workload(*fields) for fields in job["workloads"]],
-        log=lambda line: None,
-    )
+    setup = setup_of(job)
     (contender,) = choose(job["contender"], setup.device.type)
     with contender.opened(setup) as session:
         setup.synchronize()
