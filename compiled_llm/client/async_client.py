@@ -92,9 +92,12 @@ class AsyncClient(BaseClient):
         """As of ``Client``."""
         await self._rejoin()
         session, number = self._ask_stats()
-        if not await _until(session.listeners, lambda: session.has_answered(number), timeout):
-            raise session.no_answer_after(timeout)
-        return session.take_stats(number)
+        try:
+            if not await _until(session.listeners, lambda: session.has_answered(number), timeout):
+                raise session.no_answer_after(timeout)
+            return session.stats(number)
+        finally:
+            session.forget(number)
 
     async def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -192,7 +192,7 @@ class BaseClient:
         """
         link = self._link
         link.session.check_ready()
-        number = link.session.number()
+        number = link.session.ask()
         link.send(AskStats(number))
         return link.session, number
 

@@ -77,9 +77,12 @@ class Client(BaseClient):
         """
         self._rejoin()
         session, number = self._ask_stats()
-        if not session.listeners.wait_until(lambda: session.has_answered(number), timeout):
-            raise session.no_answer_after(timeout)
-        return session.take_stats(number)
+        try:
+            if not session.listeners.wait_until(lambda: session.has_answered(number), timeout):
+                raise session.no_answer_after(timeout)
+            return session.stats(number)
+        finally:
+            session.forget(number)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -44,11 +44,17 @@ class Session:
         self._numbers = itertools.count(1)
         self._changing = threading.Lock()
         self._handles: dict[int, RemoteHandle] = {}
-        self._stats: dict[int, Stats] = {}
+        self._questions: dict[int, Stats | Exception | None] = {}  # and their answers
 
     def number(self) -> int:
-        """Return a number for a request or a question that no other has."""
+        """Return a number for a request that no other has."""
         return next(self._numbers)
+
+    def ask(self) -> int:
+        """Return a number for a question, which is about to be sent."""
+        number = self.number()
+        self._questions[number] = None
+        return number
 
     def check(self) -> None:
         """Check that the generator is there.
@@ -83,8 +89,9 @@ class Session:
             self._handles[number] = handle
 
     def forget(self, number: int) -> None:
-        """Expect nothing for a request that could not be sent."""
+        """Expect nothing for a request or a question: it could not be sent, or nobody waits any more."""
         self._handles.pop(number, None)
+        self._questions.pop(number, None)
 
     # ---- what is waited for
 
@@ -98,21 +105,24 @@ class Session:
 
     def has_answered(self, number: int) -> bool:
         """Whether a question has its answer, or never will have."""
-        return number in self._stats or self.lost is not None
+        return self._questions[number] is not None or self.lost is not None
 
     def no_answer_after(self, timeout: float | None) -> TimeoutError:
         """Return what is raised if there is no answer in time."""
         return TimeoutError(f"the generator has not answered for {timeout} s")
 
-    def take_stats(self, number: int) -> Stats:
+    def stats(self, number: int) -> Stats:
         """Return the answer to a question.
 
         Raises:
-            GeneratorLostError: there is none.
+            GeneratorError: the generator takes no questions now, or is gone.
         """
-        if number not in self._stats:
-            self.check()
-        return self._stats.pop(number)
+        answer = self._questions[number]
+        if isinstance(answer, Stats):
+            return answer
+        self.check()
+        assert answer is not None, "nobody has answered"
+        raise answer
 
     # ---- in the thread that reads the connection
 
@@ -133,11 +143,13 @@ class Session:
                 return self._step(message)
             case PromptScores() if (handle := self._handles.get(message.request)) is not None:
                 handle.take_prompt_scores(message.logprobs)
+            case Refused() if message.request in self._questions:
+                self._questions[message.request] = refusal(message.kind, message.message)
             case Refused() if (handle := self._handles.pop(message.request, None)) is not None:
                 handle.fail(refusal(message.kind, message.message))
                 return [handle]
-            case Stats():
-                self._stats[message.number] = message
+            case Stats() if message.number in self._questions:
+                self._questions[message.number] = message
             case Preparing():
                 self.doing, self.ready = message.doing, None  # it was, and sleeps now
             case Ready():

@@ -250,7 +250,7 @@ def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashe
 
     generator = Generator(uds)
     kept = None if served.profile is None else KeptProfile(served.profile)
-    operations = _operations(generator, served.operations_uds)
+    operations = _operations(generator, served.operations_uds, kept)
     say = _silent if served.quiet or leashed else _say  # a front says it, once it is true of HTTP
     say(f"listening at {uds}")
 
@@ -262,13 +262,13 @@ def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashe
     run(generator, prepare, drain_seconds, operations, kept)
 
 
-def _operations(generator: Generator, uds: Path | None) -> Operations | None:
+def _operations(generator: Generator, uds: Path | None, kept: KeptProfile | None) -> Operations | None:
     """Listen for operations, if that is asked for."""
     if uds is None:
         return None
     from compiled_llm.server.generator.operations import Operations  # imports what serves HTTP
 
-    return Operations(generator, uds)
+    return Operations(generator, uds, kept)
 
 
 def _prepared(

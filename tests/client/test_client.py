@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.frames import Frames, frame_of
 from compiled_llm.protocol.messages import (
+    AskStats,
     Ended,
     FromClient,
     Leaving,
@@ -233,6 +234,22 @@ def test_nobody_waits_longer_than_asked(path: Path) -> None:
         with pytest.raises(TimeoutError, match=r"the generator has not answered for 0\.01 s"):
             client.stats(0.01)
         client.close()
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_question_that_is_refused_waits_no_longer(path: Path, kind: type[Client | AsyncClient]) -> None:
+    async def ask() -> None:
+        client = kind(path)
+        if isinstance(client, AsyncClient):
+            await client.connect()
+        with pytest.raises(GeneratorError, match="not ready \\(asleep\\)"):
+            await answer if isinstance(answer := client.stats(60), Awaitable) else answer
+        assert client._session._questions == {}
+        client.close()
+
+    refused = Refused(1, "unavailable", "the generator is not ready (asleep)")
+    with answering(path, WELCOME, READY, refused, last_after=AskStats):
+        asyncio.run(ask())
 
 
 class Waits(selectors.DefaultSelector):

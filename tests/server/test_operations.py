@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx
@@ -273,6 +274,19 @@ def test_before_the_generator_is_ready_it_says_so(path: Path, folder: Path) -> N
         assert (response.status_code, response.json()) == (503, {"error": "the generator is not ready (starting)"})
     operations.close()
     loop.close()
+
+
+def test_what_requests_have_used_is_saved_before_the_model_sleeps(
+    engine: Engine, path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process may end asleep, and cannot save it then."""
+    done: list[str] = []
+    monkeypatch.setattr(engine, "sleep", lambda **_: done.append("sleep") or 0)  # type: ignore[func-returns-value]
+    with generating(engine, path) as loop:
+        profile: Any = SimpleNamespace(save=lambda: done.append("save"))
+        with operating(engine, loop, folder / "operations", folder, profile), asking(folder / "operations") as http:
+            post(http, "/sleep")
+    assert done == ["save", "sleep"]
 
 
 def test_the_port_of_the_api_knows_none_of_it(served: Served, http: httpx.Client) -> None:

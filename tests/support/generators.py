@@ -18,6 +18,7 @@ from compiled_llm.protocol.frames import Frames, frame_of
 from compiled_llm.protocol.messages import FromGenerator, Hello, Problem, Ready, Welcome
 from compiled_llm.server.generator.facts import ready_of
 from compiled_llm.server.generator.generator import Generator
+from compiled_llm.server.generator.kept_profile import KeptProfile
 from compiled_llm.server.generator.operations import Operations
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
@@ -77,9 +78,11 @@ def generating(engine: Engine, path: Path, tokenizer: Path | None = None, **opti
 
 
 @contextmanager
-def operating(engine: Engine, loop: Loop, path: Path, tokenizer: Path) -> Iterator[Operations]:
+def operating(
+    engine: Engine, loop: Loop, path: Path, tokenizer: Path, profile: KeptProfile | None = None
+) -> Iterator[Operations]:
     """The operations on a generator that is ready; it has named the folder of a tokenizer."""
-    operations = Operations(loop.generator, path)
+    operations = Operations(loop.generator, path, profile)
     operations.start()
     operations.open(engine, ready_of(engine._model, engine, "tiny", engine._tokenizer, str(tokenizer)))
     try:

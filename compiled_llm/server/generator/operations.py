@@ -28,6 +28,7 @@ from compiled_llm.server.generator.socket_file import listen, remove
 
 if TYPE_CHECKING:  # imports torch
     from compiled_llm.engine.engine import Engine
+    from compiled_llm.server.generator.kept_profile import KeptProfile
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -60,12 +61,13 @@ class Update(Struct, forbid_unknown_fields=True):
 class Operations:
     """Listens, and does what it is told, in threads of its own; clients of the generator are told that it sleeps."""
 
-    def __init__(self, generator: Generator, path: Path) -> None:
+    def __init__(self, generator: Generator, path: Path, profile: KeptProfile | None = None) -> None:
         """Listen; who connects is answered once it runs.
 
         Args:
             generator: whose model it is about.
             path: of the socket.
+            profile: saved before the model sleeps, for it cannot be then, and the process may end asleep.
 
         Raises:
             ValueError: there can be no socket that is safe.
@@ -73,6 +75,7 @@ class Operations:
         """
         self._generator = generator
         self._path = path
+        self._profile = profile
         self._listening = listen(path, of="operations_")
         self._engine: Engine | None = None
         self._ready: Ready | None = None
@@ -146,6 +149,8 @@ class Operations:
 
     def _sleep(self, engine: Engine, body: Sleep) -> Answer:
         with self._resting:
+            if self._profile is not None:
+                self._profile.save()
             nbytes = engine.sleep(requests=body.requests, weights=body.weights)
             self._generator.report("asleep")
         return {"asleep": True, "bytes": nbytes}

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from compiled_llm.client.errors import GeneratorBusyError, GeneratorError, GeneratorLostError
-from compiled_llm.client.loop_connection import check_may_wait
+from compiled_llm.client.loop_connection import check_may_wait, loop_closed
 from compiled_llm.protocol.frames import Frames
 from compiled_llm.protocol.messages import Cancel, FromGenerator, Preparing, Ready, Refused, Submit
 
@@ -124,6 +124,9 @@ class ReplicaLine:
         """Say what the first replica that is there says, and when none is there any more."""
         try:
             await self._look_on()
+        except asyncio.CancelledError:  # the loop ends; or the client is closed, which has said so before
+            self._lost(loop_closed())
+            raise
         except Exception as error:  # whatever it was, whoever waits has to hear of it
             logger.exception("compiled_llm: replicas cannot be asked")
             self._lost(GeneratorLostError(f"replicas cannot be asked: {type(error).__name__}"))

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from compiled_llm import SamplingParams
 from compiled_llm.client import GeneratorBusyError, GeneratorError, GeneratorLostError
 from compiled_llm.client.connection import Connection
+from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.engine.engine import Engine
 from compiled_llm.protocol.messages import Ready, Submit
 from compiled_llm.server.replicas import replica_client
@@ -78,6 +79,25 @@ def play(path: Path, game: Callable[[OneReplica, ReplicaClient], Coroutine[Any, 
 
     asyncio.run(asyncio.wait_for(playing(), PATIENCE))
     return lost
+
+
+def test_who_waits_is_told_when_the_event_loop_ends(generator: Loop, path: Path) -> None:
+    waiting: list[RemoteHandle] = []
+
+    async def playing() -> None:
+        connection = await asyncio.to_thread(Connection, path)
+        client = ReplicaClient(OneReplica(Relay(connection, lambda _: None)))
+        await client.connect()
+        waiting.append(client.submit([5, 6, 7], LONG))
+        await anext(aiter(waiting[0]))
+        client_of.append(client)
+        connection.close()
+
+    client_of: list[ReplicaClient] = []
+    asyncio.run(asyncio.wait_for(playing(), PATIENCE))
+    with pytest.raises(GeneratorLostError, match="the event loop that has read the connection is closed"):
+        waiting[0].result(PATIENCE)
+    client_of[0].close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
