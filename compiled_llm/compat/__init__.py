@@ -38,6 +38,7 @@ transforms and tracing | the same |
 | ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is; caching a piece | a graph says it |
 | ``UntypedStorage._cdata`` | which fake tensors share memory | fake tensors have addresses |
 | ``torch._C._storage_Use_Count`` | whether a weight's memory is nobody else's | storages say it |
+| ``_python_dispatch.is_traceable_wrapper_subclass`` | what quantised weights are made of | torch says it publicly |
 | ``Tensor._version`` | what was written to | tensors say it publicly |
 | ``symbolic_shapes.free_unbacked_symbols`` | numbers that only the device knows | a graph says it |
 | ``torch._inductor.config.cpp.cxx`` | which C++ compilers Inductor looks for | torch reports it |

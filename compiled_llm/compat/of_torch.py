@@ -204,3 +204,6 @@ from compiled_llm.compat.tensors import (
 from compiled_llm.compat.tensors import (
     version_of as version_of,
 )
+from compiled_llm.compat.tensors import (
+    wrapped_in as wrapped_in,
+)

@@ -93,6 +93,16 @@ def version_of(tensor: Tensor) -> int:
     return version
 
 
+def wrapped_in(tensor: Tensor) -> tuple[dict[str, Any], Any] | None:
+    """Return the tensors in one of a class that wraps others, and what else it is made of; None of any other class."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    names, others = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, others
+
+
 def unbacked_symbols(value: Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) -> set[object]:
     """Return the numbers in a graph's value, or in its sizes, that only the device knows."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from compiled_llm.model.modules import Children, same
 
 # The last one says whether HuggingFace has initialized a module's weights; no forward reads it.
 _OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"_is_hf_initialized"}
+_HOLDERS = ("_modules", "_parameters", "_buffers")
 _UNREAD_BY_LINEAR = frozenset({"training", "in_features", "out_features"})
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
 
 
 class State:
-    """The attributes of modules, and the modules inside them.
+    """The attributes of modules, the modules inside them, and the names and the order of their tensors.
 
     Attributes:
         modules: all of them.
@@ -28,8 +30,11 @@ class State:
         self.modules = modules
         self._children = Children(modules)
         self._attributes = [vars(module) for module in modules]
-        names = [(vars(module), name) for module in modules for name in _names(module)]
+        names = [(vars(module), name) for module in modules for name in (*_names(module), *_holders(module))]
         self._owners, self._names = [owner for owner, _ in names], [name for _, name in names]
+        # Where there was no tensor, Dynamo notices the first: it guards how many a layer has.
+        self._tensors = [held for module in modules for held in (module._parameters, module._buffers) if held]
+        self._tensor_names = self._tensor_names_now()
         self._known = self._now()
         self._valid_at: int | None = None
 
@@ -37,13 +42,20 @@ class State:
         """Whether nothing has changed; ``glance`` as in ``Guards.valid``."""
         if glance is not None and glance == self._valid_at:
             return True
-        valid = self._children.valid() and same(self._known, self._now())
+        valid = (
+            self._children.valid()
+            and same(self._known, self._now())
+            and self._tensor_names == self._tensor_names_now()  # tensors of a layer are told apart by their order
+        )
         self._valid_at = glance if valid else None
         return valid
 
     def _now(self) -> list[Any]:
         values = map(dict.get, self._owners, self._names)
-        return [*map(type, self.modules), *map(len, self._attributes), *values]
+        return [*map(type, self.modules), *map(vars, self.modules), *map(len, self._attributes), *values]
+
+    def _tensor_names_now(self) -> list[str]:
+        return list(chain.from_iterable(self._tensors))
 
 
 class KnownState:
@@ -78,6 +90,11 @@ def _names(module: nn.Module) -> list[str]:
     """Return the attributes that a module's code may read."""
     unread = _OF_EVERY_MODULE | _UNREAD_BY_LINEAR if type(module) is nn.Linear else _OF_EVERY_MODULE
     return [name for name in vars(module) if name not in unread]
+
+
+def _holders(module: nn.Module) -> list[str]:
+    """Return the attributes that hold its tensors and the modules inside it, if there are any."""
+    return [name for name in _HOLDERS if vars(module)[name]]
 
 
 def describe_attributes(module: nn.Module, number: int) -> list[Hashable]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 import compiled_llm_ops  # defines the ops  # noqa: F401
-from compiled_llm.compat import example_of, running_on, storage_number
+from compiled_llm.compat import example_of, running_on, storage_number, wrapped_in
 
 _ATTENTIONS = (
     torch.ops.compiled_llm.paged_attention.default,
@@ -68,7 +68,12 @@ def _describe_value(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"{type(value).__name__} {value}"
     layout = f"{tuple(value.shape)} {tuple(value.stride())} {value.storage_offset()}"
-    return f"{type(value).__name__} {value.dtype} {value.device} {layout} {value.requires_grad} {value.is_inference()}"
+    line = f"{type(value).__name__} {value.dtype} {value.device} {layout} {value.requires_grad} {value.is_inference()}"
+    wrapped = wrapped_in(value)
+    if wrapped is None:
+        return line
+    tensors, others = wrapped  # as of quantised weights: what is computed depends on all of it
+    return f"{line} {others} {[f'{name}: {_describe_value(tensor)}' for name, tensor in tensors.items()]}"
 
 
 def without_symbols(description: str) -> str:
