@@ -100,11 +100,7 @@ def startup(
     commit: Commit = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure the time from the start of a process to its first token.
-
-    Once with cold caches, then with warm ones; this package also with artifacts, as `compiled-llm compile` writes
-    them, and cold caches.
-    """
+    """Measure the time from a process's start to its first token: cold and warm caches, ours with artifacts too."""
     with bench_run(json, markdown, plot, commit, verbose) as run:
         from compiled_llm.commands.bench import startup as experiment
         from compiled_llm.commands.bench.workload import Workload
