@@ -36,6 +36,7 @@ transforms and tracing | the same |
 | ``CachingAutotuner.bench``, ``clone_args`` | tilings that are timed as they run | Inductor times them in graphs |
 | ``torch._dispatch.python`` | running a graph on symbolic sizes | torch propagates a graph's sizes in public |
 | ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is; caching a piece | a graph says it |
+| ``utils._mode_utils.no_dispatch`` | fake tensors ten times as fast | torch makes them as fast |
 | ``UntypedStorage._cdata`` | which fake tensors share memory | fake tensors have addresses |
 | ``torch._C._storage_Use_Count`` | whether a weight's memory is nobody else's | storages say it |
 | ``_python_dispatch.is_traceable_wrapper_subclass`` | what quantised weights are made of | torch says it publicly |

@@ -175,6 +175,9 @@ from compiled_llm.compat.stages import (
     compiling_stage as compiling_stage,
 )
 from compiled_llm.compat.tensors import (
+    Fakes as Fakes,
+)
+from compiled_llm.compat.tensors import (
     example_of as example_of,
 )
 from compiled_llm.compat.tensors import (

@@ -5,23 +5,37 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 
+class Fakes(NamedTuple):
+    """Tensors without data.
+
+    Attributes:
+        of: puts them, the same ones each time, in place of others in nested containers.
+        another: returns a new one, in memory of its own, with the layout of one that needs no gradient; in a tenth of
+            the time that it takes a function to make one.
+    """
+
+    of: Callable[[Any], Any]
+    another: Callable[[Tensor], Tensor]
+
+
 @contextmanager
-def fake_tensors() -> Iterator[Callable[[Any], Any]]:
+def fake_tensors() -> Iterator[Fakes]:
     """Run the block on tensors without data, and without a word in the log of what goes wrong on them.
 
     What is done to tensors with data alone still reaches those.
 
     Yields:
-        What puts tensors without data, the same ones each time, in place of others in nested containers.
+        What makes such tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._mode_utils import no_dispatch
     from torch.utils._pytree import tree_map_only
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -33,7 +47,13 @@ def fake_tensors() -> Iterator[Callable[[Any], Any]]:
             def fake(tensor: Tensor) -> Tensor:
                 return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
 
-            yield lambda values: tree_map_only(Tensor, fake, values)
+            def another(tensor: Tensor) -> Tensor:
+                size, stride = tensor.size(), tensor.stride()
+                with no_dispatch():
+                    memory = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+                return FakeTensor(mode, memory, tensor.device)
+
+            yield Fakes(lambda values: tree_map_only(Tensor, fake, values), another)
     finally:
         logger.setLevel(level)
 

@@ -118,8 +118,13 @@ def layout(tensor: Tensor | None) -> Hashable:
     return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value says all about itself."""
+    return type(value) in _PLAIN
+
+
 def plain(value: Any) -> Hashable:
     """Describe a value: a plain one, or a tuple of them, by itself, any other by its identity."""
-    if type(value) in _PLAIN:
+    if is_plain(value):
         return type(value), value
     return (tuple, *map(plain, value)) if type(value) is tuple else ("object", id(value))

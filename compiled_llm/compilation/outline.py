@@ -35,6 +35,7 @@ from compiled_llm.compilation.layer_state import (
     State,
     describe_attributes,
     describe_tensors,
+    layout,
     tensors_of,
 )
 from compiled_llm.compilation.layer_tracer import LayerTracer, NoOutlineError, traced_class
@@ -159,9 +160,8 @@ class _Layers:
         Raises:
             NoOutlineError: no two have.
         """
-        first: dict[Hashable, int] = {}
-        self.like = [first.setdefault(description, number) for number, description in enumerate(descriptions)]
-        if len(first) == len(descriptions):
+        self.like = first_equal(descriptions)
+        if len(set(self.like)) == len(descriptions):
             raise NoOutlineError("no two layers are alike")
         self._marked = [
             _copy(layer, marked_class(_class_of(layer)), _tensors=[], _number=number, _like=like)
@@ -228,8 +228,10 @@ def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], 
     if InnerModules().hooks(model):
         raise NoOutlineError("hooks may do anything")
     layers = _Layers(model, len(pages), known)
-    with fake_tensors() as faked:
-        tracer = LayerTracer([layers.tensors(number, pages) for number in range(len(pages))], faked)
+    descriptions = [(layers.describe(number), layout(own)) for number, own in enumerate(pages)]
+    with fake_tensors() as fakes:
+        tensors = [layers.tensors(number, pages) for number in range(len(pages))]
+        tracer = LayerTracer(tensors, first_equal(descriptions), fakes)
         traced = layers.traced(model, tracer)
         state = State(list(traced.modules()))
         with attributes_restored(traced), tracer:
@@ -238,8 +240,14 @@ def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], 
                 raise NoOutlineError("the model changes its attributes")
     if len(tracer.calls) != len(pages):
         raise NoOutlineError("not every layer of the list was called")
-    layers.compare([(layers.describe(number), calls) for number, calls in enumerate(tracer.calls)])
+    layers.compare(list(zip(descriptions, tracer.calls, strict=True)))
     return layers
+
+
+def first_equal(entries: Sequence[Hashable]) -> list[int]:
+    """Return for each entry the place of the first that equals it."""
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(entry, place) for place, entry in enumerate(entries)]
 
 
 # ---- shallow copies

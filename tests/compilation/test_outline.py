@@ -17,8 +17,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3Model
 
 import compiled_llm
+from compiled_llm.compat import Fakes
 from compiled_llm.compilation import backend as inductor
-from compiled_llm.compilation import layer_marks
+from compiled_llm.compilation import layer_marks, outline
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.graphs.validity import Weights
 from compiled_llm.compilation.layer_state import KnownState
@@ -449,6 +450,29 @@ def test_what_layers_do_is_looked_at_too(kind, traced, graphs, seed):
             layer.self_attn.__class__ = kind
     assert_alike(model, plain, seed)
     assert graphs.traced == traced
+
+
+def test_only_the_first_of_equal_layers_runs_on_fake_tensors(graphs, monkeypatch, seed):
+    """What a function gave is told again to the others: a run takes a tenth of a millisecond."""
+    ran: list[int] = []
+    fakes = outline.fake_tensors
+
+    @contextmanager
+    def counting() -> Iterator[Fakes]:
+        with fakes() as made:
+
+            def of(values: Any) -> Any:
+                ran[-1] += 1
+                return made.of(values)
+
+            yield Fakes(of, made.another)
+
+    monkeypatch.setattr(outline, "fake_tensors", counting)
+    for layers in (2, LAYERS):
+        ran.append(0)
+        logits(compiled_llm.wrap(tiny_qwen3(num_hidden_layers=layers, eos_token_id=None), **OPTIONS), seed, 1)
+    of_two, of_all = ran
+    assert of_all - of_two < of_two / 4  # what gives back what it was given runs each time
 
 
 class TwiceInTheMiddle(Qwen3Model):
