@@ -47,7 +47,7 @@ class AsyncClient(BaseClient):
         Raises:
             ValueError: ``busy_poll`` is none that it can be.
         """
-        if not 0 <= busy_poll < float("inf"):
+        if isinstance(busy_poll, bool) or not 0 <= busy_poll < float("inf"):
             raise ValueError(f"busy_poll={busy_poll}: give seconds, such as 0.01, or 0 to let the event loop sleep")
         super().__init__(path, tokenizer)
         self._busy_poll = busy_poll

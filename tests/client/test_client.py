@@ -286,7 +286,7 @@ def test_an_event_loop_sleeps_after_messages_unless_it_is_to_poll(path: Path, bu
         loop.run_until_complete(main())
 
 
-@pytest.mark.parametrize("busy_poll", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("busy_poll", [-0.1, float("nan"), float("inf"), True])
 def test_an_impossible_time_to_poll_is_refused(path: Path, busy_poll: float) -> None:
     with pytest.raises(ValueError, match=rf"busy_poll={busy_poll}: give seconds, such as 0\.01"):
         AsyncClient(path, busy_poll=busy_poll)

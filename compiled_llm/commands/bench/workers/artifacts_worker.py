@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from compiled_llm.commands.compile import Prepared, write_artifacts
 
 def main() -> None:
     """Compile for the rows of the workload that the job names."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # stdout is for the answer alone
     job = json.loads(sys.argv[1])
     setup = setup_of(job)
     (contender,) = choose(job["contender"], setup.device.type)
@@ -21,8 +24,8 @@ def main() -> None:
     options = {"mode": contender.mode, "backend": contender.backend, "progress": False}
     rows = max(work.batch for work in setup.workloads)
     write_artifacts(Path(job["artifacts"]), lambda: (setup.model(), None), options, Prepared(rows, [rows], None))
-    sys.stdout.write(json.dumps({"mark": "written"}) + "\n")
-    sys.stdout.flush()
+    answers.write(json.dumps({"mark": "written"}) + "\n")
+    answers.flush()
 
 
 if __name__ == "__main__":
