@@ -105,7 +105,7 @@ CHANGES = [
     register_again,
     pytest.param(exchange_names, marks=pytest.mark.whole),
     pytest.param(replace_the_dictionary, marks=pytest.mark.whole),
-    replace_all_attributes,
+    pytest.param(replace_all_attributes, marks=pytest.mark.whole),
 ]
 
 
