@@ -5,32 +5,43 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import typer
 
 from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.early_checks import check_driver, check_server_packages
 from compiled_llm.commands.errors import readable_errors
-from compiled_llm.commands.http_options import (
+from compiled_llm.commands.leash import end_with_parent
+from compiled_llm.commands.options import Artifacts, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
+from compiled_llm.commands.serve_http import HttpFlags, run_with_front, usual_count
+from compiled_llm.commands.serve_options import (
     AllowedHost,
     ApiKeyFile,
     ApiServerCount,
     ClientSeconds,
     CorsOrigin,
+    DrainSeconds,
     Host,
+    KvMemory,
+    Leashed,
     MaxConnections,
+    MaxQueue,
+    MaxRows,
+    MaxStepMs,
+    OperationsUds,
     Page,
     Port,
+    ProfilePath,
+    Quiet,
     RequestSeconds,
     SaltCaches,
     ServedModelName,
     SslCertfile,
     SslKeyfile,
+    Uds,
+    Warmup,
 )
-from compiled_llm.commands.leash import end_with_parent
-from compiled_llm.commands.options import MODEL, Artifacts, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
-from compiled_llm.commands.serve_http import HttpFlags, run_with_front, usual_count
 from compiled_llm.commands.source import Source, locate
 from compiled_llm.compilation.graphs.profile import Profile
 from compiled_llm.config import WrapConfig
@@ -45,7 +56,6 @@ if TYPE_CHECKING:
     from compiled_llm.server.generator.kept_profile import KeptProfile
     from compiled_llm.server.generator.operations import Operations
 
-_SERVING = "Serving"
 _IMPORTING = "importing torch and transformers"
 
 
@@ -106,22 +116,8 @@ class Served(NamedTuple):
 
 def serve(
     model: ModelPlace,
-    uds: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Listen at this Unix socket, which only your user may open; without an option of HTTP there alone.",
-            rich_help_panel=_SERVING,
-        ),
-    ] = None,
-    operations_uds: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Take /sleep, /wake and new weights by HTTP over this Unix socket, which only your user may open.",
-            rich_help_panel=_SERVING,
-        ),
-    ] = None,
+    uds: Uds = None,
+    operations_uds: OperationsUds = None,
     host: Host = None,
     port: Port = None,
     served_model_name: ServedModelName = None,
@@ -136,52 +132,20 @@ def serve(
     max_connections: MaxConnections = MAX_CONNECTIONS,
     client_seconds: ClientSeconds = CLIENT_SECONDS,
     api_server_count: ApiServerCount = None,
-    max_rows: Annotated[int, typer.Option(help="Run so many requests at once.", rich_help_panel=_SERVING)] = MAX_ROWS,
-    max_queue: Annotated[
-        int | None, typer.Option(help="Refuse requests while so many wait.", rich_help_panel=_SERVING)
-    ] = None,
-    max_step_ms: Annotated[
-        float | None, typer.Option(help="Cut prompts so that a step takes at most this long.", rich_help_panel=_SERVING)
-    ] = None,
-    drain_seconds: Annotated[
-        float,
-        typer.Option(
-            help="How long requests may go on after SIGTERM or Ctrl-C; the second ends them at once.",
-            rich_help_panel=_SERVING,
-        ),
-    ] = 30.0,
-    warmup: Annotated[
-        str,
-        typer.Option(
-            metavar="ROWS",
-            help="Compile for these numbers of requests before the first: 1,8,64. Unless given, all up to --max-rows, "
-            "on a CPU up to 8.",
-            rich_help_panel=_SERVING,
-        ),
-    ] = "",
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Keep in this file which sizes requests use; if it is there, prepare these in place of --warmup.",
-            rich_help_panel=_SERVING,
-        ),
-    ] = None,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="What pages may take: 0.8 of what is free, 8GiB, or 20000 tokens.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
+    max_rows: MaxRows = MAX_ROWS,
+    max_queue: MaxQueue = None,
+    max_step_ms: MaxStepMs = None,
+    drain_seconds: DrainSeconds = 30.0,
+    warmup: Warmup = "",
+    profile: ProfilePath = None,
+    kv_memory: KvMemory = None,
     mode: RunningMode = "cuda-graphs",
     backend: Backend = "auto",
     dtype: WeightsDtype = Dtype.auto,
     device: OnDevice = Device.auto,
     artifacts: Artifacts = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=_SERVING)] = False,
-    leashed: Annotated[bool, typer.Option(hidden=True, help="End with whoever holds stdin open.")] = False,
+    quiet: Quiet = False,
+    leashed: Leashed = False,
 ) -> None:
     """Serve a model by OpenAI's API, or to the clients of a Unix socket alone, until SIGTERM or Ctrl-C.
 

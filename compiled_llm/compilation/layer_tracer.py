@@ -1,8 +1,8 @@
 """A run of a model on fake tensors, in which each layer is noted by what it does.
 
 A function takes a tenth of a millisecond and more on fake tensors, and a layer calls a hundred. So a layer with modules
-like those of an earlier one runs none of them as long as it calls the same functions on the same things: they would
-give the same again.
+like those of an earlier one is told what that one was given, as long as it calls the same functions on the same things.
+Functions that give back a tensor that was there before, or nothing, do run.
 """
 
 from __future__ import annotations
@@ -53,11 +53,7 @@ _UNKNOWN = object()
 
 
 class LayerTracer(TorchFunctionMode):
-    """Notes what the layers of a model do in one run.
-
-    Attributes:
-        calls: for each layer the functions that it has called, and their arguments.
-    """
+    """Notes what the layers of a model do in one run."""
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], similar: Sequence[int], fakes: Fakes) -> None:
         """Nothing has been called yet.
@@ -70,8 +66,7 @@ class LayerTracer(TorchFunctionMode):
         super().__init__()
         self._fakes = fakes
         self._similar = similar
-        self._called: list[list[_Call]] = []  # by the layers so far
-        self.calls: list[Hashable] = []
+        self._called: list[list[_Call]] = []  # by the layers so far; at the end of each, what it gave
         self._kept: list[object] = [tensors]  # so that no id is used twice
         self._names: dict[int, tuple[int | None, str, tuple[int, ...]]] = {}  # by id: layer, role, number
         self._layer: int | None = None
@@ -81,13 +76,18 @@ class LayerTracer(TorchFunctionMode):
             for number, tensor in enumerate(own):
                 self._names[id(tensor)] = layer, "own", (number,)
 
+    @property
+    def calls(self) -> list[Hashable]:
+        """For each layer the functions that it has called, with their arguments, and what it gave."""
+        return [tuple(call.line for call in lines) for lines in self._called]
+
     def trace(self, layer: int, original: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run a layer's ``original`` forward and note what it does.
 
         Raises:
             NoOutlineError: it is not the next layer, or its output is not like ``hidden``.
         """
-        if layer != len(self.calls) or self._layer is not None:
+        if layer != len(self._called) or self._layer is not None:
             raise NoOutlineError("layers are not called one after the other")
         self._layer, self._lines = layer, []
         self._expected = self._called[self._similar[layer]] if self._similar[layer] < layer else []
@@ -99,7 +99,7 @@ class LayerTracer(TorchFunctionMode):
         out = original(hidden, *args, **kwargs)
         if not isinstance(out, Tensor) or layout(out) != layout(hidden):
             raise NoOutlineError("a layer gives something else than it takes")
-        self.calls.append((*(call.line for call in self._lines), self._describe(out)))
+        self._lines.append(_Call(self._describe(out), _UNKNOWN))
         self._called.append(self._lines)
         self._names.pop(id(out))
         self._layer = None

@@ -160,7 +160,7 @@ class _Layers:
         Raises:
             NoOutlineError: no two have.
         """
-        self.like = first_equal(descriptions)
+        self.like = _first_equal(descriptions)
         if len(set(self.like)) == len(descriptions):
             raise NoOutlineError("no two layers are alike")
         self._marked = [
@@ -231,7 +231,7 @@ def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], 
     descriptions = [(layers.describe(number), layout(own)) for number, own in enumerate(pages)]
     with fake_tensors() as fakes:
         tensors = [layers.tensors(number, pages) for number in range(len(pages))]
-        tracer = LayerTracer(tensors, first_equal(descriptions), fakes)
+        tracer = LayerTracer(tensors, _first_equal(descriptions), fakes)
         traced = layers.traced(model, tracer)
         state = State(list(traced.modules()))
         with attributes_restored(traced), tracer:
@@ -244,7 +244,7 @@ def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], 
     return layers
 
 
-def first_equal(entries: Sequence[Hashable]) -> list[int]:
+def _first_equal(entries: Sequence[Hashable]) -> list[int]:
     """Return for each entry the place of the first that equals it."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(entry, place) for place, entry in enumerate(entries)]

@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compilation import backend
-from compiled_llm.compilation import programs as programs
+from compiled_llm.compilation import backend, programs
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

@@ -100,7 +100,7 @@ def startup(
     commit: Commit = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure the time from a process's start to its first token: cold and warm caches, ours with artifacts too."""
+    """Measure the time from a process's start to its first token: with cold caches, warm ones, and artifacts."""
     with bench_run(json, markdown, plot, commit, verbose) as run:
         from compiled_llm.commands.bench import startup as experiment
         from compiled_llm.commands.bench.workload import Workload

@@ -74,7 +74,7 @@ def _measure_one(
             if warm_runs:
                 yield starts.timed("warm", command, caches[-1:] * warm_runs)
         if warm_runs and isinstance(contender, Ours) and contender.mode != "eager":
-            artifacts = starts.compiled()
+            artifacts = starts.with_artifacts()
             # Byte code is left by the first process that imports a package, whatever it starts with.
             python = {PYTHON: caches[-1][PYTHON]}
             caches = [{**starts.empty(f"artifacts_{number}"), **python} for number in range(warm_runs)]
@@ -99,7 +99,7 @@ class Starts:
             folder.mkdir(parents=True)
         return folders
 
-    def compiled(self) -> Setup:
+    def with_artifacts(self) -> Setup:
         """Return the setup with artifacts, which a process of its own has written with empty caches."""
         setup = replace(self._setup, artifacts=str(self._root / "artifacts"))
         self._setup.log(f"{self._contender.name}: compiling artifacts")
