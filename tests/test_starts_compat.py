@@ -9,16 +9,20 @@ import threading
 from functools import partial
 
 import pytest
+import torch
 from torch._inductor import codecache, cpu_vec_isa
 from torch._inductor.exc import CppCompileError
 from torch._inductor.runtime import compile_tasks
 
 from compiled_llm import compat
+from compiled_llm.compilation.programs import begin_beside_tracing
 
 pytestmark = pytest.mark.core
 
 
-def test_the_ptxas_of_torch_is_chosen_where_inductor_looks_for_it(tmp_path, monkeypatch):
+@pytest.fixture
+def ptxas(tmp_path, monkeypatch):
+    """A file where Inductor looks for the ptxas of torch."""
     place = re.search(r"parents\[(\d)\]", inspect.getsource(compile_tasks._set_triton_ptxas_path))
     assert place is not None
     folders = [tmp_path / "a" / "b" / "c" / "tasks.py", *(tmp_path / "a" / "b" / "c" / "tasks.py").parents]
@@ -26,9 +30,23 @@ def test_the_ptxas_of_torch_is_chosen_where_inductor_looks_for_it(tmp_path, monk
     ptxas.parent.mkdir(parents=True)
     ptxas.touch(mode=0o755)
     monkeypatch.setattr(compile_tasks, "__file__", str(folders[0]))
+    compile_tasks._set_triton_ptxas_path.cache_clear()
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    yield str(ptxas)
+    os.environ.pop("TRITON_PTXAS_PATH", None)
+    compile_tasks._set_triton_ptxas_path.cache_clear()
+
+
+def test_the_ptxas_of_torch_is_chosen_where_inductor_looks_for_it(ptxas):
     compat.choose_ptxas()
-    assert os.environ.pop("TRITON_PTXAS_PATH") == str(ptxas)
+    assert os.environ["TRITON_PTXAS_PATH"] == ptxas
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cuda", True), ("cpu", False)])
+def test_the_ptxas_is_chosen_before_any_kernel_is_built(device, chosen, ptxas):
+    """Else Triton builds kernels of ours under one key in a first process, and under another in a second one."""
+    begin_beside_tracing(torch.device(device), None)
+    assert os.environ.get("TRITON_PTXAS_PATH") == (ptxas if chosen else None)
 
 
 def test_no_header_is_compiled_where_kernels_are_built():

@@ -120,13 +120,11 @@ def write_artifacts(
         ValueError: the folder is there already.
     """
     with ProgressDisplay(options["progress"]).task("importing torch and transformers"):
-        from compiled_llm.compat import choose_ptxas
         from compiled_llm.compilation.artifacts.writing import check_new, unfinished, variables
 
     check_new(target)
     with unfinished(target) as folder:
         os.environ.update(variables(folder))  # this process does nothing else, and nothing is built yet
-        choose_ptxas()
         loaded, tokenizer = load()
         return _compiled_into(folder, loaded, tokenizer, options, prepared)
 

@@ -77,8 +77,8 @@ Changed for the whole process:
 each such graph | Inductor takes its cache as an option, and looks there without a compiler |
 | ``codecache._precompile_header``, while a graph is taken from artifacts | each such graph | Inductor looks for a \
 kernel first |
-| ``TRITON_PTXAS_PATH``, if unset and torch brings a ptxas, as Inductor itself does sooner or later | artifacts on \
-CUDA, written or read | Inductor sets it at once |
+| ``TRITON_PTXAS_PATH``, if unset and torch brings a ptxas, as Inductor itself does sooner or later | the first model \
+on CUDA in a mode that compiles | Inductor sets it at once |
 | ``triton.knobs.cache.manager_class`` | the first artifacts that hold kernels of Triton | Triton looks in several \
 folders |
 | ``JitSpec.build_and_load`` of FlashInfer | the first artifacts that hold kernels of FlashInfer | a folder of \

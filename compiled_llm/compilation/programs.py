@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat import (
     build_probes_early,
+    choose_ptxas,
     forget_when_gone,
     graph_count,
     hash_sources_early,
@@ -139,7 +140,7 @@ class Programs:
         self.recorded = config.uses_trees_on(device.type)
         self._artifacts = artifacts
         if config.mode != "eager":
-            _begin_beside_tracing(device, artifacts)
+            begin_beside_tracing(device, artifacts)
         self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)
         self.prefill_function = own_copy(prefill_step)
         self.decode_one_function = own_copy(decode_step)
@@ -319,9 +320,16 @@ class Programs:
         return {name: graph_count(function) for name, function in self.functions.items()}
 
 
-def _begin_beside_tracing(device: torch.device, artifacts: Artifacts | None) -> None:
-    """Begin what Inductor needs before it can look for a graph, and the tracing of the first one does not."""
+def begin_beside_tracing(device: torch.device, artifacts: Artifacts | None) -> None:
+    """Begin what Inductor needs before it can look for a graph, and the tracing of the first one does not.
+
+    Args:
+        device: of the programs.
+        artifacts: what is to be found in place of Inductor's cache.
+    """
     hash_sources_early()
+    if device.type == "cuda":
+        choose_ptxas()  # before any kernel of ours is built
     if artifacts is not None:
         artifacts.begin(device.type)
     elif device.type == "cpu":

@@ -14,7 +14,6 @@ from torch import fx
 
 from compiled_llm.compat import (
     cannot_compile,
-    choose_ptxas,
     compile_with_inductor,
     inductor_cache_at,
     try_vector_instructions_early,
@@ -89,7 +88,6 @@ class Artifacts:
         except RefusedError as error:
             raise ValueError(f"artifacts={str(path)!r} {error}; write it anew with `compiled-llm compile`") from None
         if (folder / "triton").is_dir() and has_triton():
-            choose_ptxas()
             find_kernels_in(folder / "triton")
         if (folder / "flashinfer").is_dir():
             backend.find_kernels_in(folder / "flashinfer")
