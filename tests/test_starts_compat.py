@@ -10,7 +10,8 @@ from functools import partial
 
 import pytest
 import torch
-from torch._inductor import codecache, cpu_vec_isa
+from torch._dynamo.backends import inductor
+from torch._inductor import async_compile, codecache, cpu_vec_isa
 from torch._inductor.exc import CppCompileError
 from torch._inductor.runtime import compile_tasks
 
@@ -42,11 +43,19 @@ def test_the_ptxas_of_torch_is_chosen_where_inductor_looks_for_it(ptxas):
     assert os.environ["TRITON_PTXAS_PATH"] == ptxas
 
 
-@pytest.mark.parametrize(("device", "chosen"), [("cuda", True), ("cpu", False)])
-def test_the_ptxas_is_chosen_before_any_kernel_is_built(device, chosen, ptxas):
+def test_the_ptxas_is_chosen_before_any_kernel_is_built(ptxas, monkeypatch):
     """Else Triton builds kernels of ours under one key in a first process, and under another in a second one."""
-    begin_beside_tracing(torch.device(device), None)
-    assert os.environ.get("TRITON_PTXAS_PATH") == (ptxas if chosen else None)
+    at_start: list[str | None] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: at_start.append(os.environ.get("TRITON_PTXAS_PATH")))
+    begin_beside_tracing(torch.device("cpu"), None)
+    assert at_start == []
+    assert "TRITON_PTXAS_PATH" not in os.environ
+    begin_beside_tracing(torch.device("cuda"), None)
+    assert at_start == [ptxas]
+
+
+def test_the_processes_that_build_kernels_are_those_of_torch_compile():
+    assert "maybe_warm_pool()" in inspect.getsource(inductor)
 
 
 def test_no_header_is_compiled_where_kernels_are_built():

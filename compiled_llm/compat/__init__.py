@@ -53,6 +53,7 @@ cache as an option |
 takes so long | torch tells how far it is |
 | ``cpu_vec_isa.VecISA._avx_py_load`` | running nothing of the current folder | torch's probes leave it out |
 | ``compile_tasks._set_triton_ptxas_path`` | one key for each kernel of Triton's | Inductor sets it at once |
+| ``async_compile.maybe_warm_pool`` | building the first kernels in several processes | any backend starts them early |
 | ``codecache._precompile_header`` | loading C++ kernels without a compiler | Inductor looks for a kernel first |
 | ``exc.CppCompileError`` | telling a kernel that is missing | the same |
 | ``codecache.torch_key``, ``triton_compat.triton_key``, ``cpu_vec_isa.pick_vec_isa`` | finding graphs sooner | \

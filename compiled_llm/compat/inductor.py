@@ -178,6 +178,17 @@ def choose_ptxas() -> None:
     _set_triton_ptxas_path()
 
 
+def start_processes_early() -> None:
+    """Have Inductor start the processes that build Triton's kernels, as ``torch.compile`` does for its own backend.
+
+    A backend of one's own gets them with the first graph, whose kernels Inductor then builds one after the other in
+    this process, until they are ready. TORCH_WARM_POOL=0 leaves them to that, TORCHINDUCTOR_COMPILE_THREADS=1 out.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
 def try_vector_instructions_early(folder: Path, variables: Mapping[str, str] = _NO_VARIABLES) -> None:
     """Begin to try vector instructions, on a thread, with programs that were built in a folder of artifacts.
 

@@ -148,6 +148,9 @@ from compiled_llm.compat.inductor import (
     refusing_races as refusing_races,
 )
 from compiled_llm.compat.inductor import (
+    start_processes_early as start_processes_early,
+)
+from compiled_llm.compat.inductor import (
     traced_by_inductor as traced_by_inductor,
 )
 from compiled_llm.compat.inductor import (

@@ -26,6 +26,7 @@ from compiled_llm.compat import (
     hash_sources_early,
     is_compiled_for,
     own_copy,
+    start_processes_early,
     tracing_seconds,
 )
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
@@ -332,7 +333,9 @@ def begin_beside_tracing(device: torch.device, artifacts: Artifacts | None) -> N
         choose_ptxas()  # before any kernel of ours is built
     if artifacts is not None:
         artifacts.begin(device.type)
-    elif device.type == "cpu":
+    elif device.type == "cuda":
+        start_processes_early()
+    else:
         build_probes_early()
 
 

@@ -47,6 +47,7 @@ from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import FusedWeights
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import attention_geometries, max_positions_of, weights_of_a_layer
+from compiled_llm_ops import build_sampling
 
 _NOTHING: Mapping[Row, Tensor] = {}
 
@@ -124,6 +125,7 @@ class DeviceModel:
         )
         self._planner.load()
         self.readiness = Readiness(self.state, weights, thread, self.events, programs, artifacts)
+        build_sampling(self.vocabulary, model.dtype, self.device)  # then: programs have chosen what Triton builds with
         self.prefill = Prefill(self.state, self.readiness, self._planner, shapes)
         self.decode = Decode(self.state, self.readiness, self._planner)
 

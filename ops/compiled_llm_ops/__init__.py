@@ -29,7 +29,7 @@ from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
 from compiled_llm_ops.logprobs import top_logprobs
-from compiled_llm_ops.sampling import NOT_A_TOKEN, sample_tokens
+from compiled_llm_ops.sampling import NOT_A_TOKEN, build_sampling, sample_tokens
 from compiled_llm_ops.uniform import uniform_numbers, uniform_of
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "Seldom",
     "add_rms_norm",
     "append_paged_kv",
+    "build_sampling",
     "decode_attention",
     "decode_attention_lse",
     "normed_linear",

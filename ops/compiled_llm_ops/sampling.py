@@ -8,6 +8,9 @@ Shapes: B rows, V vocabulary, X entries of the tables of settings.
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,13 +126,58 @@ def sample_tokens(
     return chosen
 
 
+def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Begin to build the kernels that ``sample_tokens`` launches on a CUDA device, which the first launch waits for.
+
+    Triton takes 10 s for them unless it has them in its cache, most of it without Python's lock: on a thread, models
+    are traced and compiled meanwhile. On a CPU there is nothing to build.
+
+    Args:
+        vocabulary: of the logits.
+        dtype: theirs.
+        device: theirs.
+    """
+    if device.type == "cuda":
+        _builds.append(_builder.submit(_build, vocabulary, dtype, device))
+
+
+_builder = ThreadPoolExecutor(1, "compiled_llm_sampling")
+_builds: list[Future[None]] = []
+
+
+def _build(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+    from compiled_llm_ops.kernels import sampling as triton_sampling
+
+    logits = torch.empty(1, vocabulary, dtype=torch.float32 if dtype == torch.float64 else dtype, device="meta")
+    of_one = _shapes(1, 1, vocabulary).items()
+    others: dict[str, Any] = {name: torch.empty(shape, dtype=own, device="meta") for name, (shape, own) in of_one}
+    with torch.cuda.device(device):
+        triton_sampling.build(SampleTokens(logits, **others), NOT_A_TOKEN)
+
+
+def _wait_for_builds() -> None:
+    for build in tuple(_builds):
+        build.exception()  # what has gone wrong there goes wrong again at the launch
+        with suppress(ValueError):  # another thread has waited, too
+            _builds.remove(build)
+
+
 def _check(args: SampleTokens) -> None:
     logits = args.logits
     if logits.dim() != 2 or not logits.dtype.is_floating_point:
         raise ValueError(f"sample_tokens: logits must be [B, V] floats; got {list(logits.shape)} {logits.dtype}")
     rows, vocabulary = logits.shape
-    entries = args.temperature.shape[0]
-    expected = {
+    for name, (shape, dtype) in _shapes(rows, args.temperature.shape[0], vocabulary).items():
+        tensor = getattr(args, name)
+        if list(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"sample_tokens: {name} must be {shape} {dtype}, contiguous; got {list(tensor.shape)} {tensor.dtype}"
+            )
+
+
+def _shapes(rows: int, entries: int, vocabulary: int) -> dict[str, tuple[list[int], torch.dtype]]:
+    """Return the shape and dtype of each tensor but the logits."""
+    return {
         "uniform": ([rows], torch.float64),
         "slots": ([rows], torch.int64),
         "positions": ([rows], torch.int64),
@@ -148,12 +196,6 @@ def _check(args: SampleTokens) -> None:
         "seldom": ([entries, len(Seldom._fields)], torch.float32),
         "growing": ([entries, 1 + MOST_GROWING], torch.int32),
     }
-    for name, (shape, dtype) in expected.items():
-        tensor = getattr(args, name)
-        if list(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"sample_tokens: {name} must be {shape} {dtype}, contiguous; got {list(tensor.shape)} {tensor.dtype}"
-            )
 
 
 def _cpu(args: SampleTokens) -> Tensor:
@@ -302,6 +344,8 @@ def _cuda(args: SampleTokens) -> Tensor:
     _check(args)
     if args.logits.dtype == torch.float64:
         args = args._replace(logits=args.logits.float())
+    if _builds:
+        _wait_for_builds()
     with torch.cuda.device_of(args.logits):
         return triton_sampling.sample_tokens(args, NOT_A_TOKEN)
 

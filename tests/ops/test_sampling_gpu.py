@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose
-from compiled_llm_ops import sample_tokens
+from compiled_llm_ops import build_sampling, sample_tokens
 from support.gpu import needs_cuda, seeded
 from support.sampling_cases import (
     BRANCHES,
@@ -64,6 +64,21 @@ def test_sampled_sets_are_exact(setting: Sampling, seed: int) -> None:
     tokens, uniform = tokens[:512], uniform[:512]
     chosen = sample_tokens(*arguments(logits.expand(len(tokens), -1), uniform, [setting] * len(tokens)))
     assert torch.equal(chosen.cpu(), tokens)
+
+
+@seeded
+def test_kernels_that_are_built_early_are_not_built_at_the_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    vocabulary = 5_000  # of no other test: kernels of theirs may be built already
+    built: list[str] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda src, **_: built.append(src.fn.__name__))
+    logits = normal_logits(3, vocabulary, 1.0, torch.float16, seed)
+    given = arguments(logits, torch.rand(3, dtype=torch.float64), [Sampling()] * 3)
+    build_sampling(vocabulary, torch.float16, logits.device)
+    sample_tokens(*given)
+    sample_tokens(*arguments(logits[:1], torch.rand(1, dtype=torch.float64), [Sampling()]))
+    assert built == ["_summarise_for_sampling", "_sample_rows"]
 
 
 @seeded

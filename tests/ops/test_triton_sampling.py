@@ -6,6 +6,7 @@ Triton decides at import whether it interprets, so the tests run in a process of
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
-from compiled_llm_ops import sample_tokens, uniform_numbers
+from compiled_llm_ops import build_sampling, sample_tokens, uniform_numbers
 from compiled_llm_ops.contracts import SampleTokens, UniformNumbers
 from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 from support.sampling_cases import (
@@ -41,12 +42,48 @@ def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     check_interpreted(__file__, request.config)
 
 
+class NoGpu:
+    """What Triton asks of a driver before it launches."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
 @pytest.mark.slow
 @not_interpreted
-@pytest.mark.parametrize(
-    ("dtype", "tiles"),
-    [*(pytest.param(*case, marks=pytest.mark.whole) for case in (("bf16", 4096), ("fp16", 1))), ("fp32", 8192)],
-)
+def test_what_is_built_early_is_what_is_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+    from triton.runtime import driver
+
+    from compiled_llm_ops import sampling
+    from compiled_llm_ops.kernels import sampling as kernels
+
+    built: list[str] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    monkeypatch.setattr(knobs.compilation, "listener", lambda src, **_: built.append(src.fn.__name__))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    build_sampling(262_145, torch.float32, torch.device("cuda"))
+    sampling._wait_for_builds()
+    assert built == ["_summarise_for_sampling", "_sample_rows"]
+    for rows in (1, 3):
+        uniform = torch.rand(rows, dtype=torch.float64)
+        kernels.build(arguments(torch.randn(rows, 262_145), uniform, [Sampling()] * rows), NOT_A_TOKEN)
+    assert len(built) == 2
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.parametrize(("dtype", "tiles"), [("bf16", 4096), ("fp16", 1), ("fp32", 8192)])
 def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes what Triton's compiler does not."""
     from triton.backends.compiler import GPUTarget

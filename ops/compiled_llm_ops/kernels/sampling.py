@@ -14,6 +14,9 @@ Shapes: B rows, V vocabulary, C candidates, X entries of the tables of settings.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -78,6 +81,32 @@ def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
     Returns:
         ``[B]`` int64, the chosen tokens.
     """
+    chosen = torch.empty(args.logits.shape[0], dtype=torch.int64, device=args.logits.device)
+    for kernel, grid, arguments, options in _launches(args, chosen, not_a_token):
+        kernel[grid](*arguments, **options)
+    return chosen
+
+
+def build(args: SampleTokens, not_a_token: int) -> None:
+    """Have Triton build the kernels for the current CUDA device, unless they are in its cache.
+
+    Args:
+        args: as above, of any device: their dtypes, strides and the vocabulary decide what is built.
+        not_a_token: as above.
+    """
+    chosen = torch.empty(args.logits.shape[0], dtype=torch.int64, device=args.logits.device)
+    for kernel, grid, arguments, options in _launches(args, chosen, not_a_token):
+        kernel.warmup(*arguments, grid=grid, **options)
+
+
+class _Launch(NamedTuple):
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, int]
+
+
+def _launches(args: SampleTokens, chosen: Tensor, not_a_token: int) -> Iterable[_Launch]:
     logits = args.logits if args.logits.stride(1) == 1 else args.logits.contiguous()
     rows, vocabulary = logits.shape
     tiles = triton.cdiv(vocabulary, _TILE.value)
@@ -87,21 +116,18 @@ def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
     found = torch.empty(rows, tiles, dtype=torch.int32, device=device)
     candidates = torch.empty(rows, _CANDIDATES.value, dtype=torch.int32, device=device)
     candidate_scores = torch.empty(rows, _CANDIDATES.value, dtype=torch.float32, device=device)
-    chosen = torch.empty(rows, dtype=torch.int64, device=device)
     tables = (
         args.slots, args.positions, args.temperature, args.edits, args.repetition_penalty, args.presence_penalty,
         args.frequency_penalty, args.counts, args.allowed, args.biases, args.recent, args.seldom,
         args.growing,
     )  # fmt: skip
     shared = (logits, logits.stride(0), *tables, int(args.deferred), vocabulary, largest, mass, tiles)
-    _summarise_for_sampling[(rows, triton.cdiv(vocabulary, _SPAN.value))](
-        *shared, num_warps=_WIDE_WARPS, maxnreg=_WIDE_REGISTERS
-    )  # fmt: skip
-    _sample_rows[(rows,)](
-        *shared, args.top_k, args.top_p, args.min_p, args.uniform, found, candidates, candidate_scores, chosen,
-        not_a_token, padded_tiles=triton.next_power_of_2(tiles), num_warps=_ROW_WARPS,
-    )  # fmt: skip
-    return chosen
+    wide = {"num_warps": _WIDE_WARPS, "maxnreg": _WIDE_REGISTERS}
+    yield _Launch(_summarise_for_sampling, (rows, triton.cdiv(vocabulary, _SPAN.value)), shared, wide)
+    settings = (args.top_k, args.top_p, args.min_p, args.uniform)
+    results = (found, candidates, candidate_scores, chosen, not_a_token)
+    narrow = {"padded_tiles": triton.next_power_of_2(tiles), "num_warps": _ROW_WARPS}
+    yield _Launch(_sample_rows, (rows,), (*shared, *settings, *results), narrow)
 
 
 @triton.jit
