@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compiled_llm.model.modules import Children, same
+from compiled_llm.model.modules import Children, holders, same
 
 # The last one says whether HuggingFace has initialized a module's weights; no forward reads it.
 _OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"_is_hf_initialized"}
-_HOLDERS = ("_modules", "_parameters", "_buffers")
 _UNREAD_BY_LINEAR = frozenset({"training", "in_features", "out_features"})
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
 
@@ -30,7 +29,7 @@ class State:
         self.modules = modules
         self._children = Children(modules)
         self._attributes = [vars(module) for module in modules]
-        names = [(vars(module), name) for module in modules for name in (*_names(module), *_holders(module))]
+        names = [(vars(module), name) for module in modules for name in (*_names(module), *holders(module))]
         self._owners, self._names = [owner for owner, _ in names], [name for _, name in names]
         # Where there was no tensor, Dynamo notices the first: it guards how many a layer has.
         self._tensors = [held for module in modules for held in (module._parameters, module._buffers) if held]
@@ -90,11 +89,6 @@ def _names(module: nn.Module) -> list[str]:
     """Return the attributes that a module's code may read."""
     unread = _OF_EVERY_MODULE | _UNREAD_BY_LINEAR if type(module) is nn.Linear else _OF_EVERY_MODULE
     return [name for name in vars(module) if name not in unread]
-
-
-def _holders(module: nn.Module) -> list[str]:
-    """Return the attributes that hold its tensors and the modules inside it, if there are any."""
-    return [name for name in _HOLDERS if vars(module)[name]]
 
 
 def describe_attributes(module: nn.Module, number: int) -> list[Hashable]:

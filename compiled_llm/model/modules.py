@@ -13,6 +13,7 @@ from compiled_llm.compat import hooks_on_all_modules
 from compiled_llm.compat.huggingface import captures_outputs
 
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")  # looked up: they may have been replaced
+_HOLDERS = ("_modules", "_parameters", "_buffers")
 _MIXING = {"peft.tuners.lily.": "a Lily adapter"}  # it weighs its experts by an average over tokens
 
 
@@ -92,6 +93,11 @@ def _kind_that_mixes(module: nn.Module) -> str | None:
 def has_hooks(module: nn.Module) -> bool:
     """Whether forward hooks are on the module itself."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def holders(module: nn.Module) -> list[str]:
+    """Return the attributes that hold a module's tensors and the modules inside it, if there are any."""
+    return [name for name in _HOLDERS if vars(module)[name]]
 
 
 def same(before: list[Any], now: list[Any]) -> bool:

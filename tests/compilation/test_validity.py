@@ -68,6 +68,19 @@ def shorten_list(model: nn.Module) -> None:
     model.model.several.pop()
 
 
+def exchange_parameters(model: nn.Module) -> None:
+    model.lm_head._parameters = {"weight": nn.Parameter(model.lm_head.weight.detach().clone()), "bias": None}
+
+
+def exchange_buffers(model: nn.Module) -> None:
+    rotary = model.model.rotary_emb
+    rotary._buffers = {name: buffer.clone() for name, buffer in rotary._buffers.items()}
+
+
+def exchange_modules(model: nn.Module) -> None:
+    model._modules = {name: copy.deepcopy(module) for name, module in model._modules.items()}
+
+
 def convert(model: nn.Module) -> None:
     model.half()
 
@@ -89,6 +102,9 @@ CHANGES = [
     replace_in_list,
     replace_in_dict,
     shorten_list,
+    exchange_parameters,
+    exchange_buffers,
+    exchange_modules,
     convert,
     hand_over,
 ]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from compiled_llm.compat import guards_for
 from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
-from compiled_llm.model.modules import Children, same
+from compiled_llm.model.modules import Children, holders, same
 
 
 class Guards:
@@ -69,6 +70,9 @@ class Weights:
         """Remember them."""
         modules = list(model.modules())
         self._children = Children(modules)
+        held = [(vars(module), name) for module in modules for name in holders(module)]
+        self._owners, self._names = [owner for owner, _ in held], [name for _, name in held]
+        self._held = [owner[name] for owner, name in held]
         self._tensors: list[dict[str, Any]] = [
             tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors
         ]
@@ -80,7 +84,8 @@ class Weights:
     def valid(self) -> bool:
         """Whether all modules, parameters, buffers and tensors in attributes are the same, at the same addresses."""
         return (
-            self._children.valid()
+            all(map(is_, self._held, map(dict.get, self._owners, self._names)))
+            and self._children.valid()
             and same(self._known_tensors, self._tensors_now())
             and self._addresses == self._addresses_now()
         )
