@@ -9,10 +9,12 @@ from torch import fx
 
 from compiled_llm.compat import compile_with_inductor, note_examples
 from compiled_llm.compilation.layer_marks import fill
-from compiled_llm.compilation.piecewise import Examples, cut, join, without_symbols
+from compiled_llm.compilation.piecewise import Examples, attentions_in, cut, join, without_symbols
 
 Compiled = Callable[..., Any]
 Pass = Callable[[fx.Graph], object]
+# One with the last layers is compiled for itself: with fewer of them, that saves less than half.
+_FEWEST_REGIONS = 4
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], Mapping[str, Any]], Compiled]
 
 
@@ -20,7 +22,7 @@ class Inductor:
     """Compiles a graph as Dynamo has made it, of a model or of its outline.
 
     Attributes:
-        piecewise: whether equal regions are compiled once.
+        layers_in_region: how many layers each region has, of which equal ones are compiled once; 0 if none are cut.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class Inductor:
         options: Mapping[str, Any],
         passes: Sequence[Pass] = (),
         *,
-        piecewise: bool,
+        layers_in_region: int,
         compile_graph: CompileGraph | None = None,
     ) -> None:
         """Prepare.
@@ -36,27 +38,31 @@ class Inductor:
         Args:
             options: Inductor's.
             passes: each rewrites the whole graph in place, before Inductor sees any of it.
-            piecewise: compile equal regions once. Each region costs the host close to 0.1 ms a call, which the replay
-                of a CUDA graph does not pay.
+            layers_in_region: compile equal regions of so many layers once; 0 gives Inductor the whole graph. A region
+                costs the host 0.1 to 0.3 ms a call, which the replay of a CUDA graph does not pay.
             compile_graph: what compiles a graph, or finds it compiled; Inductor with its own cache if None.
         """
         self._options = dict(options)
         self._passes = passes
         self._compile_graph = compile_graph
-        self.piecewise = piecewise
+        self.layers_in_region = layers_in_region
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Return the compiled graph; ``inputs`` are those of the first call."""
         fill(module.graph)
         for rewrite in self._passes:
             rewrite(module.graph)
-        if not self.piecewise:
+        if not self._worth_cutting(module.graph):
             module.recompile()
             return self._compiled(module, inputs)
         return self._compile_piecewise(module)
 
+    def _worth_cutting(self, graph: fx.Graph) -> bool:
+        layers = self.layers_in_region
+        return layers == 1 or 0 < _FEWEST_REGIONS * layers <= attentions_in(graph)
+
     def _compile_piecewise(self, module: fx.GraphModule) -> Compiled:
-        regions, examples = cut(module), Examples(module)
+        regions, examples = cut(module, self.layers_in_region), Examples(module)
         known: dict[str, Compiled] = {}
         functions = []
         for region in regions:

@@ -1,6 +1,6 @@
-"""Piecewise compilation: a graph is cut into regions before each attention, and equal regions are compiled once.
+"""Piecewise compilation: a graph is cut into regions before attentions, and equal regions are compiled once.
 
-Dynamo's graph of a model is the same operations again and again. Cut before each attention, which Inductor fuses with
+Dynamo's graph of a model is the same operations again and again. Cut before attentions, which Inductor fuses with
 nothing, all regions but the first and the last are equal but for the weights, so one compiled function serves them all.
 Weights, pages and cosines are its inputs.
 """
@@ -86,12 +86,24 @@ def _symbols(description: str) -> list[str]:
     return list(dict.fromkeys(_SYMBOL.findall(description)))
 
 
-def cut(module: fx.GraphModule) -> list[Region]:
-    """Cut a graph before each attention; the regions run one after the other."""
+def attentions_in(graph: fx.Graph) -> int:
+    """Return how often a graph attends: once a layer."""
+    return sum(node.target in _ATTENTIONS for node in graph.nodes)
+
+
+def cut(module: fx.GraphModule, layers: int = 1) -> list[Region]:
+    """Cut a graph before each attention, or before every so many-th; the regions run one after the other.
+
+    Args:
+        module: the graph.
+        layers: how many attentions a region has, but for the first and the last.
+    """
     numbers: dict[fx.Node, int] = {}
-    count = 1
+    count, attentions = 1, 0
     for node in module.graph.nodes:
-        count += node.target in _ATTENTIONS
+        if node.target in _ATTENTIONS:
+            count += attentions % layers == 0
+            attentions += 1
         if node.op not in ("placeholder", "output"):
             numbers[node] = count - 1
     for node in reversed(numbers):

@@ -146,7 +146,7 @@ def test_a_model_like_llama_that_matches_nothing_is_told_of_once(family, warned,
 @pytest.mark.slow
 @pytest.mark.parametrize("tiny", [tiny_qwen3, pytest.param(tiny_llama, marks=pytest.mark.whole)])
 def test_compiled_steps_choose_the_same_tokens(tiny, seed, monkeypatch):
-    monkeypatch.setattr(programs, "Inductor", lambda *args, **_: inductor.Inductor(*args, piecewise=True))
+    monkeypatch.setattr(programs, "Inductor", lambda *args, **_: inductor.Inductor(*args, layers_in_region=1))
     model = tiny(num_hidden_layers=3, eos_token_id=None)
     inputs = mixed_prompts([5, 19, 11], 128, seed)
     expected = greedy(model, inputs, 12)

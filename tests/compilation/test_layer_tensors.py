@@ -33,8 +33,8 @@ def _as_aotautograd_leaves_them(regions: bool, monkeypatch: pytest.MonkeyPatch) 
     from torch._dynamo.backends.debugging import aot_eager
 
     class Backend(backend.Inductor):
-        def __init__(self, *args: Any, piecewise: bool, **options: Any) -> None:
-            super().__init__(*args, piecewise=regions, **options)
+        def __init__(self, *args: Any, layers_in_region: int, **options: Any) -> None:
+            super().__init__(*args, layers_in_region=int(regions), **options)
 
     monkeypatch.setattr(programs, "Inductor", Backend)
     monkeypatch.setattr(backend, "compile_with_inductor", lambda module, inputs, options: aot_eager(module, inputs))

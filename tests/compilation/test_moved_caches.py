@@ -42,7 +42,7 @@ def compiled_at(folder: Path, notice: CompilingNotice) -> Tensor:
             return compat.compile_with_inductor(*graph)
 
     function = compat.own_copy(product)
-    backend = Inductor({"post_grad_custom_post_pass": notice}, piecewise=False, compile_graph=compile_graph)
+    backend = Inductor({"post_grad_custom_post_pass": notice}, layers_in_region=0, compile_graph=compile_graph)
     try:
         with torch.no_grad():
             result = Bounded(function, backend)(torch.ones(3, 3))

@@ -22,7 +22,7 @@ def test_only_what_no_cache_holds_is_called_compiling(tmp_path: Path, monkeypatc
     told: list[str] = []
     for start in ("cold", "warm"):
         notice, function, x = CompilingNotice(), own_copy(product), torch.ones(3, 3)
-        compiled = torch.compile(function, backend=Inductor({"post_grad_custom_post_pass": notice}, piecewise=False))
+        compiled = torch.compile(function, backend=Inductor({"post_grad_custom_post_pass": notice}, layers_in_region=0))
         with notice.telling(lambda start=start: told.append(start)), torch.no_grad():
             torch.testing.assert_close(compiled(x), x @ x)
         forget([function])

@@ -48,8 +48,8 @@ def tracing(patch: pytest.MonkeyPatch) -> Graphs:
     given.traced = []
 
     class Backend(inductor.Inductor):
-        def __init__(self, *args: Any, piecewise: bool, **options: Any) -> None:
-            super().__init__(*args, piecewise=True, **options)
+        def __init__(self, *args: Any, layers_in_region: int, **options: Any) -> None:
+            super().__init__(*args, layers_in_region=1, **options)
 
         def _compile_piecewise(self, module: fx.GraphModule) -> Callable[..., Any]:
             given.append(module)

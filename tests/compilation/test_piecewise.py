@@ -35,8 +35,8 @@ PREFILL_AND_DECODE = 2
 @pytest.fixture(autouse=True)
 def pieces_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are cut where they are recorded, which is on CUDA."""
-    in_pieces = functools.partial(inductor.Inductor, piecewise=True)
-    monkeypatch.setattr(programs, "Inductor", lambda *args, piecewise, **options: in_pieces(*args, **options))
+    in_pieces = functools.partial(inductor.Inductor, layers_in_region=1)
+    monkeypatch.setattr(programs, "Inductor", lambda *args, layers_in_region, **options: in_pieces(*args, **options))
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {"num_hidden_layers": 1, "eos_token_id": None}
 
 def run_fused(module: nn.Module, x: Tensor, weights: FusedWeights) -> Any:
     torch._dynamo.reset()
-    backend = Inductor({}, [FusedProducts(weights)], piecewise=False)
+    backend = Inductor({}, [FusedProducts(weights)], layers_in_region=0)
     compiled = torch.compile(module, fullgraph=True, backend=backend)
     with torch.no_grad():
         return compiled(x)
