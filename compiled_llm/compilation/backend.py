@@ -13,9 +13,10 @@ from compiled_llm.compilation.piecewise import Examples, attentions_in, cut, joi
 
 Compiled = Callable[..., Any]
 Pass = Callable[[fx.Graph], object]
-# One with the last layers is compiled for itself: with fewer of them, that saves less than half.
-_FEWEST_REGIONS = 4
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], Mapping[str, Any]], Compiled]
+
+# The one with the last layers is compiled for itself: with fewer regions, the others save less than half of the work.
+_FEWEST_REGIONS = 4
 
 
 class Inductor:

@@ -86,6 +86,20 @@ def _symbols(description: str) -> list[str]:
     return list(dict.fromkeys(_SYMBOL.findall(description)))
 
 
+def layers_in_equal_regions(layers: Sequence[object], at_least: int) -> int:
+    """Return the fewest layers, but ``at_least`` so many, that each region must have for regions to be equal.
+
+    Models with two kinds of layers have them in turns, or one of a kind every so often: regions hold whole turns.
+
+    Args:
+        layers: of the model, in order; those of one kind are equal.
+        at_least: how many a region is to have.
+    """
+    turns = range(1, len(layers) + 1)
+    turn = next((length for length in turns if all(map(operator.eq, layers, layers[length:]))), 1)
+    return -(-at_least // turn) * turn
+
+
 def attentions_in(graph: fx.Graph) -> int:
     """Return how often a graph attends: once a layer."""
     return sum(node.target in _ATTENTIONS for node in graph.nodes)

@@ -42,20 +42,20 @@ from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.patterns import is_like_llama
 from compiled_llm.compilation.passes.products import FusedProducts
+from compiled_llm.compilation.piecewise import layers_in_equal_regions
 from compiled_llm.compilation.sampling import SamplingTables
 from compiled_llm.compilation.steps import decode_step, prefill_step
 from compiled_llm.compilation.traced_code import TracedCode
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.fused_weights import FusedWeights
-from compiled_llm.model.layer_probe import layers_alike
 
 logger = logging.getLogger("compiled_llm.graphs")
 
 PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
 
-_LAYERS_IN_REGION_ON_CPU = 4  # in SmolLM2-135M's 30 layers, 3 and 5 were as fast as all in one, 1 was 18% slower
+_LAYERS_IN_REGION_ON_CPU = 4  # SmolLM2-135M's 30 layers run as fast as in one graph; one by one 18% slower
 
 
 class Arguments(NamedTuple):
@@ -108,11 +108,13 @@ class Programs:
 
     Attributes:
         outlines_layers: whether layers that are alike may be traced once; nodes of the others then get other names.
+        cuts_regions: whether equal regions of a graph may be compiled once; if not, Inductor gets each graph whole.
         recorded: whether cudagraph trees capture decode steps and replay them.
         compiling: tells when a graph is compiled, its code being in no cache.
     """
 
     outlines_layers = True
+    cuts_regions = True
 
     def __init__(
         self,
@@ -183,9 +185,11 @@ class Programs:
         return compiled(function, self._config, backend)
 
     def _layers_in_region(self) -> int:
+        if not self.cuts_regions:
+            return 0
         if self._config.records_on(self._device.type):
             return 1
-        return layers_alike(self._layers, at_least=_LAYERS_IN_REGION_ON_CPU) if self._device.type == "cpu" else 0
+        return layers_in_equal_regions(self._layers, _LAYERS_IN_REGION_ON_CPU) if self._device.type == "cpu" else 0
 
     def prefill(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Run ``prefill_step``; T, B, L and C are symbolic and must be at least 2."""

@@ -12,7 +12,7 @@ from compiled_llm.engine.inbox import Inbox
 from compiled_llm.engine.listeners import Listeners, tell
 
 _AT_ONCE = 16
-"""Requests whose text is made before the loop's thread, which may wait for Python's lock, gets a chance to go on."""
+"""Requests whose text is made before the loop's thread, which may wait for the GIL, gets a chance to go on."""
 _PATIENCE = 10
 """Seconds: the garbage collector may close it in the very thread that is about to wait."""
 

@@ -218,6 +218,7 @@ class InductorPrograms(Programs):
     """
 
     outlines_layers = False
+    cuts_regions = False
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import eq
 from typing import Any, NamedTuple
 
 import torch
@@ -50,16 +49,6 @@ class Layer(NamedTuple):
     def visible(self, positions: int) -> int:
         """Return how many of ``positions`` tokens the last one sees, itself included."""
         return positions if self.window_left < 0 else min(positions, self.window_left + 1)
-
-
-def layers_alike(layers: Sequence[Layer], at_least: int) -> int:
-    """Return how many layers in a row, at least so many, are like as many behind them, wherever one starts to count.
-
-    Models with two kinds of layers have them in turns, or one of a kind every so often.
-    """
-    periods = range(1, len(layers) + 1)
-    period = next((one for one in periods if all(map(eq, layers, layers[one:]))), 1)
-    return -(-at_least // period) * period
 
 
 class UnpagedCallError(RuntimeError):

@@ -36,6 +36,9 @@ NOT_A_TOKEN = -1
 
 _MOST_COUNTED = 2**15 - 1
 
+_builder = ThreadPoolExecutor(1, "compiled_llm_sampling")
+_builds: list[Future[None]] = []  # that a launch has not waited for yet
+
 # So many of the likeliest tokens are searched for a nucleus before the whole vocabulary is sorted.
 _LIKELY = 1024
 _TILE = 64  # neighbouring tokens, of which the largest score says whether any can be kept
@@ -129,7 +132,7 @@ def sample_tokens(
 def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
     """Begin to build the kernels that ``sample_tokens`` launches on a CUDA device, which the first launch waits for.
 
-    Triton takes 10 s for them unless it has them in its cache, most of it without Python's lock: on a thread, models
+    Triton takes 10 s for them unless it has them in its cache, most of it without the GIL: on a thread, models
     are traced and compiled meanwhile. On a CPU there is nothing to build.
 
     Args:
@@ -139,10 +142,6 @@ def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) ->
     """
     if device.type == "cuda":
         _builds.append(_builder.submit(_build, vocabulary, dtype, device))
-
-
-_builder = ThreadPoolExecutor(1, "compiled_llm_sampling")
-_builds: list[Future[None]] = []
 
 
 def _build(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._inductor.utils import fresh_cache
-from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.compat import storage_number
@@ -22,19 +21,18 @@ from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.piecewise import Examples, Region, cut, join, without_symbols
 from compiled_llm_ops import paged_attention
 from support.families import FAMILIES, make
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.parity import FEW_PAGES, greedy, mixed_prompts, wrap_and_compare
 from support.tiny_models import tiny_qwen3
 from support.traced import Inputs, inputs_of, traced
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
-OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
 PREFILL_AND_DECODE = 2
 
 
 @pytest.fixture(autouse=True)
 def pieces_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are cut where they are recorded, which is on CUDA."""
+    """Programs are cut at each attention where they are recorded, which is on CUDA."""
     in_pieces = functools.partial(inductor.Inductor, layers_in_region=1)
     monkeypatch.setattr(programs, "Inductor", lambda *args, layers_in_region, **options: in_pieces(*args, **options))
 
@@ -52,17 +50,6 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     return given
 
 
-def check(model: PreTrainedModel, seed: int, **options: Any) -> None:
-    inputs = mixed_prompts([5, 19, 11], 128, seed)
-    expected = greedy(model, inputs, 12)
-    compiled_llm.wrap(model, **OPTIONS, **options)
-    torch.testing.assert_close(greedy(model, inputs, 12), expected)
-    torch.testing.assert_close(greedy(model, inputs, 12), expected)
-    stats = model.compiled.stats()
-    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
-    assert_account_is_empty(model)
-
-
 # ---- whole models
 
 
@@ -71,7 +58,7 @@ def test_a_model_takes_three_regions_however_many_layers_it_has(layers, fuse, co
     looked_at: list[Any] = []
     run = Examples._run
     monkeypatch.setattr(Examples, "_run", lambda self, *given: looked_at.append(given) or run(self, *given))
-    check(tiny_qwen3(num_hidden_layers=layers, eos_token_id=None), seed, fuse_projections=fuse)
+    wrap_and_compare(tiny_qwen3(num_hidden_layers=layers, eos_token_id=None), seed, fuse_projections=fuse)
     assert len(compiles) == 3 * PREFILL_AND_DECODE
     assert len(looked_at) == 3 * PREFILL_AND_DECODE, "what a region computes is known from the first like it"
 
@@ -80,7 +67,7 @@ def test_a_layer_that_computes_something_else_is_compiled_for_itself(compiles, s
     model = tiny_qwen3(num_hidden_layers=6, eos_token_id=None)
     model.model.layers[2].self_attn.scaling *= 3
     model.model.layers[4].post_attention_layernorm.variance_epsilon = 0.5
-    check(model, seed)
+    wrap_and_compare(model, seed)
     assert len(compiles) == 5 * PREFILL_AND_DECODE
 
 
@@ -89,13 +76,13 @@ def test_windows_are_told_apart(compiles, seed):
     model = tiny_qwen3(
         num_hidden_layers=6, eos_token_id=None, layer_types=layers, use_sliding_window=True, sliding_window=6
     )
-    check(model, seed)
+    wrap_and_compare(model, seed)
     assert len(compiles) == 4 * PREFILL_AND_DECODE, "two kinds of layers, the first and the last"
 
 
 @pytest.mark.parametrize("family", [pytest.param("Gemma3", marks=pytest.mark.whole), "GptOss", "Qwen3Moe"])
 def test_regions_of_other_families_fit_together(family, compiles, seed):
-    check(make(family, FAMILIES[family], seed), seed)
+    wrap_and_compare(make(family, FAMILIES[family], seed), seed)
 
 
 @pytest.mark.slow
@@ -105,7 +92,7 @@ def test_compiled_regions_of_other_families_fit_together(family, seed):
 
     Phi computes its MLP beside attention, of what is in front of the cut.
     """
-    check(make(family, FAMILIES[family], seed), seed, fuse_projections=True)
+    wrap_and_compare(make(family, FAMILIES[family], seed), seed, fuse_projections=True)
 
 
 def test_compiled_regions_fit_together_and_what_was_compiled_once_is_not_even_lowered_again(seed):
@@ -117,7 +104,7 @@ def test_compiled_regions_fit_together_and_what_was_compiled_once_is_not_even_lo
         for start in ("cold", "warm"):
             torch._dynamo.reset()
             counts.clear()
-            model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=3, eos_token_id=None), **OPTIONS)
+            model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=3, eos_token_id=None), **FEW_PAGES)
             torch.testing.assert_close(greedy(model, inputs, 12), expected)
             assert counts["autograd_cache_bypass"] == 0
             assert counts[f"autograd_cache_{'hit' if start == 'warm' else 'miss'}"] == 3 * PREFILL_AND_DECODE, counts

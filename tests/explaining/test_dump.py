@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 import compiled_llm
-from compiled_llm.compilation import backend, layer_marks
+from compiled_llm.compilation import backend, layer_marks, programs
 from compiled_llm.explaining import timings
 from compiled_llm.explaining.dump import dump, listing
 from compiled_llm.explaining.dump.bytecode import readable
@@ -45,8 +45,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(root: Path, one_thread: None) -> Report:
-    """Of a model whose layer has a line of ours, dumped and timed although it is not wrapped."""
+    """Of a model whose layer has a line of ours, dumped and timed although it is not wrapped.
+
+    ``wrap`` would compile it in regions, as it does models of many layers.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "_LAYERS_IN_REGION_ON_CPU", 1)
         patch.setattr(timings, "read_bandwidth", lambda device, dtype: 1e9)
         return compiled_llm.explain(plant(planted.ItemLeftATensor), timings=[1], dump=root)
 
@@ -102,6 +106,12 @@ def test_every_stage_of_every_program_is_there(root, report):
         assert [sign in text for sign, text in zip(signs, texts, strict=True)] == [True] * 5
     assert json.loads((root / "report.json").read_text()) == report.data
     assert "Nothing stands in the way" in (root / "report.html").read_text()
+
+
+def test_programs_are_whole_even_if_wrap_compiles_regions(root, report):
+    for program in PROGRAMS:
+        text = (root / program / "4_aten_graph.py").read_text()
+        assert [part in text for part in ("aten.embedding", "_attention", "sample_tokens")] == [True] * 3
 
 
 def test_bytecode_is_python(root, report):

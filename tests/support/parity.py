@@ -1,4 +1,4 @@
-"""What parity tests share: prompts of mixed lengths, and the account that must add up after every call."""
+"""What parity tests share: prompts of mixed lengths, a comparison, the account that must add up after every call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+import compiled_llm
+
+# For models with 128 tokens in their vocabulary and calls of a few rows.
+FEW_PAGES: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
 
 
 def mixed_prompts(lengths: list[int], vocabulary: int, seed: int) -> dict[str, Tensor]:
@@ -30,6 +35,18 @@ def assert_account_is_empty(model: PreTrainedModel) -> None:
     assert account.used == 0
     assert account.used + account.free + account.cached == account.total
     assert model.compiled.device_model().pool.available == account.free + account.cached, "pages are promised to nobody"
+
+
+def wrap_and_compare(model: PreTrainedModel, seed: int, **options: Any) -> None:
+    """Wrap a model on a few pages; it generates what it did before, twice, from one graph for each program."""
+    inputs = mixed_prompts([5, 19, 11], 128, seed)
+    expected = greedy(model, inputs, 12)
+    compiled_llm.wrap(model, **FEW_PAGES, **options)
+    for _ in range(2):
+        torch.testing.assert_close(greedy(model, inputs, 12), expected)
+    stats = model.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
+    assert_account_is_empty(model)
 
 
 def alone(model: PreTrainedModel, prompt: list[int], new: int, **options: Any) -> list[int]:

@@ -188,7 +188,7 @@ class Connection:
     async def _take(self, data: bytes) -> None:
         for message in self._frames.feed(data):
             self._handle(message)
-            await asyncio.sleep(0)  # others have their turn, and the engine's thread may have Python's lock
+            await asyncio.sleep(0)  # others have their turn, and the engine's thread may have the GIL
         if len(self._messages) > _MOST_WAITING:
             await self._outlet.taken()
 

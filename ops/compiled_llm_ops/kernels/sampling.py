@@ -100,6 +100,8 @@ def build(args: SampleTokens, not_a_token: int) -> None:
 
 
 class _Launch(NamedTuple):
+    """A kernel with all that it is launched, or built, with."""
+
     kernel: Any
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
@@ -107,6 +109,7 @@ class _Launch(NamedTuple):
 
 
 def _launches(args: SampleTokens, chosen: Tensor, not_a_token: int) -> Iterable[_Launch]:
+    """Return what a choice launches, in order; ``chosen`` is written."""
     logits = args.logits if args.logits.stride(1) == 1 else args.logits.contiguous()
     rows, vocabulary = logits.shape
     tiles = triton.cdiv(vocabulary, _TILE.value)
