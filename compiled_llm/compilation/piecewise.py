@@ -87,13 +87,13 @@ def _symbols(description: str) -> list[str]:
 
 
 def layers_in_equal_regions(layers: Sequence[object], at_least: int) -> int:
-    """Return the fewest layers, but ``at_least`` so many, that each region must have for regions to be equal.
+    """Return how many layers a region needs, so that each holds the same kinds of layers in the same order.
 
-    Models with two kinds of layers have them in turns, or one of a kind every so often: regions hold whole turns.
+    Models with two kinds of layers have them in turns, or one of a kind every so often: a region holds whole turns.
 
     Args:
         layers: of the model, in order; those of one kind are equal.
-        at_least: how many a region is to have.
+        at_least: a region has no fewer.
     """
     turns = range(1, len(layers) + 1)
     turn = next((length for length in turns if all(map(operator.eq, layers, layers[length:]))), 1)

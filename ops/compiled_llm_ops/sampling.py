@@ -132,8 +132,8 @@ def sample_tokens(
 def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
     """Begin to build the kernels that ``sample_tokens`` launches on a CUDA device, which the first launch waits for.
 
-    Triton takes 10 s for them unless it has them in its cache, most of it without the GIL: on a thread, models
-    are traced and compiled meanwhile. On a CPU there is nothing to build.
+    Triton takes 10 s for them unless it has them in its cache, most of it without the GIL: on a thread, so
+    that models are traced and compiled meanwhile. On a CPU there is nothing to build.
 
     Args:
         vocabulary: of the logits.
