@@ -7,6 +7,7 @@ import torch
 
 from compiled_llm import compat
 from compiled_llm.compat import capturing
+from support.in_threads import in_thread
 
 
 def test_a_capture_that_fails_is_ended(monkeypatch):
@@ -51,3 +52,9 @@ def test_generators_hand_over_their_state():
     mine, own = torch.Generator(), torch.Generator()
     assert hasattr(mine, "graphsafe_get_state")
     assert hasattr(own, "graphsafe_set_state")
+
+
+def test_a_thread_that_never_had_cudagraph_trees_has_recorded_none():
+    """Before torch 2.13 only the thread that imports them first has any, and to ask for them fails in all others."""
+    compat.prepare_cudagraph_trees()
+    assert in_thread(lambda: compat.cudagraph_recordings(torch.device("cuda:0"))) == 0

@@ -30,7 +30,8 @@ def adopt_cudagraph_trees() -> None:
 def prepare_cudagraph_trees() -> None:
     """Let the calling thread be the one that imports cudagraph trees, and so keep them for the user's own graphs.
 
-    Before torch 2.13 only the importing thread has them; ours get theirs from ``adopt_cudagraph_trees``.
+    Before torch 2.13 only the importing thread has them; ours get theirs from ``adopt_cudagraph_trees``. A model whose
+    graphs are not those of cudagraph trees leaves the import to the user.
     """
     importlib.import_module("torch._inductor.cudagraph_trees")
 
@@ -43,13 +44,14 @@ def cudagraph_skips() -> int:
 
 
 def cudagraph_recordings(device: torch.device) -> int:
-    """Return how many CUDA graphs the current thread's trees have recorded; call it on the thread that replays."""
-    if device.type != "cuda":
-        return 0
-    from torch._inductor import cudagraph_trees
+    """Return how many CUDA graphs the current thread's trees have recorded; call it on the thread that replays.
 
-    manager = cudagraph_trees.get_container(device.index or 0).tree_manager
-    return 0 if manager is None else _nodes(manager)
+    Before torch 2.13 a thread has trees only if it imported the module or has adopted some: others have recorded none.
+    """
+    from torch._inductor.cudagraph_trees import local
+
+    container = getattr(local, "tree_manager_containers", {}).get(device.index or 0)
+    return 0 if container is None or container.tree_manager is None else _nodes(container.tree_manager)
 
 
 def _nodes(manager: Any) -> int:

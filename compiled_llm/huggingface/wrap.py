@@ -66,7 +66,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     checked = check_model(model)
     check_placement(checked, config)
     check_weights(checked, config)
-    if checked.device.type == "cuda":
+    if config.uses_trees_on(checked.device.type):
         prepare_cudagraph_trees()
     with leading_to_explain():
         with paged_attention_in(attention_configs(checked)), LinearRecorder() as recorder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,10 +61,12 @@ def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
     """Check that the model lies whole on one device that it can run on.
 
     Raises:
+        UnsupportedModelError: this process has only a part of the weights.
         ValueError: parameters on several devices, offloaded, on a device of another kind, or fp32 on CUDA.
         RuntimeError: something that compiling needs is not installed, or the device cannot be used in this process.
     """
     check_process(model)
+    check_whole(model)
     devices = sorted({str(tensor.device) for tensor in model.parameters()})
     mapped = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
     if devices == ["meta"] and not mapped:
@@ -82,6 +85,31 @@ def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
     if kind not in ("cuda", "cpu"):
         raise ValueError(f"wrap: the model is on {devices[0]}; only CUDA devices and the CPU are supported")
     check_device(kind, model.dtype, config)
+
+
+def check_whole(model: PreTrainedModel) -> None:
+    """Check that this process has all of the model's weights.
+
+    Each process would draw tokens, admit rows and count pages for itself, and nothing keeps these equal in all of them:
+    HuggingFace's ``generate`` synchronises its processes, our loops do not yet.
+
+    Raises:
+        UnsupportedModelError: they are divided among several processes (tensor, expert or fully sharded parallelism).
+    """
+    processes = getattr(model, "tp_size", None) or 1
+    if processes > 1 or any(_is_sharded(parameter) for parameter in model.parameters()):
+        over = f"{processes} processes" if processes > 1 else "several processes"
+        raise UnsupportedModelError(
+            f"wrap: the weights of {type(model).__name__} are divided among {over}, whose tokens would drift apart "
+            "without an error; load it whole in each process (without tp_plan, distributed_config or fully_shard), or "
+            "use it unwrapped, where HuggingFace's generate keeps the processes together"
+        )
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    # Without the module there is no such tensor; importing it to ask would take a tenth of a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_process(model: PreTrainedModel) -> None:

@@ -352,6 +352,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(device_model.readiness.programs, "recorded", True)
     monkeypatch.setattr(device_model.readiness.programs, "decode", decode)
     monkeypatch.setattr(device_model.readiness.recordings, "replay", True)
+    monkeypatch.setattr(device_model.readiness.recordings, "_in_trees", True)
     monkeypatch.setattr(recordings, "cudagraph_recordings", lambda device: len(seen) + len(model.anew))
     model.compiled.warmup([1, 2])
     return model

@@ -120,7 +120,8 @@ class Recordings:
         """
         self.rolling = rolling
         self.ours = config.records_on(device.type)
-        self.replay = self.ours or config.uses_trees_on(device.type)
+        self._in_trees = config.uses_trees_on(device.type)
+        self.replay = self.ours or self._in_trees
         self.skips = 0
         self.reasons: list[str] = []
         self.prefills = 0
@@ -138,7 +139,7 @@ class Recordings:
         self._known: dict[Key, _Known] = {}
         rolling.when_dropped.append(functools.partial(_forget, self._known))
         self._weights: Weights | None = None
-        self._before = cudagraph_recordings(device)
+        self._before = cudagraph_recordings(device) if self._in_trees else 0
         self._expected = 0
         self._lost: set[Key] = set()
         self._moved: list[str] = []
@@ -368,9 +369,9 @@ class Recordings:
 
     def decodes(self) -> int:
         """Return how many decode steps have been captured."""
-        if self._recorder is not None:
-            return self._decodes
-        return max(0, cudagraph_recordings(self._device) - self._before)
+        if self._in_trees:
+            return max(0, cudagraph_recordings(self._device) - self._before)
+        return self._decodes
 
     def repeated(self) -> int:
         """Return how many steps were captured again, between steps that only replay, or have to be."""

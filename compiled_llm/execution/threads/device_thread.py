@@ -95,7 +95,7 @@ class _Worker:
     done, and one is sent only under the guard, while its job runs and is not in the midst of bookkeeping.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, has_trees: bool) -> None:
         self.current: _Job | None = None
         self.lost = False  # whether the thread belongs to the process that this one was forked from
         self._jobs: deque[_Job] = deque()
@@ -104,7 +104,7 @@ class _Worker:
         self._books = threading.RLock()
         self.last_call = time.monotonic()
         self._last_stream: torch.cuda.Stream | None = None
-        self.thread = threading.Thread(target=self._serve, args=(device,), name="compiled_llm", daemon=True)
+        self.thread = threading.Thread(target=self._serve, args=(device, has_trees), name="compiled_llm", daemon=True)
         self.thread.start()
         _workers.append(self)
 
@@ -120,10 +120,11 @@ class _Worker:
                     ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
                 )
 
-    def _serve(self, device: torch.device) -> None:
+    def _serve(self, device: torch.device, has_trees: bool) -> None:
         guarded_by(self._books)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if has_trees:
             adopt_cudagraph_trees()
         while True:
             try:
@@ -152,19 +153,26 @@ class _Worker:
 class DeviceThread:
     """Runs calls one after the other on its own thread; safe to use from any thread."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Take an idle thread for the device, or start one."""
+    def __init__(self, device: torch.device, has_trees: bool = False) -> None:
+        """Take an idle thread for the device, or start one.
+
+        Args:
+            device: that calls run on.
+            has_trees: whether the calls use cudagraph trees. Other threads leave them alone: before torch 2.13 the one
+                that imports them keeps them from all others.
+        """
         self._device = device
+        self._has_trees = has_trees
         self._cut = False
         self._take_worker()
         _device_threads.add(self)
 
     def _take_worker(self) -> None:
-        idle = _idle[self._device]
+        idle = _idle[self._device, self._has_trees]
         try:
             self._worker = idle.pop()
         except IndexError:
-            self._worker = _Worker(self._device)
+            self._worker = _Worker(self._device, self._has_trees)
         self._given_back = weakref.finalize(self, idle.append, self._worker)
         self._given_back.atexit = False
 
@@ -221,7 +229,7 @@ class DeviceThread:
             self._worker.interrupt(job)
 
 
-_idle: defaultdict[torch.device, list[_Worker]] = defaultdict(list)
+_idle: defaultdict[tuple[torch.device, bool], list[_Worker]] = defaultdict(list)
 _workers: list[_Worker] = []
 _exiting = threading.Event()
 _device_threads: weakref.WeakSet[DeviceThread] = weakref.WeakSet()

@@ -42,4 +42,4 @@ def executor_for(device: torch.device, config: WrapConfig) -> Executor:
     caller's: to wake another and wait for it takes time in each step. On a CPU it would halve the speed: OpenMP gives
     each thread a team of workers, and once there are more of them than cores, all sleep between any two loops.
     """
-    return DeviceThread(device) if config.uses_trees_on(device.type) else CallingThread(device)
+    return DeviceThread(device, has_trees=True) if config.uses_trees_on(device.type) else CallingThread(device)
