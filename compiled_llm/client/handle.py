@@ -30,6 +30,7 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         prompt: its token ids.
         has_text: whether somebody reads it as text.
         refused: why the generator has ended the whole request, or never began it.
+        prompt_logprobs: of the prompt's tokens, as far as they have come; None before that, or if they are not wanted.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         self.refused: Exception | None = None
         self._cancel = cancel
         self._figures: Figures | None = None
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._submitted = time.monotonic()
         self._reading = threading.Lock()
 
@@ -77,6 +78,11 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         """How many of the prompt's tokens the prefix cache had; 0 until the request has ended."""
         return 0 if self._figures is None else self._figures["cached_tokens"]
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether all log-probabilities of the prompt have come that will."""
+        return self.done or len(self.prompt_logprobs or ()) == len(self.prompt)
+
     def cancel(self, index: int | None = None) -> None:
         """End what has not ended, or the answer of that index alone; tokens so far stay."""
         if not self.done:
@@ -90,7 +96,7 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         return RequestOutput(
             prompt_token_ids=list(self.prompt),
             outputs=completions,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             **self._figures,
         )
 
@@ -119,8 +125,8 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
 
     def take_prompt_scores(self, logprobs: Sequence[Sequence[Entry]]) -> None:
         """Take the log-probabilities of the prompt's next tokens; its first one has none."""
-        self._prompt_logprobs = self._prompt_logprobs or [None]
-        self._prompt_logprobs += map(entries_of, logprobs)
+        self.prompt_logprobs = self.prompt_logprobs or [None]
+        self.prompt_logprobs += map(entries_of, logprobs)
 
     def finish(self, summary: Summary) -> None:
         """Take what is measured, once all answers have ended."""

@@ -143,6 +143,7 @@ class Session:
                 return self._step(message)
             case PromptScores() if (handle := self._handles.get(message.request)) is not None:
                 handle.take_prompt_scores(message.logprobs)
+                return [handle]
             case Refused() if message.request in self._questions:
                 self._questions[message.request] = refusal(message.kind, message.message)
             case Refused() if (handle := self._handles.pop(message.request, None)) is not None:

@@ -139,7 +139,7 @@ def _most_new(prompt: int, max_tokens: int | None, device_model: DeviceModel) ->
         ValueError: they never fit.
     """
     left, pool = device_model.max_positions - prompt, device_model.pool
-    _check_prompt(prompt, device_model)
+    _check_prompt(prompt, device_model, answered=max_tokens != 0)
     room = pool.total * pool.page_size - prompt + 1  # the last token is never stored
     most = min(left, max(1, room)) if max_tokens is None else int(max_tokens)
     if most > left:
@@ -147,7 +147,7 @@ def _most_new(prompt: int, max_tokens: int | None, device_model: DeviceModel) ->
             f"max_tokens={max_tokens}: with a prompt of {prompt} tokens that is more than the model's "
             f"{device_model.max_positions} positions; shorten the prompt, or give at most {left}"
         )
-    needed = pool.pages_for(prompt + most - 1)
+    needed = pool.pages_for(prompt + max(1, most) - 1)
     if needed > pool.total:
         raise ValueError(
             f"max_tokens={max_tokens}: a prompt of {prompt} tokens and {most} more need {needed} pages of "
@@ -156,10 +156,10 @@ def _most_new(prompt: int, max_tokens: int | None, device_model: DeviceModel) ->
     return most
 
 
-def _check_prompt(tokens: int, device_model: DeviceModel) -> None:
-    """Check that there is room for one token after a prompt."""
+def _check_prompt(tokens: int, device_model: DeviceModel, answered: bool) -> None:
+    """Check that there is room for a prompt, and for one token after it if it is ``answered``."""
     positions, pool = device_model.max_positions, device_model.pool
-    if tokens >= positions:
+    if tokens + answered > positions:
         raise ValueError(
             f"prompt: {tokens} tokens leave no room for an answer in the model's {positions} positions; shorten it"
         )

@@ -52,7 +52,7 @@ _RULES = {
     "top_k": _Rule(Integral, lambda value: value >= -1, "must be 0 or more; 0 or -1 is all tokens"),
     "min_p": _Rule(Real, lambda value: 0 <= value <= 1, "must be from 0 to 1; 0 is all tokens"),
     "seed": _Rule(Integral, lambda value: -1 <= value < SEEDS, "must be from 0 to 2**62 - 1; -1 or None draws one"),
-    "max_tokens": _Rule(Integral, lambda value: value >= 1, "must be 1 or more, or None for no limit"),
+    "max_tokens": _Rule(Integral, lambda value: value >= 0, "must be 0 or more, or None for no limit"),
     "min_tokens": _Rule(Integral, lambda value: value >= 0, "must be 0 or more"),
     "logprobs": _Rule(Integral, lambda value: 0 <= value <= 20, "must be from 0 to 20, or None for none"),
     "prompt_logprobs": _Rule(Integral, lambda value: 0 <= value <= 20, "must be from 0 to 20, or None for none"),
@@ -84,7 +84,8 @@ class SamplingParams:
             the token that completes it is the last one.
         stop_token_ids: other tokens that end an answer; the one that did is its last, and not in the text.
         ignore_eos: go on after an end-of-sequence token.
-        max_tokens: most tokens to generate; None for as many as there are positions and pages for.
+        max_tokens: most tokens to generate; None for as many as there are positions and pages for, 0 to compute the
+            prompt alone, for its ``prompt_logprobs`` or for the prefix cache.
         min_tokens: as many come before an end-of-sequence token, one of ``stop_token_ids`` or the end of a stop string.
         logprobs: give each token's log-probability, and those of so many of the likeliest tokens, at most 20; None for
             none.

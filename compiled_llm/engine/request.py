@@ -34,7 +34,7 @@ class Request:
     Attributes:
         prompt: ``[T]`` int64, at least one token.
         sampling: how its tokens are chosen; the most likely ones if None.
-        most: how many tokens it gets at most.
+        most: how many tokens it gets at most; with 0, what follows from its prompt is dropped.
         ends: tokens that end it.
         stop_ids: those of them that the user has named.
         priority: smaller ones run first.
@@ -137,7 +137,7 @@ class Request:
     @property
     def stored(self) -> int:
         """How many tokens its row holds in the end: the last one is chosen and never fed in."""
-        return len(self.prompt) + self.most - 1
+        return len(self.prompt) + max(1, self.most) - 1
 
     @property
     def text(self) -> NDArray[np.int64]:

@@ -120,7 +120,7 @@ class Scheduler:
         else:
             self._queue.remove(request)
         self._queue.release(request)
-        if reason in ("stop", "length"):
+        if reason in ("stop", "length") and request.most:
             self._likely += _WEIGHT * (len(request.tokens) - self._likely)
 
     def expire(self, now: float) -> list[Request]:
@@ -213,7 +213,7 @@ class Scheduler:
             request.generation = self._prefixes.generation
         elif (leader := request.leader) is not None and leader.row is not None and leader.prefilled:
             row.begin_from(self._shared_with(leader.row, len(request.prompt)))
-        rest = min(request.most - len(request.tokens), round(self._likely))
+        rest = min(request.stored - len(known) + 1, round(self._likely))
         if not (self._reserved(row, len(known) + rest - 1) or (not self.running and self._reserved(row, len(known)))):
             self._free(row)
             return None
@@ -309,6 +309,9 @@ class Scheduler:
             if token == NOT_A_TOKEN:
                 failed.append(request)
                 continue
+            if request.most == 0:  # it was only computed
+                ended.append((request, "length"))
+                continue
             request.tokens.append(token)
             got.append(request)
             if token in request.ends:
@@ -321,7 +324,7 @@ class Scheduler:
             self.end(request, reason)
         for request in failed:
             self._fail(request)
-        return got + failed
+        return got + [request for request, _ in ended if not request.most] + failed
 
     def _fail(self, request: Request) -> None:
         """End a request whose logits no token can be drawn from."""

@@ -14,6 +14,9 @@ from compiled_llm.engine.grammars.source import GrammarSource
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _ANY_OBJECT = '{"type": "object"}'
 
+MOST_BLANKS = 32
+"""Blanks between two parts of JSON, unless a user says otherwise: enough for deep indentation, and not for ever."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
@@ -32,6 +35,8 @@ class StructuredOutputsParams:
         disable_any_whitespace: JSON has one space after ``,`` and ``:``, and no other whitespace.
         disable_additional_properties: accepted for vLLM's sake: see ``json``.
         whitespace_pattern: None; xgrammar, which vLLM uses by default, does not follow one either.
+        max_whitespace_cnt: how many blanks JSON has between two parts at most, as xgrammar calls it; None for any
+            number, which small models may write until ``max_tokens``.
 
     Raises:
         ValueError: none or several forms are given, or what is given is impossible.
@@ -46,6 +51,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    max_whitespace_cnt: int | None = MOST_BLANKS
 
     def __post_init__(self) -> None:
         """Check each value."""
@@ -60,6 +66,9 @@ class StructuredOutputsParams:
         self._check(
             "whitespace_pattern", self.whitespace_pattern is None, "is not followed; give disable_any_whitespace=True"
         )
+        most = self.max_whitespace_cnt
+        holds = most is None or (isinstance(most, int) and not isinstance(most, bool) and most >= 1)
+        self._check("max_whitespace_cnt", holds, "must be 1 or more, or None for any number")
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             self._check(name, value is None or (isinstance(value, str) and value != ""), "must be a string")
@@ -72,7 +81,7 @@ class StructuredOutputsParams:
         """What its grammar is compiled from."""
         free = not self.disable_any_whitespace
         if isinstance(self.json, str):
-            return GrammarSource("json", self.json, free)
+            return GrammarSource("json", self.json, free, self.max_whitespace_cnt)
         if self.regex is not None:
             return GrammarSource("regex", self.regex)
         if self.choice is not None:
@@ -81,7 +90,7 @@ class StructuredOutputsParams:
             return GrammarSource("ebnf" if "::=" in self.grammar else "lark", self.grammar)
         if isinstance(self.structural_tag, str):
             return GrammarSource("structural_tag", self.structural_tag)
-        return GrammarSource("json", _ANY_OBJECT, free)
+        return GrammarSource("json", _ANY_OBJECT, free, self.max_whitespace_cnt)
 
     @property
     def name(self) -> str:

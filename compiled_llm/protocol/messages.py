@@ -171,7 +171,7 @@ class Step(Struct, tag="step", frozen=True, omit_defaults=True):
 
 
 class PromptScores(Struct, tag="prompt scores", frozen=True):
-    """The log-probabilities of a prompt's next tokens, from the second on; several come before the summary."""
+    """The log-probabilities of a prompt's next tokens, from the second on; several come, from the first token on."""
 
     request: int
     logprobs: list[list[Entry]]

@@ -225,6 +225,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structural_tag": 5}, "structural_tag=5 must be a structural tag"),
     ({"json_object": True, "whitespace_pattern": " "}, "whitespace_pattern=' ' is not followed"),
     ({"json_object": True, "disable_any_whitespace": 1}, "disable_any_whitespace=1 must be True or False"),
+    ({"json_object": True, "max_whitespace_cnt": 0}, "max_whitespace_cnt=0 must be 1 or more, or None"),
+    ({"json_object": True, "max_whitespace_cnt": True}, "max_whitespace_cnt=True must be 1 or more, or None"),
 ]
 
 

@@ -200,7 +200,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 1.5}, "top_k=1.5 must be 0 or more"),
     ({"min_p": True}, "min_p=True must be from 0 to 1"),
     ({"seed": -2}, "seed=-2 must be from 0 to 2"),
-    ({"max_tokens": 0}, "max_tokens=0 must be 1 or more"),
+    ({"max_tokens": -1}, "max_tokens=-1 must be 0 or more"),
     ({"min_tokens": -1}, "min_tokens=-1 must be 0 or more"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 must be at most max_tokens=4"),
     ({"stop_token_ids": ["x"]}, "stop_token_ids=['x'] must be token ids"),

@@ -120,6 +120,17 @@ def test_lark_grammars_and_tags_in_their_former_form(engine: Engine) -> None:
     assert re.match(r"[^a]*(a(true|false))?$", output.text or "")
 
 
+@pytest.mark.parametrize("given", [{"json": {"type": "object"}}, {"json_object": True}])
+def test_blanks_are_bounded_unless_a_user_wants_them(engine: Engine, given: dict[str, Any]) -> None:
+    blank, brace = byte_level().encode(" ")[0], byte_level().encode("}")[0]
+    likes = {"logit_bias": {blank: 100, brace: 50}, "temperature": 0.0}
+    for most in (3, 32, None):
+        asked = form(**given) if most == 32 else form(**given, max_whitespace_cnt=most)
+        output = engine.generate([5, 6, 7], settings(structured_outputs=asked, **likes))[0]
+        assert (output.text or "").removesuffix("}") == "{" + " " * (most or 89)
+        assert output.finish_reason == ("stop" if most else "length")
+
+
 def integers_up_to(most: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": 0, "maximum": most}
 

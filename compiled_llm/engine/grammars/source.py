@@ -30,11 +30,17 @@ class GrammarSource(NamedTuple):
         kind: how ``text`` is to be read.
         text: the schema, pattern, rules or tags.
         any_whitespace: whether there may be any between the parts of JSON.
+        max_whitespace_cnt: how many blanks may stand there one after the other; None for any number.
     """
 
     kind: GrammarKind
     text: str
     any_whitespace: bool = True
+    max_whitespace_cnt: int | None = None
+
+    @property
+    def _blanks(self) -> dict[str, Any]:
+        return {"any_whitespace": self.any_whitespace, "max_whitespace_cnt": self.max_whitespace_cnt}
 
     def check(self) -> None:
         """Look whether it can be compiled, as far as that is told at once.
@@ -52,7 +58,7 @@ class GrammarSource(NamedTuple):
             RuntimeError: it cannot be.
         """
         if self.kind == "json":
-            return compiler.compile_json_schema(self.text, any_whitespace=self.any_whitespace)
+            return compiler.compile_json_schema(self.text, **self._blanks)
         if self.kind == "regex":
             return compiler.compile_regex(self.text)
         if self.kind == "structural_tag":
@@ -73,7 +79,7 @@ def _read(source: GrammarSource) -> xgrammar.Grammar:
     from xgrammar import Grammar
 
     if source.kind == "json":
-        return Grammar.from_json_schema(source.text, any_whitespace=source.any_whitespace)
+        return Grammar.from_json_schema(source.text, **source._blanks)
     if source.kind == "regex":
         return Grammar.from_regex(source.text)
     if source.kind == "structural_tag":

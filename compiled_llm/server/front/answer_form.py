@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.engine.structured_outputs import MOST_BLANKS, StructuredOutputsParams
 from compiled_llm.server.front.api_error import ApiError, invalid
 from compiled_llm.server.front.call_form import CallForm
 from compiled_llm.server.front.chat_prompt import ChatPrompt
@@ -79,7 +79,7 @@ def _after(thinking: str, form: Format) -> Format:
 
 
 def _json(wanted: AnyFormat | None) -> Format:
-    return {"type": "json_schema", "json_schema": schema_of(wanted)}
+    return {"type": "json_schema", "json_schema": schema_of(wanted), "max_whitespace_cnt": MOST_BLANKS}
 
 
 def _not_held(message: str, param: str | None) -> ApiError:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compiled_llm.engine.structured_outputs import MOST_BLANKS
 from compiled_llm.server.front.answer_parts import Parts
 from compiled_llm.server.front.tool_fields import Function
 
@@ -89,7 +90,8 @@ class CallForm:
         return {"type": "tag", "begin": self._begin(function), "content": self._arguments(function), "end": self.end}
 
     def _arguments(self, function: Function) -> dict[str, Any]:
-        return {"type": "json_schema", "json_schema": function.schema_of_arguments, "style": self.style}
+        schema = function.schema_of_arguments
+        return {"type": "json_schema", "json_schema": schema, "style": self.style, "max_whitespace_cnt": MOST_BLANKS}
 
 
 def call_form(prompt: str, one: str, two: str | None, ends: Sequence[str], read: Read) -> CallForm | None:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from compiled_llm.engine.output import Completion
+from compiled_llm.protocol.messages import Entry
 from compiled_llm.server.front.answer_form import with_form
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
@@ -24,6 +25,7 @@ from compiled_llm.server.front.chat_response import (
     ChatCompletion,
     ChunkChoice,
     Delta,
+    Logprobs,
 )
 from compiled_llm.server.front.events import TextEvent, event
 from compiled_llm.server.front.front import front_of, new_id
@@ -88,7 +90,7 @@ class _Told:
                 reasoning_content=parts.reasoning or None,
                 tool_calls=calls or None,
             ),
-            logprobs=self._logprobs(None if completion.logprobs is None else entries_of(completion.logprobs)),
+            logprobs=None if completion.logprobs is None else self._logprobs(entries_of(completion.logprobs)),
             finish_reason=reading.reason(finish_reason_of(completion.finish_reason)),
         )
 
@@ -127,11 +129,11 @@ class _Told:
         if news.is_text and parts.is_content:
             return [text(parts.content)] if parts.content else []
         deltas = reading.deltas(parts, over)
-        if not deltas and self._body.logprobs:  # of tokens whose text comes later
+        if not deltas and news.logprobs:  # of tokens whose text comes later
             deltas = [Delta(content="")]
         new = [ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None) for delta in deltas]
         for first in new[:1]:
-            first.logprobs = self._logprobs(news.logprobs)
+            first.logprobs = self._logprobs(news.logprobs) if news.logprobs else None
         if news.finish_reason is not None:
             new[-1].finish_reason = reading.reason(news.finish_reason)
         return [self._chunk([choice]) for choice in new]
@@ -142,10 +144,8 @@ class _Told:
             lambda text: self._chunk([ChunkChoice(index=choice.index, delta=Delta(content=text), **nothing)])
         )
 
-    def _logprobs(self, places: Any) -> Any:
-        if not self._body.logprobs:
-            return None
-        return chat_logprobs(places or [], self._body.top_logprobs or 0, self._model.token_bytes)
+    def _logprobs(self, places: list[list[Entry]]) -> Logprobs:
+        return chat_logprobs(places, self._body.top_logprobs or 0, self._model.token_bytes)
 
 
 def _begins(choice: Choice) -> ChunkChoice:

@@ -14,14 +14,12 @@ _LEAST = -9999.0
 class CompletionScores:
     """Writes log-probabilities of one answer, from its beginning on; text offsets go on from piece to piece."""
 
-    def __init__(self, likeliest: int, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: TokenBytes) -> None:
         """Begin at the beginning of the text.
 
         Args:
-            likeliest: how many of the likeliest tokens are wanted in each place.
             token_bytes: tells the bytes of tokens.
         """
-        self._likeliest = likeliest
         self._token_bytes = token_bytes
         self._offset = 0
 
@@ -42,8 +40,8 @@ class CompletionScores:
         )
 
     def _top(self, entries: Sequence[Entry]) -> dict[str, float]:
-        """Return the likeliest tokens, and the chosen one."""
-        return {self._name(token): max(logprob, _LEAST) for token, logprob, _ in entries} if self._likeliest else {}
+        """Return the chosen token, and the likeliest ones."""
+        return {self._name(token): max(logprob, _LEAST) for token, logprob, _ in entries}
 
     def _advanced(self, token: str) -> int:
         offset = self._offset

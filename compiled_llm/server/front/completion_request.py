@@ -22,7 +22,7 @@ class CompletionRequest(SamplingFields):
     """Text, or several texts, to continue: OpenAI's fields, then the sampling that vLLM has besides."""
 
     prompt: str | _Until[str] | _Until[int] | list[list[int]]
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     echo: bool | None = None
     best_of: Annotated[int | None, NoEffect("it has to be n: no answers are drawn and left out")] = None
@@ -53,4 +53,5 @@ class CompletionRequest(SamplingFields):
         if self.best_of not in (None, self.answers):
             raise invalid(f"best_of: has to be n={self.answers}; no answers are drawn and left out", "best_of")
         scores = self.logprobs if self.echo else None
-        return self.params(max_tokens=self.max_tokens or _MOST_TOKENS, logprobs=self.logprobs, prompt_logprobs=scores)
+        most = _MOST_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.params(max_tokens=most, logprobs=self.logprobs, prompt_logprobs=scores)

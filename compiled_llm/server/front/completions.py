@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from compiled_llm.engine.output import Completion
+from compiled_llm.protocol.messages import Entry
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
 from compiled_llm.server.front.beside import beside
@@ -72,10 +73,14 @@ class _Told:
     def _all_logprobs(self, index: int, completion: Completion) -> CompletionLogprobs | None:
         if completion.logprobs is None:
             return None
-        output = self._answers.handles[index // self._body.answers].output()
-        prompt = [None if place is None else entries_of([place])[0] for place in output.prompt_logprobs or ()]
-        first = output.prompt_token_ids[0] if prompt else None
+        prompt, first = self._prompt_places(index)
         return self._scores().written([*prompt, *entries_of(completion.logprobs)], first)
+
+    def _prompt_places(self, index: int) -> tuple[list[list[Entry] | None], int | None]:
+        """Return the log-probabilities of an answer's prompt, if they are wanted, and its first token, without any."""
+        handle = self._answers.handles[index // self._body.answers]
+        places = [None if place is None else entries_of([place])[0] for place in handle.prompt_logprobs or ()]
+        return places, handle.prompt[0] if places else None
 
     def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
@@ -85,9 +90,13 @@ class _Told:
     async def _events(
         self, choices: Sequence[Choice], scores: Sequence[CompletionScores], texts: Sequence[TextEvent]
     ) -> AsyncIterator[list[bytes]]:
-        if self._body.echo:
-            yield [texts[choice.index](self._echo(choice.index)) for choice in choices]
+        echoed = not self._body.echo
         async for _ in self._answers.changes():
+            if not echoed:
+                if self._body.logprobs is not None and not all(handle.is_scored for handle in self._answers.handles):
+                    continue
+                yield [self._chunk(self._begun(choice, scores[choice.index])) for choice in choices]
+                echoed = True
             yield [
                 texts[choice.index](news.text)
                 if news.is_text
@@ -106,12 +115,20 @@ class _Told:
         usage: dict[str, Any] = {"usage": None} if self._body.wants_usage else {}
         return event(TextCompletion(choices=[choice], **usage, **self._head))
 
+    def _begun(self, choice: Choice, scores: CompletionScores) -> CompletionChoice:
+        """Return what repeats the prompt."""
+        places, first = self._prompt_places(choice.index)
+        logprobs = scores.written(places, first) if places else None
+        return CompletionChoice(
+            index=choice.index, text=self._echo(choice.index), logprobs=logprobs, finish_reason=None
+        )
+
     def _news(self, choice: Choice, news: News, scores: CompletionScores) -> CompletionChoice:
-        logprobs = None if self._body.logprobs is None else scores.written(news.logprobs or [])
+        logprobs = scores.written(news.logprobs) if news.logprobs else None
         return CompletionChoice(index=choice.index, text=news.text, logprobs=logprobs, finish_reason=news.finish_reason)
 
     def _scores(self) -> CompletionScores:
-        return CompletionScores(self._body.logprobs or 0, self._model.token_bytes)
+        return CompletionScores(self._model.token_bytes)
 
     def _echo(self, index: int) -> str:
         """Return the prompt of an answer, if it is to be repeated."""

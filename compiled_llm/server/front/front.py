@@ -99,7 +99,7 @@ class Front:
         if len(prompts) * params.n > most:
             raise invalid(f"n: {len(prompts)} prompts with {params.n} answers each; at most {most} at once", "n")
         for prompt in prompts:
-            if len(prompt) >= ready.max_tokens:
+            if len(prompt) + (params.max_tokens != 0) > ready.max_tokens:
                 raise invalid(
                     f"{param}: {len(prompt)} tokens, and with the answer there can be {ready.max_tokens}; shorten it",
                     param,

@@ -82,7 +82,7 @@ class Offer:
         """
         self.tools = [] if choice == "none" else list(tools)
         self.functions = [tool.function for tool in self.tools]
-        self.several = several
+        self.several = several and choice in (None, "none", "auto", "required")  # a named one is called once
         names = [tool.function.name for tool in tools]
         if twice := [name for name in names if names.count(name) > 1]:
             raise invalid(f"tools: two have the name {twice[0]!r}", "tools")

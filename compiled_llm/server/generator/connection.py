@@ -233,12 +233,10 @@ class Connection:
         summaries: list[Summary] = []
         for number, stream in tuple(self.streams.items()):
             updates += stream.updates()
-            if not stream.ended:
-                continue
             if (scores := stream.prompt_scores()) is not None:
                 yield frame_of(scores)
                 self._outlet.flush_soon()  # for those that are left, after others had their turn
-            else:
+            elif stream.ended:
                 summaries.append(stream.summary())
                 self.streams.pop(number, None)
                 self._long.discard(number)

@@ -121,9 +121,12 @@ class Stream:
         return Summary(self._number, **self.handle.figures())
 
     def prompt_scores(self) -> PromptScores | None:
-        """Return the next log-probabilities of the prompt's tokens; None if all that are wanted have been told."""
+        """Return the next log-probabilities of the prompt's tokens; None if there are none, or all have been told.
+
+        They are all there with the first token.
+        """
         request = self.handle.requests[0]
-        if request.prompt_logprobs is None:
+        if request.prompt_logprobs is None or not (request.tokens or request.done):
             return None
         if self._scores is None:
             self._scores = Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs)

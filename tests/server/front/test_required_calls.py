@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from transformers import PreTrainedModel
 
@@ -25,20 +26,23 @@ STRICT = {"type": "function", "function": {"name": "weather", "parameters": CITY
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, TIME]}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 JSON = {"type": "json_schema", "json_schema": {"schema": {"enum": ["one", "two"]}}}
+OBJECT = {"type": "json_object"}
 THINKS = {"chat_template_kwargs": {"think": True}}
 
 ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 BERN = ROME.replace("Rome", "Bern")
+BLANKS = [ROME.replace('{"city"', "{" + " " * count + '"city"') for count in (32, 33)]
 NOW = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"tool_choice": "required"}, [ROME, NOW, f"{NOW}\n{ROME}"], ["hi", "", BERN, f"{ROME}{NOW}", f"hi {ROME}"]),
     ({"tool_choice": "required", "parallel_tool_calls": False}, [ROME, NOW], [f"{NOW}\n{ROME}"]),
-    ({"tool_choice": NAMED}, [ROME], [NOW, "hi"]),
+    ({"tool_choice": NAMED}, [ROME, BLANKS[0]], [NOW, "hi", f"{ROME}\n{ROME}", BLANKS[1]]),
     ({"tool_choice": "required", **THINKS}, [f"Hm, {BERN}</think>\n\n{ROME}"], [ROME, "</think>hi"]),
     ({"response_format": JSON}, ['"one"', ROME, f"{NOW}\n{ROME}"], ["one", BERN, '"three"']),
     ({"response_format": JSON, "tools": None, **THINKS}, ['Hm.</think>"one"'], ['"one"']),
+    ({"response_format": OBJECT, **THINKS}, [f"</think>{{{' ' * 32}}}"], [f"</think>{{{' ' * 33}}}"]),
     ({"tools": [STRICT]}, ["hi", ROME, f"Well:\n{ROME}", f"{ROME}\n{ROME}"], [f"hi {BERN}", "<tool_call>"]),
 ]
 
@@ -84,6 +88,23 @@ def test_a_model_calls_what_it_has_to(calling: RunningFront, choice: Any) -> Non
     arguments = json.loads(call["function"]["arguments"])
     if call["function"]["name"] == "weather":
         assert arguments["city"] in ("Rome", "Paris")
+
+
+def test_a_named_function_is_called_once_however_often_the_model_would(calling: RunningFront) -> None:
+    """As instructor asks, and refuses several calls."""
+    with openai.OpenAI(base_url=f"{calling.url}/v1", api_key="none", max_retries=0) as client:
+        for seed in range(4):
+            asked: dict[str, Any] = {"tool_choice": NAMED, "max_tokens": 400, "seed": seed, **BODY}
+            answer = client.chat.completions.create(model="tiny", **asked)
+            (call,) = answer.choices[0].message.tool_calls or []
+            assert answer.choices[0].finish_reason == "tool_calls"
+            assert json.loads(call.function.arguments)["city"] in ("Rome", "Paris")  # type: ignore[union-attr]
+            chunks = client.chat.completions.create(model="tiny", stream=True, **asked)
+            parts = [part for chunk in chunks for choice in chunk.choices for part in choice.delta.tool_calls or []]
+            assert {part.index for part in parts} == {0}
+            assert (
+                "".join((part.function and part.function.arguments) or "" for part in parts) == call.function.arguments
+            )  # type: ignore[union-attr]
 
 
 # ---- bad requests

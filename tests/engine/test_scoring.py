@@ -1,0 +1,126 @@
+"""Prompts that are scored and not answered: `max_tokens=0`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.handle import RequestHandle
+from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from support.parity import assert_account_is_empty
+from support.text_tokenizers import byte_level
+from support.tiny_models import tiny_qwen3
+
+POSITIONS = 512
+LENGTHS = [1, 2, 17, 64, 300, POSITIONS]
+
+
+def tiny() -> PreTrainedModel:
+    return tiny_qwen3(vocab_size=len(byte_level()), max_position_embeddings=POSITIONS, eos_token_id=2)
+
+
+@pytest.fixture(scope="module")
+def plain() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture(params=["read at once", "read a step late"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    late = request.param == "read a step late"
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
+    options: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 4}
+    model = compiled_llm.wrap(tiny(), progress=False, prefill_tokens=64, **options)
+    with Engine(model, tokenizer=byte_level()) as engine:
+        yield engine
+    assert_account_is_empty(model)
+
+
+def scoring(**others: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=0, **{"prompt_logprobs": 1, **others})
+
+
+def prompt(length: int) -> list[int]:
+    return [5 + 7 * place % 90 for place in range(length)]
+
+
+def test_prompts_are_scored_and_nothing_follows(engine: Engine, plain: PreTrainedModel) -> None:
+    prompts = [prompt(length) for length in LENGTHS]
+    beside = engine.submit([9, 8, 7], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+    for ids, output in zip(prompts, engine.generate(prompts, scoring()), strict=True):
+        assert (output.token_ids, output.text, output.finish_reason) == ([], "", "length")
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == len(ids)
+        with torch.no_grad():
+            expected = torch.log_softmax(plain(torch.tensor([ids])).logits[0].float(), dim=-1)
+        for place, token in enumerate(ids[1:]):
+            entry = (output.prompt_logprobs[place + 1] or {})[token]
+            assert entry.logprob == pytest.approx(float(expected[place, token]), abs=2e-5)
+    assert len(beside.result().token_ids) == 40
+    assert engine.stats().new_tokens == 40
+    assert engine.stats().finished == len(LENGTHS) + 1
+
+
+def test_what_is_scored_may_be_answered_later_from_its_pages(engine: Engine) -> None:
+    alone = engine.generate([prompt(63)], SamplingParams(max_tokens=6, temperature=0.0))[0]
+    engine.reset_prefix_cache()
+    engine.generate([prompt(63)], SamplingParams(max_tokens=0))
+    again = engine.generate([prompt(63)], SamplingParams(max_tokens=6, temperature=0.0))[0]
+    assert again.token_ids == alone.token_ids
+    assert again.cached_tokens == 60
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"n": 3},
+        {"logprobs": 2},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"stop": "a", "stop_token_ids": [7]},
+        {"structured_outputs": StructuredOutputsParams(choice=["a", "b"])},
+        {"logits_processors": [lambda tokens, logits: logits]},
+    ],
+)
+def test_other_settings_change_nothing(engine: Engine, others: dict[str, Any]) -> None:
+    one = engine.generate([prompt(20)], scoring())[0]
+    other = engine.generate([prompt(20)], scoring(**others))[0]
+    assert [list(place or {}) for place in other.prompt_logprobs or ()] == [
+        list(place or {}) for place in one.prompt_logprobs or ()
+    ]
+    assert [answer.token_ids for answer in other.outputs] == [[]] * others.get("n", 1)
+    assert {answer.finish_reason for answer in other.outputs} == {"length"}
+    assert all(len(answer.logprobs or ()) == 0 for answer in other.outputs)
+
+
+def test_a_prompt_that_is_too_long_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=f"prompt: {POSITIONS + 1} tokens"):
+        engine.generate([prompt(POSITIONS + 1)], scoring())
+    with pytest.raises(ValueError, match=f"prompt: {POSITIONS} tokens leave no room for an answer"):
+        engine.generate([prompt(POSITIONS)], SamplingParams(max_tokens=1))
+    with pytest.raises(ValueError, match="min_tokens=1 must be at most max_tokens=0"):
+        scoring(min_tokens=1)
+
+
+def test_a_prompt_that_nobody_waits_for_ends_at_its_next_chunk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Loop.step
+    for params in (SamplingParams(max_tokens=3), scoring()):
+        handle, steps = engine.prepare(prompt(500), params), 0
+
+        def cancelling(loop: Loop, unchanged: bool = False, handle: RequestHandle = handle) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                handle.cancel()
+            return step(loop, unchanged)
+
+        monkeypatch.setattr(Loop, "step", cancelling)
+        engine.begin(handle)
+        assert handle.result().finish_reason == "cancelled"
+        assert steps <= 4  # of eight; the last one may only read
