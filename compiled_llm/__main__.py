@@ -10,6 +10,8 @@ import sys
 
 def main() -> None:
     """Run `compiled-llm`, or say what to install for it."""
+    # Processes that libraries start, as multiprocessing does with `python -c`, do not look in the current folder either.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     # Registered first, it runs last. Python would look for cycles once more in all that torch has compiled, for two
     # seconds, only to free memory that ends with the process.
     atexit.register(gc.freeze)
@@ -26,12 +28,29 @@ def main() -> None:
     app()
 
 
-def _leave_out_current_folder() -> None:
-    """Import nothing more from the current folder, where `python -m` looks first; `compiled-llm` never does."""
-    if sys.path[0] in ("", os.getcwd()):
+def _leave_out_first_folder() -> None:
+    """Import nothing more from where Python looks first: the current folder with `-m`, and this one for a script.
+
+    `compiled-llm` never looks in the current folder.
+    """
+    if sys.path[0] in ("", os.getcwd(), os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]
 
 
+def _take_this_package() -> None:
+    """Take the package that this file is in, however it was found, and no other one of its name."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location("compiled_llm", os.path.join(os.path.dirname(__file__), "__init__.py"))
+    assert spec is not None, "it is a file"
+    assert spec.loader is not None, "and one of Python"
+    package = module_from_spec(spec)
+    sys.modules["compiled_llm"] = package
+    spec.loader.exec_module(package)
+
+
 if __name__ == "__main__":
-    _leave_out_current_folder()
+    _leave_out_first_folder()
+    if not __package__:  # the path of this file was given: a process of our own
+        _take_this_package()
     main()

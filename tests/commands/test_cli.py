@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import compiled_llm
 from compiled_llm.commands.app import app
-from support.foreign_folder import STANDARD, ForeignFolder, imported
+from support.foreign_folder import OURS, STANDARD, ForeignFolder, imported
 from support.stand_in_recordings import let_a_cpu_record
 from support.tiny_models import tiny_qwen3
 
@@ -366,8 +366,8 @@ def test_the_package_runs_as_a_module() -> None:
 
 
 def test_as_a_module_it_imports_nothing_of_others_from_the_current_folder(tmp_path: Path) -> None:
-    """Of the standard library, Python itself has looked there for what `import compiled_llm` needs."""
-    foreign = ForeignFolder(tmp_path / "foreign", imported() - STANDARD | {"json", "shlex"})
+    """Python itself has looked there for the package, and for what that needs of the standard library."""
+    foreign = ForeignFolder(tmp_path / "foreign", imported() - STANDARD - OURS | {"json", "shlex"})
     command = [sys.executable, "-m", "compiled_llm", "generate", "--help"]
     done = subprocess.run(command, cwd=foreign.path, capture_output=True, text=True)
     assert (done.returncode, foreign.executed()) == (0, ""), done.stderr

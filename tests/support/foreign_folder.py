@@ -17,7 +17,7 @@ class ForeignFolder:
     def __init__(self, path: Path, modules: set[str]) -> None:
         self.path = path
         path.mkdir()
-        for name in modules - {"__main__", "compiled_llm", "compiled_llm_ops"}:
+        for name in modules - {"__main__"}:
             (path / f"{name}.py").write_text(NOTE.format(folder=str(path)))
 
     def executed(self) -> str:
@@ -28,7 +28,8 @@ class ForeignFolder:
         return lines
 
 
-STANDARD = set(sys.stdlib_module_names)
+STANDARD = {*sys.stdlib_module_names, "sitecustomize", "usercustomize"}
+OURS = {"compiled_llm", "compiled_llm_ops"}
 
 
 def imported() -> set[str]:

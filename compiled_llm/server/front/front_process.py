@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 
 from compiled_llm.server.front.handover import BEGUN, LEFT, NOT_READY, READY, Channel, Start, send_start
-
-_COMMAND = (sys.executable, "-m", "compiled_llm", "front")
+from compiled_llm.server.own_process import own_command
 
 
 class FrontProcess:
@@ -54,7 +52,7 @@ class FrontProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                *_COMMAND,
+                *own_command("front"),
                 stdin=theirs.fileno(),
                 start_new_session=True,  # Ctrl-C is for the server, which tells it
                 env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._start.settings.figures)},

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from compiled_llm.server.front.restarts import Restarts
 from compiled_llm.server.generator.process import DEVICE_LOST
+from compiled_llm.server.own_process import own_command
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -33,7 +33,7 @@ class GeneratorProcess:
             arguments: of ``compiled-llm``, with ``--leashed``.
             most_restarts: how often it is started again in an hour.
         """
-        self._arguments = (sys.executable, "-m", "compiled_llm", *arguments)
+        self._arguments = own_command(*arguments)
         self._most_restarts = most_restarts
         self._restarts = Restarts(most_restarts)
         self._process: asyncio.subprocess.Process | None = None

@@ -18,6 +18,7 @@ from compiled_llm.commands.bench.serving.model_folder import ModelFolder
 from compiled_llm.commands.bench.serving.our_engine import OURS, OurStreamingEngine
 from compiled_llm.commands.bench.serving.server_process import fetch, free_port, running
 from compiled_llm.config import Mode
+from compiled_llm.server.own_process import own_command
 
 SOCKET, BUSY, HTTP, VLLM = "compiled-llm:socket", "compiled-llm:socket-busy-poll", "compiled-llm:http", "vllm"
 _BUSY_POLL = 0.01
@@ -81,7 +82,7 @@ class OurServer:
         setup.drop_model()
         with tempfile.TemporaryDirectory(prefix="compiled_llm_bench_") as folder, ExitStack() as clients:
             path, origin = Path(folder) / "generator", f"http://127.0.0.1:{port}"
-            command = [sys.executable, "-m", "compiled_llm", "serve", location, f"--uds={path}", f"--port={port}"]
+            command = own_command("serve", location, f"--uds={path}", f"--port={port}")
             command += [f"--served-model-name={_MODEL}", f"--mode={self._mode}", f"--device={setup.device.type}"]
             clients.enter_context(running([*command, "--quiet"], f"{origin}/ready", self.name, setup.log))
             opened = {
