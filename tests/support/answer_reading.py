@@ -16,9 +16,9 @@ class Told(NamedTuple):
     calls: list[tuple[str, str, bool]]
 
 
-def read_in_pieces(reader: PartsReader, pieces: Iterable[str]) -> Told:
+def read_in_pieces(reader: PartsReader, pieces: Iterable[str], cut: bool = False) -> Told:
     whole = Parts()
-    for parts in [*(reader.read(piece, over=False) for piece in pieces), reader.read("", over=True)]:
+    for parts in [*(reader.read(piece, over=False) for piece in pieces), reader.read("", over=True, cut=cut)]:
         whole.reasoning, whole.content = whole.reasoning + parts.reasoning, whole.content + parts.content
         for piece in parts.pieces:
             assert (piece.name is None) == any(piece.id == earlier.id for earlier in whole.pieces)

@@ -67,14 +67,20 @@ class Parts:
 class PartsReader(Protocol):
     """Reads one answer as it comes."""
 
-    def read(self, text: str, over: bool) -> Parts:
-        """Return what is new, by the next piece of text; nothing comes after one that is ``over``."""
+    def read(self, text: str, over: bool, cut: bool = False) -> Parts:
+        """Return what is new, by the next piece of text.
+
+        Args:
+            text: the next piece.
+            over: nothing comes after it.
+            cut: if it is over, there was no room for more: a call that has not ended is no content.
+        """
         ...
 
 
 class PlainReader:
     """Reads an answer that is all content."""
 
-    def read(self, text: str, over: bool) -> Parts:
+    def read(self, text: str, over: bool, cut: bool = False) -> Parts:
         """Return the text."""
         return Parts(content=text)

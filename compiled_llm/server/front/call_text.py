@@ -32,6 +32,10 @@ class CallText(Protocol):
         """Return what the end adds to the arguments; ``closed`` says whether the model itself has ended the call."""
         ...
 
+    def cut(self) -> None:
+        """Know that there was no room for more: with a name, it is a call."""
+        ...
+
 
 class JsonCall:
     """A call whose text is an object of JSON: the name is one of its members, the arguments are another."""
@@ -63,6 +67,10 @@ class JsonCall:
     def end(self, closed: bool) -> str:
         """Return nothing: what was cut stays as it is."""
         return ""
+
+    def cut(self) -> None:
+        """As of ``CallText``."""
+        self.name = self._called
 
     def _step(self) -> bool:
         """Read on, and return whether something was found."""
@@ -141,6 +149,10 @@ class JsonArguments:
             return ""
         self.name = self._called
         return value if isinstance(value, str) else self._member.text
+
+    def cut(self) -> None:
+        """As of ``CallText``."""
+        self.name = self._called
 
 
 class _Member:

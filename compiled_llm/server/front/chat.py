@@ -81,7 +81,8 @@ class _Told:
 
     def _choice(self, index: int, completion: Completion) -> ChatChoice:
         reading = self._readings[index]
-        parts = reading.read(completion.text or "", over=True)
+        reason = finish_reason_of(completion.finish_reason)
+        parts = reading.read(completion.text or "", reason)
         calls = [CalledTool.of(call) for call in parts.calls]
         return ChatChoice(
             index=index,
@@ -91,7 +92,7 @@ class _Told:
                 tool_calls=calls or None,
             ),
             logprobs=None if completion.logprobs is None else self._logprobs(entries_of(completion.logprobs)),
-            finish_reason=reading.reason(finish_reason_of(completion.finish_reason)),
+            finish_reason=reading.reason(reason),
         )
 
     async def _usage(self) -> Usage:
@@ -125,7 +126,7 @@ class _Told:
     def _news(self, index: int, news: News, text: TextEvent) -> list[bytes]:
         """Return an event for each part of which there is something new; the last one says why the answer has ended."""
         reading, over = self._readings[index], news.finish_reason is not None
-        parts = reading.read(news.text, over)
+        parts = reading.read(news.text, news.finish_reason)
         if news.is_text and parts.is_content:
             return [text(parts.content)] if parts.content else []
         deltas = reading.deltas(parts, over)

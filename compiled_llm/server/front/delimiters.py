@@ -38,6 +38,16 @@ class Delimiters:
         """Return the match of what begins a part, the first in a text; None if nothing does."""
         return self._match(f"{name} open", text)
 
+    def begun_opening(self, name: str, text: str) -> Any:
+        """Return the match of what begins a part at the end of a text, or may go on to; None if nothing does.
+
+        A single character is no beginning: it may be anything.
+        """
+        pattern = self._patterns.get(f"{name} open")
+        found = None if pattern is None else pattern.search(text, partial=True)
+        ends_text = found is not None and found.end() == len(text) and len(found.group().strip()) > 1
+        return found if ends_text else None
+
     def last_opening(self, name: str, text: str) -> str:
         """Return a text from where a part begins for the last time; nothing if none does."""
         pattern = self._patterns.get(f"{name} open")

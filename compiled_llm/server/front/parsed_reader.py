@@ -29,6 +29,7 @@ class ParsedReader:
         several_calls: bool = True,
         begin_call: BeginCall | None = None,
         prompt: str = "",
+        finds_calls: bool = True,
     ) -> None:
         """Begin with what the prompt has begun.
 
@@ -39,9 +40,11 @@ class ParsedReader:
             several_calls: whether calls after the first one are told of.
             begin_call: for calls that are read as they come, whose texts the parser leaves as they are.
             prompt: that the parser has seen.
+            finds_calls: whether the parser looks for calls.
         """
         self._parser: Any = parser
         self._begin_call = begin_call
+        self._finds_calls = finds_calls
         self._call: _Call | None = None
         self._most_calls = None if several_calls else 1
         self._calls = 0
@@ -49,6 +52,7 @@ class ParsedReader:
         self._delimiters = delimiters
         self._implicit = CONTENT if _is_implicit(fields.get(CONTENT)) else None
         self._part: str | None = self._implicit
+        self._cuts_call = False  # whether the end has cut a call
         self._texts = {name: _Trimmed(_strips(fields.get(name, {}))) for name in (CONTENT, *REASONING)}
         self._has_fed = False
         self._prompt = self._delimiters.last_opening(CALLS, prompt)
@@ -64,13 +68,13 @@ class ParsedReader:
             self._prompt = ""  # otherwise the parser may say only later that a call has begun there
         return [piece for piece in parts.pieces if self._call is not None and piece.id == self._call.id]
 
-    def read(self, text: str, over: bool) -> Parts:
+    def read(self, text: str, over: bool, cut: bool = False) -> Parts:
         """Return what is new."""
         parts, self._begun = Parts(pieces=self._begun), []
         for piece in [text] if self._delimiters.are_far_from(text) else _PIECES.split(text):
             self._feed(piece, parts)
         if over:
-            self._finish(parts)
+            (self._cut if cut else self._finish)(parts)
         return parts
 
     def _feed(self, piece: str, parts: Parts) -> None:
@@ -89,6 +93,20 @@ class ParsedReader:
         """Whether the parser has nothing that it waits to understand; at first the prompt's end may be that."""
         return self._has_fed and not self._untold
 
+    def _cut(self, parts: Parts) -> None:
+        """Finish without what there was no room for."""
+        found = self._delimiters.begun_opening(CALLS, self._untold) if self._part == self._implicit else None
+        if found is None or not self._finds_calls:
+            self._cuts_call = self._part == CALLS
+            self._finish(parts)
+            return
+        self._untold = self._untold[: found.start()]
+        self._tell_rest(parts)
+        if self._begin_call is not None and not found.partial:
+            call = _Call(found.group(), self._begin_call(found.group(), found.groupdict()))
+            call.text.cut()
+            self._tell(call, "", parts)
+
     def _finish(self, parts: Parts) -> None:
         if self._parser is not None:
             self._take_all(lambda: self._parser.finalize()[1], parts)
@@ -102,8 +120,12 @@ class ParsedReader:
             self._tell_rest(parts)
 
     def _tell_rest(self, parts: Parts) -> None:
-        parts.content += self._texts[CONTENT].add(self._untold)
+        self._tell_content(self._untold, parts)
         self._untold = ""
+
+    def _tell_content(self, text: str, parts: Parts) -> None:
+        if not self._cuts_call:
+            parts.content += self._texts[CONTENT].add(text)
 
     def _take(self, event: Mapping[str, Any], parts: Parts) -> None:
         match event["type"]:
@@ -148,9 +170,12 @@ class ParsedReader:
             self._end_call(self._call, closing, parts)
 
     def _end_call(self, call: _Call, closing: str, parts: Parts) -> None:
-        self._tell(call, call.text.end(bool(closing)), parts, ends=bool(closing))
+        new = call.text.end(bool(closing))
+        if self._cuts_call and not closing:
+            call.text.cut()
+        self._tell(call, new, parts, ends=bool(closing))
         if call.text.name is None:
-            parts.content += self._texts[CONTENT].add(call.raw + closing)
+            self._tell_content(call.raw + closing, parts)
         self._call = None
 
     def _add(self, name: str, text: str, parts: Parts) -> None:

@@ -22,9 +22,9 @@ class Reading:
         self._thoughts: list[str] = []
         self._numbers: dict[str, int] = {}  # of calls, by their ids
 
-    def read(self, text: str, over: bool) -> Parts:
-        """Return what is new, by the next piece of text; nothing comes after one that is ``over``."""
-        parts = self._reader.read(text, over)
+    def read(self, text: str, reason: FinishReason | None) -> Parts:
+        """Return what is new, by the next piece of text; nothing comes after one with a ``reason`` why it has ended."""
+        parts = self._reader.read(text, over=reason is not None, cut=reason == "length")
         if parts.reasoning:
             self._thoughts.append(parts.reasoning)
         for piece in parts.pieces:

@@ -56,7 +56,8 @@ class ResponseTemplate:
             several_calls: whether calls after the first one are told of.
         """
         fields, begin_call = self._with_calls["fields"], self._begin_call(tools or ())
-        return ParsedReader(self._parser(prompt, tools), fields, self._delimiters, several_calls, begin_call, prompt)
+        parser = self._parser(prompt, tools)
+        return ParsedReader(parser, fields, self._delimiters, several_calls, begin_call, prompt, bool(tools))
 
     def _begin_call(self, tools: Sequence[dict[str, Any]]) -> BeginCall | None:
         """Return what begins to read calls; None if they are read once they are whole."""

@@ -83,8 +83,8 @@ class _Told:
         yield [self._event(f"response.{response.status}", response=response.model_dump())]
 
     def _news(self, news: News) -> Iterator[bytes]:
-        over = news.finish_reason is not None
-        yield from self._output.take(self._reading.read(news.text, over), self._logprobs(news.logprobs))
+        parts = self._reading.read(news.text, news.finish_reason)
+        yield from self._output.take(parts, self._logprobs(news.logprobs))
         if news.finish_reason is not None:
             yield from self._output.end(_status(news.finish_reason))
 

@@ -103,8 +103,9 @@ class Vocabulary:
         options |= {**(template or {}), **({"tools": tools} if tools else {})}
         try:
             return list(self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"])
-        except (TemplateError, ValueError, TypeError) as error:
-            raise invalid(f"messages: the model's chat template does not take them: {error}", "messages") from error
+        except Exception as error:  # a template is code that came with the model
+            said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            raise invalid(f"messages: the model's chat template does not take them: {said}", "messages") from error
 
     def _check_template(self, given: Mapping[str, Any]) -> None:
         """Check that a request says nothing but what the template reads: no template of its own, which could loop."""

@@ -92,6 +92,9 @@ class XmlArguments:
         last = "" if self._key is None else self.read(self._tags.end)
         return last + ("}" if self._count else "{}")
 
+    def cut(self) -> None:
+        """Do nothing: it has its name from the beginning."""
+
     def _begin(self) -> str | None:
         found = self._tags.begin.search(self._rest)
         if found is None:

@@ -85,8 +85,8 @@ def split(text: str, cuts: Sequence[int]) -> list[str]:
     return [text[begin:end] for begin, end in pairwise(places)]
 
 
-def read(spec: dict[str, Any], pieces: Sequence[str]) -> Told:
-    return read_in_pieces(ResponseTemplate(tool_tokenizer(), spec).reader("", TOOLS), pieces)
+def read(spec: dict[str, Any], pieces: Sequence[str], cut: bool = False) -> Told:
+    return read_in_pieces(ResponseTemplate(tool_tokenizer(), spec).reader("", TOOLS), pieces, cut)
 
 
 @pytest.mark.parametrize("style", OBJECTS)
@@ -202,6 +202,47 @@ def test_what_is_cut_or_wrong(style: str, text: str, calls: Any, content: str, s
     pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
     told = read(SPECS[style], pieces)
     assert (told.calls, told.content) == (calls, content)
+
+
+NO_ROOM = [
+    *[(style, text, calls) for style, text, calls, content in CUT if not content],
+    ("hermes", HERMES, []),
+    ("hermes", HERMES + '{"na', []),
+    ("hermes", HERMES + '{"name": "lo', []),
+    ("hermes", HERMES + '{"name": "look"', [("look", "", False)]),
+    ("hermes", HERMES + '{"name": "look", "arguments":', [("look", "", False)]),
+    ("hermes", HERMES + '{"name": "", "arguments": {', []),
+    ("qwen3", '<tool_call>{"parameters": {"a": 1}, "na', []),
+    ("named", "<call:look>", [("look", "", False)]),
+    ("named", "<call:look>[", [("look", "", False)]),
+    ("members", '[CALL]{"tool": "look", "with"', [("look", "", False)]),
+    ("qwen3_5", "<tool_call><function=lo", []),
+    ("gemma4", "<|tool_call>call:look{days:", []),
+]
+
+
+@pytest.mark.parametrize(("style", "text", "calls"), NO_ROOM)
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("before", ["", "<think>Hm.</think>Well: "])
+def test_a_call_that_there_was_no_room_for_is_no_content(
+    style: str, text: str, calls: Any, size: int, before: str
+) -> None:
+    before = before if style in ("hermes", "named", "members") else ""
+    text = before + text
+    told = read(SPECS[style], [text[begin : begin + size] for begin in range(0, len(text), size)], cut=True)
+    if "c" in told.content[-1:]:  # what stands behind a call that has ended
+        return
+    assert (told.calls, told.content) == (calls, "Well:" if before else "")
+
+
+@pytest.mark.parametrize("style", SPECS)
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(parts=st.lists(fragments, max_size=20), cuts=cuts)
+def test_wherever_it_is_cut_it_says_the_same_in_pieces(style: str, parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    whole = read(SPECS[style], [text], cut=True)
+    assert read(SPECS[style], split(text, cuts), cut=True) == whole
+    assert read(SPECS[style], [text]).content.startswith(whole.content)
 
 
 @pytest.mark.parametrize("style", OBJECTS)

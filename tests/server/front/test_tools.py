@@ -111,6 +111,27 @@ def test_arguments_come_as_they_are_written(client: openai.OpenAI, script: Scrip
     assert other.id != first.id
 
 
+def test_a_call_that_there_was_no_room_for_is_no_content(client: openai.OpenAI, script: Script) -> None:
+    script.reason = "length"
+    for text, named in (
+        ('<tool_call>\n{"na', False),
+        ('<tool_call>\n{"name": "weather", "ar', True),
+        ("<tool_c", False),
+    ):
+        script.text = f"Well: {text}"
+        choice = whole(client, tools=[WEATHER]).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("Well:", "length")
+        calls = choice.message.tool_calls or []
+        assert [(call.function.name, call.function.arguments) for call in calls] == [("weather", "")] * named
+        choices = [chunk.choices[0] for chunk in whole(client, tools=[WEATHER], stream=True)]
+        assert "".join(part.delta.content or "" for part in choices) == "Well:"
+        assert sum(len(part.delta.tool_calls or ()) for part in choices) == named
+        assert choices[-1].finish_reason == "length"
+        assert whole(client).choices[0].message.content == script.text  # without tools it is text
+    script.reason = "stop"
+    assert whole(client, tools=[WEATHER]).choices[0].message.content == script.text
+
+
 def test_without_tools_nothing_is_a_call(client: openai.OpenAI, script: Script) -> None:
     script.text = f"<think>Hm.</think>{CALL}"
     for options in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
