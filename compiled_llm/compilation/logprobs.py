@@ -62,6 +62,17 @@ class ScoredTokens(NamedTuple):
         floats = columns.view(np.float32)
         return cls(floats[:, 0], columns[:, 1], floats[:, 2 : 2 + most], columns[:, 2 + most :])
 
+    def packed(self, most: int) -> list[bytes]:
+        """Return the numbers of each row by itself: ``chosen``, ``ranks``, and of ``most`` tokens those that there are.
+
+        Each is a copy, so that who keeps one row's keeps no other's.
+        """
+        floats = self.chosen[:, None], self.values[:, :most]
+        chosen, values = (part.view(np.int32) for part in floats)
+        numbers = np.concatenate([chosen, self.ranks[:, None], values, self.tokens[:, :most]], axis=1)
+        rows: list[bytes] = numbers.view(f"V{4 * numbers.shape[1]}").ravel().tolist()
+        return rows
+
 
 def score_tokens(logits: Tensor, tokens: Tensor, most: int, draws: Draws | None = None) -> Tensor:
     """Compute log-probabilities in float32, and wait for nothing.

@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_llm.compilation.logprobs import Draws, ScoredTokens, score_tokens
 from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.request import Request
-from compiled_llm.engine.scores import Scores
+from compiled_llm.engine.scores import Scores, TokenScores
 from compiled_llm.execution.batch import Step
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.staging import Readback
@@ -59,7 +59,7 @@ class Logprobs(Sequence[dict[int, Logprob]]):
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]
-        return logprobs_of(*self._scores[self._start + place], self._tokens[place], self._most)
+        return logprobs_of(self._scores[self._start + place], self._tokens[place], self._most)
 
     def __repr__(self) -> str:
         """Of how many tokens they are."""
@@ -95,21 +95,19 @@ class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
         return f"<{type(self).__name__} of {len(self)} tokens>"
 
 
-def logprobs_of(scored: ScoredTokens, row: int, token: int, most: int) -> dict[int, Logprob]:
+def logprobs_of(scores: TokenScores, token: int, most: int) -> dict[int, Logprob]:
     """Return the entries of one place: the token that stands there first, then the ``most`` likeliest ones.
 
     Args:
-        scored: of several places.
-        row: which of them.
+        scores: of the place.
         token: that was chosen.
-        most: how many others, at most as many as ``scored`` has.
+        most: how many others, at most as many as ``scores`` has.
     """
-    found = {token: Logprob(float(scored.chosen[row]), int(scored.ranks[row]))}
-    others, values = scored.tokens[row, :most].tolist(), scored.values[row, :most].tolist()
+    found = {token: Logprob(scores.chosen, scores.rank)}
     rank, before = 1, None
-    for place, value in enumerate(values):
+    for place, value in enumerate(scores.values[:most]):
         rank, before = (rank if value == before else place + 1), value
-        found.setdefault(others[place], Logprob(value, rank))
+        found.setdefault(scores.tokens[place], Logprob(value, rank))
     return found
 
 
@@ -150,9 +148,10 @@ class Arriving(NamedTuple):
     def hand_out(self) -> None:
         """Give them to requests that have not ended; a token that comes for one that has is dropped, too."""
         scored = ScoredTokens.unpacked(self.readback.array(), len(self.requests))
+        packed = {most: scored.packed(most) for most in {request.logprobs or 0 for request in self.requests}}
         for row, request in enumerate(self.requests):
             if request.finish_reason is None:
-                request.scored.append(scored, row)
+                request.scored.append(packed[request.logprobs or 0][row])
 
 
 class ArrivingPrompt(NamedTuple):
@@ -174,7 +173,7 @@ class ArrivingPrompt(NamedTuple):
         """Give them to the request, those that it does not have: it may have begun again."""
         scored, known = ScoredTokens.unpacked(self.readback.array(), self.length), self.request.prompt_scored
         if self.start <= len(known):
-            known.extend(scored, range(len(known) - self.start, self.length))
+            known.extend(scored.packed(self.request.prompt_logprobs or 0)[len(known) - self.start :])
 
 
 class Watch:

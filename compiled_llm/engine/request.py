@@ -49,7 +49,7 @@ class Request:
         arrival: counts requests as they come.
         row: its pages while it runs.
         tokens: chosen and read.
-        scored: where the log-probabilities of each token are; those of one may be there before it.
+        scored: the log-probabilities of each token; those of one may be there before it.
         prompt_scored: the same of its prompt's second token and those behind it.
         generation: of the prefix cache when it was last admitted; others may not begin with its pages in another one.
         cached: how many of its prompt's tokens came from the prefix cache when it first ran.

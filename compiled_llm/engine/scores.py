@@ -1,44 +1,69 @@
-"""Where the log-probabilities of one request's tokens are."""
+"""The log-probabilities of one request's tokens, and nothing of the rows that ran beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from struct import Struct
+from typing import NamedTuple
 
-from compiled_llm.compilation.logprobs import ScoredTokens
+
+class TokenScores(NamedTuple):
+    """Of the token at one place.
+
+    Attributes:
+        chosen: its log-probability.
+        rank: 1 and how many tokens are likelier.
+        values: log-probabilities of the likeliest tokens, in descending order.
+        tokens: whose they are.
+    """
+
+    chosen: float
+    rank: int
+    values: tuple[float, ...]
+    tokens: tuple[int, ...]
 
 
 class Scores:
-    """Of each token, what one step has computed of many rows, and which of those it is.
+    """The scores of some tokens, one after the other, in one block of bytes.
 
-    Two lists side by side: an object for each token would be one that the garbage collector looks at, of millions, and
-    a full collection stops the loop for tenths of a second.
+    A view of what a step has computed would keep the numbers of all rows alive, and an object for each token would be
+    one that the garbage collector looks at, of millions: a full collection stops the loop for tenths of a second.
     """
 
-    __slots__ = ("_rows", "_steps")
+    __slots__ = ("_numbers", "_size")
 
     def __init__(self) -> None:
         """Begin with no token's."""
-        self._steps: list[ScoredTokens] = []
-        self._rows: list[int] = []
+        self._numbers = bytearray()
+        self._size = 1  # of one token's, in bytes, once there is one
 
-    def append(self, step: ScoredTokens, row: int) -> None:
-        """Know where the next token's are."""
-        self._steps.append(step)
-        self._rows.append(row)  # last: other threads read as many as there are rows
+    def append(self, numbers: bytes) -> None:
+        """Keep the next token's, an entry of ``ScoredTokens.packed``; all have as many of the likeliest tokens."""
+        self._size = len(numbers)  # first: other threads read as many as there are bytes
+        self._numbers += numbers
 
-    def extend(self, step: ScoredTokens, rows: range) -> None:
-        """Know where those of the next tokens are, which one step has computed."""
-        self._steps += [step] * len(rows)
-        self._rows += rows
+    def extend(self, numbers: Sequence[bytes]) -> None:
+        """Keep those of the next tokens."""
+        for each in numbers:
+            self.append(each)
 
     def __len__(self) -> int:
         """Of how many tokens they are known."""
-        return len(self._rows)
+        return len(self._numbers) // self._size
 
-    def __getitem__(self, index: int) -> tuple[ScoredTokens, int]:
-        """Return where one token's are."""
-        return self._steps[index], self._rows[index]
+    def __getitem__(self, index: int) -> TokenScores:
+        """Return those of one token that are known; ``index`` is not negative."""
+        most = self._size // 8 - 1
+        chosen, rank, *rest = _form(most).unpack_from(self._numbers, index * self._size)
+        return TokenScores(chosen, rank, tuple(rest[:most]), tuple(rest[most:]))
 
-    def between(self, start: int, end: int) -> Iterator[tuple[ScoredTokens, int]]:
-        """Yield where those of some tokens are."""
-        return zip(self._steps[start:end], self._rows[start:end], strict=False)
+    def between(self, start: int, end: int) -> Iterator[TokenScores]:
+        """Yield those of some tokens, as far as they are known."""
+        return map(self.__getitem__, range(start, min(end, len(self))))
+
+
+@lru_cache(maxsize=64)
+def _form(most: int) -> Struct:
+    """Return how the numbers of one token lie, with so many of the likeliest ones."""
+    return Struct(f"=fi{most}f{most}i")

@@ -17,6 +17,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.logprobs import logprobs_of
 from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.scores import Scores
 from compiled_llm.engine.stop_strings import StopStrings
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm_ops import sample_tokens
@@ -105,7 +106,9 @@ def nothing_left_is_refused(engine: Engine) -> None:
 
 def equally_likely_tokens_share_a_rank(engine: Engine) -> None:
     numbers = score_tokens(torch.tensor([[0.0, 1.0, 1.0, -1.0]]), torch.tensor([2]), 3).numpy()
-    entries = logprobs_of(ScoredTokens.unpacked(numbers, 1), row=0, token=2, most=3)
+    scores = Scores()
+    scores.extend(ScoredTokens.unpacked(numbers, 1).packed(3))
+    entries = logprobs_of(scores[0], token=2, most=3)
     assert {token: entry.rank for token, entry in entries.items()} == {2: 1, 1: 1, 0: 3}
     assert Logprob._fields == ("logprob", "rank")
 

@@ -7,7 +7,7 @@ import gc
 import itertools
 import math
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from compiled_llm.engine.output import Completion, Logprob, RequestOutput
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.request import Request
 from compiled_llm.engine.scheduler import Scheduler
+from compiled_llm.engine.scores import Scores
 from compiled_llm.engine.token_stream import Token
 from compiled_llm_ops import sample_tokens
 from compiled_llm_ops.contracts import SampleTokens
@@ -235,11 +236,12 @@ def chosen_from(logits: torch.Tensor, setting: Sampling) -> torch.Tensor:
 def test_ranks_of_tokens_that_are_equally_likely(vocabulary, seed):
     logits = torch.randn(5, vocabulary).mul(2).round().bfloat16()
     tokens = torch.randint(vocabulary, (5,))
-    scored = ScoredTokens.unpacked(score_tokens(logits, tokens, 4).numpy(), 5)
+    scored, scores = ScoredTokens.unpacked(score_tokens(logits, tokens, 4).numpy(), 5), Scores()
+    scores.extend(scored.packed(4))
     expected = torch.log_softmax(logits.float(), dim=-1)
     assert np.allclose(scored.values, expected.topk(4).values, atol=1e-6)
     for row, token in enumerate(tokens.tolist()):
-        for other, (logprob, rank) in logprobs_of(scored, row, token, 4).items():
+        for other, (logprob, rank) in logprobs_of(scores[row], token, 4).items():
             assert logprob == float(expected[row, other])
             assert rank == 1 + int((expected[row] > expected[row, other]).sum())
 
@@ -276,6 +278,36 @@ def tracked_after(engine: Engine, prompts: list[list[int]], tokens: int) -> int:
         return len(gc.get_objects()) - before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("beside", [0, 20])
+def test_a_kept_answer_keeps_its_own_alone(beside):
+    """Not what its steps have computed of all rows, with as many tokens as another one wants."""
+    prompt = list(range(3, 9))
+    own, other = (
+        SamplingParams(**GREEDY, max_tokens=60, ignore_eos=True, logprobs=logprobs) for logprobs in (2, beside)
+    )
+    with Engine(wrapped()) as engine:
+        alone = engine.generate(prompt, own)[0]
+        kept = engine.generate([prompt] * 8, [other] * 3 + [own] + [other] * 4)[3]
+    assert kept.token_ids == alone.token_ids
+    assert held_bytes(kept) <= 1.1 * held_bytes(alone)
+
+
+def held_bytes(kept: object) -> int:
+    """Return how many bytes of numbers an object keeps alive."""
+    found, left, nbytes = {id(kept)}, [kept], 0
+    while left:
+        each = left.pop()
+        if isinstance(each, np.ndarray):
+            nbytes += (each if each.base is None else each.base).nbytes
+        elif isinstance(each, bytes | bytearray):
+            nbytes += len(each)
+        for inner in gc.get_referents(each):
+            if id(inner) not in found and not isinstance(inner, type | ModuleType | FunctionType):
+                found.add(id(inner))
+                left.append(inner)
+    return nbytes
 
 
 def test_an_unknown_mode():
