@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from compiled_llm.client.errors import GeneratorError
 from compiled_llm.engine.output import Completion, Logprob
+from compiled_llm.engine.users_code import described, raise_interrupt
 from compiled_llm.protocol.messages import Entry, Update
 
 if TYPE_CHECKING:  # what makes text imports torch
@@ -117,7 +118,8 @@ class RemoteAnswer:
         if self.text is not None and not self.text.ended:
             try:
                 self.text.read()
-            except Exception as error:  # of the tokenizer: it ends this text alone
+            except BaseException as error:  # of the tokenizer: it ends this text alone
+                raise_interrupt(error)
                 self.text.fail(_tokenizer_failure(error))
 
     def completion(self) -> Completion:
@@ -125,7 +127,8 @@ class RemoteAnswer:
         received, error = self.received, self.error
         try:
             text = self._whole_text()
-        except Exception as failure:
+        except BaseException as failure:
+            raise_interrupt(failure)
             text, error = None, error or _tokenizer_failure(failure)
         logprobs = None if received.logprobs is None else [entries_of(entries) for entries in received.logprobs]
         return Completion(
@@ -153,7 +156,7 @@ def entries_of(entries: Sequence[Entry]) -> dict[int, Logprob]:
     return {token: Logprob(logprob, rank) for token, logprob, rank in entries}
 
 
-def _tokenizer_failure(error: Exception) -> GeneratorError:
-    failure = GeneratorError(f"the tokenizer cannot decode the answer: {type(error).__name__}: {error}")
+def _tokenizer_failure(error: BaseException) -> GeneratorError:
+    failure = GeneratorError(f"the tokenizer cannot decode the answer: {described(error)}")
     failure.__cause__ = error
     return failure

@@ -108,7 +108,7 @@ class Connection:
         try:
             while True:
                 handle(self._read())
-        except Exception as error:
+        except BaseException as error:  # whatever ends the thread: those who wait for messages hear of it
             lost(loss_of(error))
 
     def _read(self) -> list[FromGenerator]:
@@ -167,7 +167,7 @@ class Connection:
         self._socket.close()
 
 
-def loss_of(error: Exception) -> GeneratorLostError:
+def loss_of(error: BaseException) -> GeneratorLostError:
     """Return why nothing more comes after an error, whatever it was: whoever waits has to hear of it."""
     if isinstance(error, GeneratorLostError):
         return error

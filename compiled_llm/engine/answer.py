@@ -8,6 +8,7 @@ from compiled_llm.engine.answer_text import AnswerText, TextFormat
 from compiled_llm.engine.logprobs import token_logprobs
 from compiled_llm.engine.output import Completion, Logprob
 from compiled_llm.engine.request import FinishReason, Request, RequestError
+from compiled_llm.engine.users_code import described, raise_interrupt
 
 
 class Answer:
@@ -106,7 +107,8 @@ class Answer:
         if text is None and self._format is not None:
             try:
                 text = self._format.text_of(self.request, tokens)
-            except Exception as failure:
+            except BaseException as failure:
+                raise_interrupt(failure)
                 if error is None:
                     reason, error = "error", tokenizer_failure(failure)
         return Completion(
@@ -120,8 +122,8 @@ class Answer:
         )
 
 
-def tokenizer_failure(error: Exception) -> RequestError:
+def tokenizer_failure(error: BaseException) -> RequestError:
     """Return what ends a request whose tokens the tokenizer cannot decode."""
-    failure = RequestError(f"the tokenizer cannot decode the answer: {type(error).__name__}: {error}")
+    failure = RequestError(f"the tokenizer cannot decode the answer: {described(error)}")
     failure.__cause__ = error
     return failure

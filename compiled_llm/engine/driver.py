@@ -6,7 +6,6 @@ Requests come in as messages, which whoever runs the loop takes between two step
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +20,14 @@ from compiled_llm.engine.handles import Handles
 from compiled_llm.engine.inbox import Inbox
 from compiled_llm.engine.intake import check_queue
 from compiled_llm.engine.loop import Loop, LoopSettings
-from compiled_llm.engine.metrics import EngineStats, stats_of
+from compiled_llm.engine.metrics import EngineStats
 from compiled_llm.engine.model_check import ModelCheck
+from compiled_llm.engine.placed_loop import PlacedLoop
 from compiled_llm.engine.request import FinishReason, Request
-from compiled_llm.engine.serving import serving_thread
+from compiled_llm.engine.serving import ServingThread
 from compiled_llm.engine.shortage import Shortage
 from compiled_llm.engine.turns import Turns
+from compiled_llm.engine.users_code import described, failure_of
 from compiled_llm.execution.runtime import Runtime
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import PagePool
@@ -42,7 +43,7 @@ class Driver:
 
     Attributes:
         check: looks at the model.
-        loop: runs steps on the model as it is placed now; None before the first request.
+        placed: has its loop.
         turns: which thread runs the loop.
         handles: of the requests that have not ended.
         closed: whether it runs no more.
@@ -57,19 +58,16 @@ class Driver:
             settings: what the user says of its loop.
         """
         self._runtime = runtime
-        self._settings = settings
         self.check = ModelCheck(model, runtime, settings.watch_model)
-        self.loop: Loop | None = None
+        self.placed = PlacedLoop(self.check, settings)
         self.closed = False
-        self._past = EngineStats()
         self._shortage = Shortage()
-        self._parked: list[Request] = []  # that go on in the next loop
         self._inbox = Inbox()
         self._changed = self._inbox.changed
         self.handles = Handles(self._inbox)
         self.turns = Turns(self._changed)
         weakref.finalize(self, self._inbox.close).atexit = False
-        self._thread: threading.Thread | None = None
+        self._serving = ServingThread(self, self._inbox)
 
     # ---- messages, from any thread
 
@@ -88,12 +86,8 @@ class Driver:
         with self._changed:
             self.check.check_awake()
             check_queue(self.waiting, len(requests), most_waiting)
-            self.arrive([request for request in requests if request.ready])
+            self.handles.held.arrive([request for request in requests if request.ready])
             self.handles.update(requests)
-
-    def arrive(self, requests: Sequence[Request]) -> None:
-        """Let requests wait for their turn whose handles were added."""
-        self.handles.held.arrive(requests)
 
     def cancel(
         self, requests: Sequence[Request], reason: FinishReason = "cancelled", error: BaseException | None = None
@@ -101,9 +95,14 @@ class Driver:
         """End requests before the next step."""
         with self._changed:
             if self.turns.resting:
-                self._end(None, requests, reason, error)
+                self.handles.end(None, requests, reason, error)
             elif requests and not self.closed:
-                self._inbox.send(lambda loop: self._end(loop, requests, reason, error))
+                self._inbox.send(lambda loop: self.handles.end(loop, requests, reason, error))
+
+    @property
+    def loop(self) -> Loop | None:
+        """What runs steps on the model as it is placed now; None before the first request, and asleep."""
+        return self.placed.loop
 
     @property
     def open(self) -> bool:
@@ -188,16 +187,13 @@ class Driver:
     def start_thread(self) -> None:
         """Let a thread of our own run the loop while there are requests."""
         with self._changed:
-            if self._thread is None:
-                self._thread = serving_thread(self, self._inbox)
-                self._thread.start()
+            self._serving.start()
 
     def serve(self) -> None:
         """Run the loop until no request is left, or the model falls asleep."""
 
         def done() -> bool:
-            busy = self._inbox or self._parked or (self.loop is not None and not self.loop.idle)
-            return self.closed or self.turns.resting or not busy
+            return self.closed or self.turns.resting or not (self._inbox or self.placed.busy)
 
         self.run(done)
 
@@ -206,10 +202,9 @@ class Driver:
         with self.paused(), self._runtime.loop_lock.taken():
             self.closed = True
             self._inbox.close()
-            self._end(self.loop, list(self.handles), "cancelled")
-            self._drop_loop()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self.handles.end(self.loop, list(self.handles), "cancelled")
+            self.placed.drop()
+        self._serving.join()
         self.handles.output.close()
 
     # ---- in the thread that runs it
@@ -217,26 +212,40 @@ class Driver:
     def _run(self, done: Callable[[], bool]) -> None:
         while not done():
             try:
-                loop = self._current_loop()
-            except Exception as error:  # the model is where it cannot run, or there is no memory for its pages
+                self._turn(done)
+            except BaseException as error:  # the model is where it cannot run, or there is no memory for its pages
+                if self._interrupts(error):
+                    raise
                 with self._runtime.loop_lock.taken():
                     self._give_up(error)
-                continue
-            if loop.idle:
-                self._inbox.deliver(loop)
-            if loop.idle:
-                del loop  # while nothing runs, nobody here holds device memory
-                with self._changed:
-                    self.turns.wait_until(lambda: self._inbox or done())
-                continue
-            with self._runtime.loop_lock.taken():
-                self._work(loop, done)
+
+    def _turn(self, done: Callable[[], bool]) -> None:
+        """Run steps while there is something to run, or wait until there is."""
+        loop = self.placed.current()
+        if loop.idle:
+            self._inbox.deliver(loop)
+        if loop.idle:
+            del loop  # while nothing runs, nobody here holds device memory
+            with self._changed:
+                self.turns.wait_until(lambda: self._inbox or done())
+            return
+        with self._runtime.loop_lock.taken():
+            self._work(loop, done)
+        self._rest(loop)
+        self.check.forget()  # whoever waited for what has ended may change it now
+        pause = self._shortage.pause(loop)
+        del loop
+        if pause:
+            time.sleep(pause)
+
+    def _rest(self, loop: Loop) -> None:
+        """Let a loop prepare what it has missed; what fails there is no request's, unless the device is lost."""
+        try:
             loop.rest(lambda: self._inbox or self.turns.pausing)
-            self.check.forget()  # whoever waited for what has ended may change it now
-            pause = self._shortage.pause(loop)
-            del loop
-            if pause:
-                time.sleep(pause)
+        except BaseException as error:
+            if self._interrupts(error) or device_lost(error) is not None:
+                raise
+            logger.error("compiled_llm: an idle engine has failed, of %s", described(error), exc_info=error)
 
     def _work(self, loop: Loop, done: Callable[[], bool]) -> None:
         """Run steps while there is something to run.
@@ -248,24 +257,21 @@ class Driver:
             try:
                 self._step(loop)
             except BaseException as error:
-                self.drain(loop)
-                self._restart(loop, error)
-                if not isinstance(error, Exception):
-                    raise
+                self._recover(loop, error)
             if lock.wanted and not loop.stuck:
                 with lock.yielded():
                     time.sleep(0)
 
     def _step(self, loop: Loop) -> None:
-        self._notify(loop.read_first_tokens())
+        self.handles.notify(loop.read_first_tokens())
         self._inbox.deliver(loop)
         looked = self.check.look_if_due(loop.device_model)
         if looked and loop.prefixes is not None and loop.device_model.watch.changed():
             loop.prefixes.clear()
-        self._notify(loop.scheduler.expire(time.monotonic()))
+        self.handles.notify(loop.scheduler.expire(time.monotonic()))
         lock, scheduler = self._runtime.loop_lock, loop.scheduler
         scheduler.lets_pass, scheduler.admits_until = self._shortage.lasting, lock.pages_wanted_since(apart_from=self)
-        self._notify(loop.step(unchanged=not looked))
+        self.handles.notify(loop.step(unchanged=not looked))
         # If nobody else runs who could give pages back, caches have them, and others may well fit.
         lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)
 
@@ -278,12 +284,26 @@ class Driver:
     def drain(self, loop: Loop) -> None:
         """Read the tokens of the step that was launched last; if that fails, what runs has failed."""
         try:
-            self._notify(loop.drain())
-        except Exception as error:
+            self.handles.notify(loop.drain())
+        except BaseException as error:
             self._restart(loop, error)
+            if self._interrupts(error):
+                raise
+
+    def _recover(self, loop: Loop, error: BaseException) -> None:
+        """Begin anew after a step that failed, having read the one before it if that can be; raise an interrupt."""
+        if not self._interrupts(error):
+            try:
+                self.handles.notify(loop.drain())
+            except BaseException as another:  # the first error says more, unless the device is lost or this is Ctrl-C
+                if self._interrupts(another) or device_lost(another) is not None:
+                    error = another
+        self._restart(loop, error)
+        if self._interrupts(error):
+            raise error
 
     def _restart(self, loop: Loop, error: BaseException) -> None:
-        """Begin anew after a step that failed: what ran has failed with it, unless somebody has interrupted it.
+        """Begin anew after a step that failed: what ran has failed with it, unless this thread was interrupted.
 
         If nothing ran, nothing can: then all have failed.
         """
@@ -292,69 +312,47 @@ class Driver:
         self.check.forget()
         if lost is not None:
             self._give_up(lost)
-        elif isinstance(error, Exception):
-            logger.error("compiled_llm: requests that failed: %d, of %s: %s", len(failed), type(error).__name__, error)
+        elif not self._interrupts(error):
+            logger.error("compiled_llm: requests that failed: %d, of %s", len(failed), described(error))
             if not self._runtime.is_current(loop.device_model):
                 error.__traceback__ = None  # who keeps the error would keep the old device side
-            self._end(loop, failed, "error", error)
+            self.handles.end(loop, failed, "error", failure_of(error))
 
-    def _give_up(self, error: Exception) -> None:
+    def _interrupts(self, error: BaseException) -> bool:
+        """Whether an error is no request's, but meant for the caller in whose thread the loop runs, as Ctrl-C is."""
+        return not isinstance(error, Exception) and not self._serving.here
+
+    def fail(self, error: BaseException) -> None:
+        """End all requests: our own thread has failed outside of the loop, and nobody else would say so."""
+        logger.error("compiled_llm: the engine's thread has failed, of %s", described(error), exc_info=error)
+        if self.turns.here:
+            self._leave()
+        self.turns.pause()
+        try:
+            with self._runtime.loop_lock.taken():
+                self._give_up(error)
+        finally:
+            self._leave()
+
+    def _give_up(self, error: BaseException) -> None:
         """End all requests; there is no loop to run them, or no device any more, to which nothing is given back."""
         if (lost := device_lost(error)) is not None:
             self.check.lose(lost)
         self._inbox.clear()
-        self._parked.clear()
-        self._end(self.loop if lost is None else None, list(self.handles), "error", lost or error)
-        self._drop_loop(gives_back=lost is None)
-
-    def _end(
-        self, loop: Loop | None, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None
-    ) -> None:
-        """End requests, which no loop knows yet if it is None."""
-        for request in requests:
-            if loop is not None:
-                loop.scheduler.end(request, reason, error)
-            elif not request.done:
-                request.finish_reason, request.error = reason, error
-        self._notify(requests)
-
-    def _notify(self, changed: Sequence[Request]) -> None:
-        """Tell whoever waits for these requests."""
-        if self.handles.notify(changed):  # nobody waits here for a token
-            with self._changed:
-                self._changed.notify_all()
-
-    def _current_loop(self) -> Loop:
-        """Return the loop on the model as it is placed now; requests that run stay with theirs, and end there."""
-        if self.loop is None or self.loop.idle:
-            device_model = self.check.begin()  # lets an old one go first
-            if self.loop is None or self.loop.device_model is not device_model:
-                self._drop_loop()
-                device_model.prefixes.clear()  # who knows of which weights they are
-                self.loop = Loop.of(device_model, self._settings)
-                while self._parked:
-                    self.loop.scheduler.add(self._parked.pop(0))
-        return self.loop
-
-    def _drop_loop(self, gives_back: bool = True) -> None:
-        """Give all pages back, and hold the device side no more; what has been counted stays."""
-        if self.loop is not None:
-            self._past = stats_of(self.loop, 0, self._past)
-            if gives_back:
-                self.loop.close()
-            self.loop = None
+        requests, failure = list(self.handles), lost or failure_of(error)
+        logger.error("compiled_llm: all requests have failed, %d, of %s", len(requests), described(error))
+        try:
+            self.handles.end(self.loop if lost is None else None, requests, "error", failure)
+            self.placed.drop(gives_back=lost is None)
+        finally:  # also if the loop can no more
+            self.placed.forget()
+            self.handles.end(None, requests, "error", failure)
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""
-        return stats_of(self.loop, self.waiting, self._past)
+        return self.placed.stats(self.waiting)
 
     # ---- asleep, while the loop is paused
-
-    def park(self) -> None:
-        """Have no loop; what runs and waits goes on in the next one. The caller holds the loop lock."""
-        if self.loop is not None:
-            self._parked += self.loop.scheduler.park()
-            self._drop_loop()
 
     def rest(self, ends: bool) -> None:
         """Run nothing until ``go_on``; if ``ends``, nothing is left that could."""
@@ -362,7 +360,7 @@ class Driver:
         with self._changed:
             self.turns.resting = True
             if ends:
-                self._end(None, list(self.handles), "cancelled")
+                self.handles.end(None, list(self.handles), "cancelled")
 
     def go_on(self) -> None:
         """Run what waits."""
@@ -376,18 +374,18 @@ class Driver:
         """Hold the device side no more, which is about to be made anew; unless requests run on it, which then end."""
         with self._changed:
             if not self.turns.elsewhere and self.loop is not None and self.loop.idle:
-                self._drop_loop()
+                self.placed.drop()
                 self.check.forget()
 
     def forget_other_threads(self) -> bool:
         """End in a forked process, which has none of its threads; whether requests had pages."""
         had_pages = self.loop is not None and bool(self.loop.scheduler.running)
         self._inbox.forget_other_threads()
-        self._changed, self._thread = self._inbox.changed, None
+        self._changed = self._inbox.changed
+        self._serving.forget()
         self.turns.forget_other_threads(self._changed)
         self.handles.forget_other_threads()
-        self._parked.clear()
-        self.loop = None
+        self.placed.forget()
         return had_pages
 
     def give_back(self, pages: int, pool: PagePool) -> None:

@@ -98,7 +98,9 @@ class Engine:
         self._max_queue = max_queue
         settings = LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode, watch_model)
         self._driver = Driver(model, self._runtime, settings)
-        self._grammars = Grammars(tokenizer, float(grammar_timeout), self._driver.arrive, self._driver.cancel)
+        self._grammars = Grammars(
+            tokenizer, float(grammar_timeout), self._driver.handles.held.arrive, self._driver.cancel
+        )
         self._runtime.engine = weakref.ref(self._driver)
         self._runtime.engines.add(self._driver)
 

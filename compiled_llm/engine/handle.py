@@ -15,6 +15,7 @@ from compiled_llm.engine.output_thread import OutputThread
 from compiled_llm.engine.pending import PendingAnswers
 from compiled_llm.engine.request import Request, RequestError
 from compiled_llm.engine.text_stream import TextStream
+from compiled_llm.engine.users_code import raise_interrupt
 
 
 class RequestHandle(PendingAnswers[Answer]):
@@ -123,8 +124,20 @@ class RequestHandle(PendingAnswers[Answer]):
     def _read(self, answer: Answer, text: AnswerText) -> None:
         try:
             text.read()
-        except Exception as error:  # ends this answer alone
+        except BaseException as error:  # ends this answer alone
+            raise_interrupt(error)
             text.fail(tokenizer_failure(error))
+        self._end_with(answer, text)
+
+    def lose_text(self, error: RequestError) -> None:
+        """End the answers whose text has not ended: it cannot be made."""
+        with self._reading:
+            for answer in self.answers:
+                if answer.text is not None and not answer.text.ended:
+                    answer.text.fail(error)
+                    self._end_with(answer, answer.text)
+
+    def _end_with(self, answer: Answer, text: AnswerText) -> None:
         if text.ended and not answer.request.done:
             self._cancel([answer.request], "stop" if text.error is None else "error", text.error)
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.held import Held
 from compiled_llm.engine.inbox import Inbox
+from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.output_thread import OutputThread
-from compiled_llm.engine.request import Request
+from compiled_llm.engine.request import FinishReason, Request
 
 
 class Handles(dict[Request, RequestHandle]):
@@ -27,19 +28,35 @@ class Handles(dict[Request, RequestHandle]):
             inbox: of the engine.
         """
         super().__init__()
+        self._inbox = inbox
         self.output = OutputThread(inbox)
         self.held = Held(inbox, self)
 
-    def notify(self, changed: Sequence[Request]) -> bool:
-        """Tell whoever waits for these requests, and forget those that have ended; whether there are such."""
+    def end(
+        self, loop: Loop | None, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None
+    ) -> None:
+        """End requests, which no loop knows yet if it is None."""
+        for request in requests:
+            if loop is not None:
+                loop.scheduler.end(request, reason, error)
+            elif not request.done:
+                request.finish_reason, request.error = reason, error
+        self.notify(requests)
+
+    def notify(self, changed: Sequence[Request]) -> None:
+        """Tell whoever waits for these requests, and forget those that have ended."""
         ended = [request for request in changed if request.finish_reason is not None]
         handles = list(map(self.get, changed))
         now = time.monotonic()
         for request in ended:
             request.finished = request.finished or now
             self.pop(request, None)
-        self.output.tell(handles)
-        return bool(ended)
+        try:
+            self.output.tell(handles)
+        finally:
+            if ended:  # nobody waits here for a token
+                with self._inbox.changed:
+                    self._inbox.changed.notify_all()
 
     def forget_other_threads(self) -> None:
         """End all requests in a forked process."""

@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from compiled_llm.engine.users_code import described, is_interrupt
+
 Task = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 """What waits in an event loop, and what wakes it."""
 
@@ -107,14 +109,25 @@ def tell(several: Sequence[Listeners]) -> None:
     tasks: list[Task] = []
     for listeners in several:
         listeners.gather(functions, tasks)
-    for function in functions:
+    try:
+        _call_all(several, list(functions))
+    finally:  # Ctrl-C in one of them leaves nobody waiting
+        _tell_tasks(several, tasks)
+
+
+def _call_all(several: Sequence[Listeners], functions: list[Callable[[], object]]) -> None:
+    """Call functions; one that fails ends nobody's request, and Ctrl-C in one of them comes after the others."""
+    while functions:
+        function = functions.pop()
         try:
             function()
-        except Exception as error:  # that ends nobody's request
-            logger.warning("compiled_llm: a listener has failed, and hears no more: %s", error)
+        except BaseException as error:
+            if is_interrupt(error):
+                _call_all(several, functions)
+                raise
+            logger.warning("compiled_llm: a listener has failed, and hears no more: %s", described(error))
             for listeners in several:
                 listeners.remove(function)
-    _tell_tasks(several, tasks)
 
 
 def _tell_tasks(several: Iterable[Listeners], tasks: Sequence[Task]) -> None:
@@ -127,7 +140,7 @@ def _tell_tasks(several: Iterable[Listeners], tasks: Sequence[Task]) -> None:
     for loop, waiting in loops.items():
         try:
             (loop.call_soon if loop is here else loop.call_soon_threadsafe)(_wake, waiting)
-        except RuntimeError:  # it was closed in the midst of it; nobody waits there any more
+        except Exception:  # it was closed in the midst of it; nobody waits there any more
             for listeners in several:
                 listeners.forget(waiting)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from compiled_llm.engine.inbox import Inbox
 from compiled_llm.engine.listeners import Listeners, tell
+from compiled_llm.engine.request import RequestError
+from compiled_llm.engine.users_code import described
+
+logger = logging.getLogger("compiled_llm.engine")
 
 _AT_ONCE = 16
 """Requests whose text is made before the loop's thread, which may wait for the GIL, gets a chance to go on."""
@@ -34,6 +39,9 @@ class Told(Protocol):
 
     def read_text(self) -> None:
         """Make the text of the tokens that have come."""
+
+    def lose_text(self, error: RequestError) -> None:
+        """End what has not ended, because its text cannot be made."""
 
     def forget_other_threads(self) -> None:
         """End in a forked process."""
@@ -70,12 +78,16 @@ class OutputThread:
         """Make the text of what has come of these requests; here and now, if the engine is closed."""
         if not self._work.add(handles):
             _read(handles, self._inbox)
-        elif self._thread is None:
+        elif not self._runs:
             self._start()
+
+    @property
+    def _runs(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _start(self) -> None:
         with self._work.changed:
-            if self._thread is None:
+            if not self._runs:
                 arguments = self._work, self._inbox
                 self._thread = threading.Thread(target=_serve, args=arguments, name="compiled_llm output", daemon=True)
                 self._thread.start()
@@ -97,6 +109,7 @@ class _Work:
 
     Attributes:
         changed: its lock, notified when there is work.
+        over: whether there is none, and none comes.
     """
 
     def __init__(self) -> None:
@@ -104,6 +117,10 @@ class _Work:
         self._handles: dict[Told, None] = {}
         self._taken: list[Told] = []
         self._closed = False
+
+    @property
+    def over(self) -> bool:
+        return self._closed and not self._handles
 
     def add(self, handles: Iterable[Told]) -> bool:
         with self.changed:
@@ -121,6 +138,12 @@ class _Work:
             self._taken, self._handles = list(self._handles), {}
             return self._taken
 
+    def lose(self) -> list[Told]:
+        """Return all that has been waiting or taken, which no text is made of any more."""
+        with self.changed:
+            lost, self._handles, self._taken = [*self._taken, *self._handles], {}, []
+            return lost
+
     def close(self) -> None:
         with self.changed:
             self._closed = True
@@ -134,9 +157,21 @@ class _Work:
 
 
 def _serve(work: _Work, inbox: Inbox) -> None:
-    while handles := work.take():
-        _read(handles, inbox)
-        del handles
+    while not work.over:
+        try:
+            _read(work.take(), inbox)
+        except BaseException as error:  # no request's: what a tokenizer or a listener raises has been dealt with
+            _lose(work, inbox, error)
+
+
+def _lose(work: _Work, inbox: Inbox, error: BaseException) -> None:
+    """End the requests whose text was being made, or waited for that; the thread goes on with others."""
+    lost = work.lose()
+    logger.error("compiled_llm: requests whose text is lost: %d, of %s", len(lost), described(error), exc_info=error)
+    failure = RequestError(f"the thread that makes text has failed: {described(error)}")
+    for handle in lost:
+        handle.lose_text(failure)
+    _tell(lost, inbox)
 
 
 def _read(handles: Iterable[Told], inbox: Inbox) -> None:
@@ -146,6 +181,10 @@ def _read(handles: Iterable[Told], inbox: Inbox) -> None:
         told.append(handle)
         if number % _AT_ONCE == 0:
             time.sleep(0)
+    _tell(told, inbox)
+
+
+def _tell(told: Sequence[Told], inbox: Inbox) -> None:
     tell([handle.listeners for handle in told])
     if any(handle.done for handle in told):
         with inbox.changed:

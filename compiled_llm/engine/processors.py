@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.engine.request import Request, RequestError
+from compiled_llm.engine.users_code import described, raise_interrupt
+from compiled_llm.execution.threads.interrupts import allowed
 
 
 def edited_logits(request: Request, logits: Tensor) -> Tensor:
@@ -23,13 +25,16 @@ def edited_logits(request: Request, logits: Tensor) -> Tensor:
     for processor in request.constraint.processors:
         tokens = (request.prompt.tolist(), answer) if processor.takes_prompt else (answer,)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), allowed():
                 found = processor.function(*tokens, logits)
-        except Exception as error:
-            raise _error(processor.name, f"has failed: {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            raise_interrupt(error)
+            raise _error(processor.name, f"has failed: {described(error)}") from error
         if not isinstance(found, Tensor) or found.shape != logits.shape:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise _error(processor.name, f"has returned {shape}, and it must return logits {list(logits.shape)}")
+        if found.layout != logits.layout:
+            raise _error(processor.name, f"has returned a tensor of layout {found.layout}, and it must be dense")
         if found.device != logits.device:
             raise _error(processor.name, f"has returned logits on {found.device}, and they were on {logits.device}")
         logits = found.float()

@@ -29,7 +29,7 @@ def put_to_sleep(runtime: Runtime, ends: bool, weights: bool) -> int:
     with all_paused(runtime) as drivers:
         with runtime.loop_lock.taken():
             for driver in drivers:
-                driver.park()
+                driver.placed.park()
         with runtime.loop_lock.taken(fits=lambda: False):  # once no loop is in progress
             nbytes = runtime.device_side.sleep(weights)
         for driver in drivers:

@@ -28,7 +28,7 @@ class Turns:
         """
         self._changed = changed
         self._process = os.getpid()
-        self._runner: int | None = None
+        self._runner: threading.Thread | None = None
         self.pausing = 0
         self.resting = False
 
@@ -40,12 +40,17 @@ class Turns:
     @property
     def here(self) -> bool:
         """Whether this thread runs the loop, or has paused it."""
-        return self._runner == threading.get_ident()
+        return self._runner is threading.current_thread()
 
     @property
     def elsewhere(self) -> bool:
         """Whether another thread runs the loop, or has paused it."""
-        return self._runner not in (None, threading.get_ident())
+        return not (self._free or self.here)
+
+    @property
+    def _free(self) -> bool:
+        """Whether no thread has the loop; one that has ended has it no more, whatever it has left open."""
+        return self._runner is None or not self._runner.is_alive()
 
     def forget_other_threads(self, changed: threading.Condition) -> None:
         """Know in a forked process that no other thread runs the loop, or ever will; ``changed`` is the lock now."""
@@ -61,13 +66,13 @@ class Turns:
         """
         with self._changed:
             self.check_elsewhere()
-            self.wait_until(lambda: done() or (self._runner is None and not (self.pausing or self.resting)))
+            self.wait_until(lambda: done() or (self._free and not (self.pausing or self.resting)))
             return not done() and self._take()
 
     def begin_if_free(self) -> bool:
         """Run the loop in this thread unless somebody does; whether it does now."""
         with self._changed:
-            return self._runner is None and self._take()
+            return self._free and self._take()
 
     @deferred()
     def pause(self) -> None:
@@ -82,7 +87,7 @@ class Turns:
             self.check_elsewhere()
             self.pausing += 1
             try:
-                self.wait_until(lambda: self._runner is None)
+                self.wait_until(lambda: self._free)
                 self._take()
             finally:
                 self.pausing -= 1
@@ -101,7 +106,7 @@ class Turns:
             check()
 
     def _take(self) -> bool:
-        self._runner = threading.get_ident()
+        self._runner = threading.current_thread()
         return True
 
     def check_elsewhere(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from compiled_llm.compat.continuous_batching import OutputRouter, RequestState, RequestStatus, note_times
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.request import Request
+from compiled_llm.engine.users_code import raise_interrupt
 
 logger = logging.getLogger("compiled_llm.generate")
 
@@ -97,7 +98,8 @@ class Answers:
         if due:
             try:
                 self._router.deliver_batch([state.to_generation_output() for state in due])
-            except Exception as error:  # an event loop that is closed
+            except BaseException as error:  # an event loop that is closed, or a callback of the user's
+                raise_interrupt(error)
                 logger.warning("compiled_llm: generate_batch: nobody takes %s: %s", due[0].request_id, error)
         if self.done:
             self._ended(self)

@@ -95,7 +95,7 @@ def test_a_loop_that_cannot_begin_anew_hangs_nobody(engine: Engine, monkeypatch:
 
 def test_a_device_that_cannot_be_prepared_any_more_is_lost(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine.paused():
-        engine._driver._drop_loop()
+        engine._driver.placed.drop()
         handle = engine.submit([3, 4], LONG)
         monkeypatch.setattr(engine._driver.check, "_submitted", None)
         fail_once(monkeypatch, engine._runtime, "device_model", torch.AcceleratorError(ILLEGAL), after=1)

@@ -346,7 +346,7 @@ def test_generate_of_the_model_takes_no_more_rows_than_before(model, engine, see
 def test_a_forgotten_engine_ends(model, seed):
     engine = Engine(model)
     engine.submit([5, 6], SamplingParams(max_tokens=3)).result(timeout=60)
-    thread, reference = engine._driver._thread, weakref.ref(engine)
+    thread, reference = engine._driver._serving.thread, weakref.ref(engine)
     del engine
     gc.collect()
     assert thread is not None

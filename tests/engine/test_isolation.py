@@ -226,7 +226,7 @@ def test_a_forgotten_engine_ends_with_its_model(one_thread):
     model = wrapped()
     engine = Engine(model)
     engine.submit(PROMPT, greedy(2)).result(timeout=60)
-    thread, kept = engine._driver._thread, [weakref.ref(model), weakref.ref(model.compiled.device_model())]
+    thread, kept = engine._driver._serving.thread, [weakref.ref(model), weakref.ref(model.compiled.device_model())]
     del engine, model
     gc.collect()
     assert thread is not None

@@ -36,7 +36,7 @@ def test_a_function_that_fails_is_called_no_more_for_any_of_them(caplog: pytest.
     tell(several)
     tell(several)
     assert sorted(calls) == ["failed", *["told"] * 4]
-    assert caplog.text.count("a listener has failed, and hears no more: no") == 1
+    assert caplog.text.count("a listener has failed, and hears no more: ValueError: no") == 1
     assert [listeners.count for listeners in several] == [1, 1]
 
 

@@ -137,7 +137,7 @@ class Grammars:
         while (job := self._next()) is not None:
             try:
                 grammar, error = self._compiled(job.constraint), None
-            except Exception as failure:
+            except BaseException as failure:  # of the tokenizer, too, whose library may panic
                 grammar, error = None, failure
             self._finish(job, grammar, error)
 
@@ -154,7 +154,7 @@ class Grammars:
             self._threads -= 1
             return None
 
-    def _finish(self, job: _Job, grammar: xgrammar.CompiledGrammar | None, error: Exception | None) -> None:
+    def _finish(self, job: _Job, grammar: xgrammar.CompiledGrammar | None, error: BaseException | None) -> None:
         with self._changed:
             del self._jobs[_key(job.constraint)]
             self._long -= job.long

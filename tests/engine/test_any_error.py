@@ -1,0 +1,377 @@
+"""Whatever a request's own code raises ends that request: no thread of the engine's, and nobody else's request."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.output_thread import OutputThread
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.request import RequestError
+from support.failing_calls import fail_once
+from support.in_threads import start
+from support.parity import alone, assert_account_is_empty
+from support.tiny_models import tiny_qwen3
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PATIENCE = 30
+PROMPT, OTHER = [5, 6, 7, 8, 9], [9, 10, 11]
+
+
+class PanicException(BaseException):
+    """As libraries in Rust raise: no ``Exception``."""
+
+
+ERRORS = [SystemExit, asyncio.CancelledError, PanicException, GeneratorExit, KeyboardInterrupt]
+"""KeyboardInterrupt is Ctrl-C in the main thread alone; elsewhere it is an error like the others."""
+
+
+def greedy(tokens: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **options)
+
+
+class Tokenizer:
+    """Decodes to numbers; fails on a token."""
+
+    fails_on: int | None = None
+    error: type[BaseException] = PanicException
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True, **_: Any) -> str:
+        if self.fails_on in tokens:
+            raise self.error("planted")
+        return "".join(f"{token} " for token in tokens)
+
+
+@pytest.fixture(scope="module")
+def plain() -> PreTrainedModel:
+    return tiny_qwen3(eos_token_id=None, num_hidden_layers=1)
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return Tokenizer()
+
+
+@pytest.fixture(params=["read at once", "read a step late"])
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    late = request.param == "read a step late"
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
+    options: dict[str, Any] = {"mode": "eager", "max_batch_size": 4, "page_size": 4, "progress": False}
+    model = tiny_qwen3(eos_token_id=None, num_hidden_layers=1)
+    return compiled_llm.wrap(model, kv_memory="2000 tokens", **options)
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel, tokenizer: Tokenizer) -> Iterator[Engine]:
+    with Engine(model, tokenizer=tokenizer) as engine:
+        yield engine
+    assert_account_is_empty(model)
+
+
+def failing(error: type[BaseException], after: int) -> Any:
+    def processor(answer: list[int], logits: Tensor) -> Tensor:
+        if len(answer) == after:
+            raise error("planted")
+        return logits
+
+    return processor
+
+
+def assert_it_goes_on(engine: Engine, plain: PreTrainedModel) -> None:
+    assert engine.submit(OTHER, greedy(5)).result(PATIENCE).token_ids == alone(plain, OTHER, 5)
+    assert start(lambda: engine.generate(OTHER, greedy(5))).result(PATIENCE)[0].token_ids == alone(plain, OTHER, 5)
+    assert engine.stats().running == engine.stats().waiting == 0
+
+
+# ---- a request's own code
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_processor_ends_its_request(
+    engine: Engine, plain: PreTrainedModel, error: type[BaseException], after: int
+) -> None:
+    with engine.paused():
+        beside = engine.submit(OTHER, greedy(9))
+        bad = engine.submit(PROMPT, greedy(9, logits_processors=[failing(error, after)]))
+    with pytest.raises(RequestError, match=f"processor has failed: {error.__name__}: planted"):
+        bad.result(PATIENCE)
+    assert len(bad.output().token_ids) == after
+    assert beside.result(PATIENCE).token_ids == alone(plain, OTHER, 9)
+    assert_it_goes_on(engine, plain)
+
+
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
+def test_a_processor_that_runs_in_anothers_thread_ends_not_that_ones_call(
+    engine: Engine, plain: PreTrainedModel, error: type[BaseException]
+) -> None:
+    """The thread that waits for its own answers runs the steps of all."""
+    bad = greedy(9, logits_processors=[failing(error, 2)])
+    outputs = engine.generate([PROMPT, OTHER], [bad, greedy(9)])
+    assert [output.finish_reason for output in outputs] == ["error", "length"]
+    assert outputs[1].token_ids == alone(plain, OTHER, 9)
+    assert_it_goes_on(engine, plain)
+
+
+def test_a_sparse_tensor_ends_its_request(engine: Engine, plain: PreTrainedModel) -> None:
+    def sparse(answer: list[int], logits: Tensor) -> Tensor:
+        return logits.to_sparse()
+
+    outputs = engine.generate([PROMPT, OTHER], [greedy(4, logits_processors=[sparse]), greedy(4)])
+    assert "sparse has returned a tensor of layout torch.sparse_coo" in str(outputs[0].error)
+    assert outputs[1].token_ids == alone(plain, OTHER, 4)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_listener_hears_no_more_and_others_do(
+    engine: Engine, plain: PreTrainedModel, caplog: pytest.LogCaptureFixture, error: type[BaseException], as_text: bool
+) -> None:
+    heard: list[int] = []
+
+    def fail() -> None:
+        raise error("planted")
+
+    with engine.paused():
+        handle = engine.submit(PROMPT, greedy(6))
+        text = handle.text() if as_text else None
+        handle.when_changed(fail)
+        handle.when_changed(lambda: heard.append(1))
+    assert handle.result(PATIENCE).token_ids == alone(plain, PROMPT, 6)
+    assert text is None or len("".join(text).split()) == 6
+    assert heard
+    assert caplog.text.count(f"a listener has failed, and hears no more: {error.__name__}: planted") == 1
+    assert_it_goes_on(engine, plain)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("stop", [None, "never"])
+def test_a_tokenizer_ends_the_request_whose_tokens_it_fails_on(
+    engine: Engine, plain: PreTrainedModel, tokenizer: Tokenizer, error: type[BaseException], stop: str | None
+) -> None:
+    tokens = alone(plain, PROMPT, 6)
+    tokenizer.fails_on, tokenizer.error = tokens[3], error
+    with engine.paused():
+        handle = engine.submit(PROMPT, greedy(6, stop=stop))
+        text = handle.text()
+    with pytest.raises(RequestError, match=f"the tokenizer cannot decode the answer: {error.__name__}: planted"):
+        "".join(text)
+    with pytest.raises(RequestError):
+        handle.result(PATIENCE)
+    tokenizer.fails_on = None
+    assert_it_goes_on(engine, plain)
+
+
+@pytest.mark.parametrize("error", [SystemExit, PanicException])
+def test_a_tokenizer_that_fails_in_the_callers_thread_ends_that_request(
+    engine: Engine, plain: PreTrainedModel, tokenizer: Tokenizer, error: type[BaseException]
+) -> None:
+    tokenizer.fails_on, tokenizer.error = alone(plain, PROMPT, 6)[3], error
+    bad, good = engine.generate([PROMPT, [0, 1]], greedy(6))
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    assert "the tokenizer cannot decode" in str(bad.error)
+
+
+# ---- Ctrl-C
+
+
+def press_ctrl_c_soon() -> threading.Timer:
+    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+def test_ctrl_c_reaches_the_user_in_a_processor_that_does_not_end(engine: Engine, plain: PreTrainedModel) -> None:
+    over = threading.Event()
+
+    def endless(answer: list[int], logits: Tensor) -> Tensor:
+        if len(answer) == 2:
+            over.wait(PATIENCE)
+        return logits
+
+    beside = engine.submit(OTHER, greedy(900))
+    next(iter(beside))
+    began, timer = time.monotonic(), press_ctrl_c_soon()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPT, greedy(9, logits_processors=[endless]))
+    assert time.monotonic() - began < PATIENCE  # it has not waited for the processor
+    over.set()
+    timer.join()
+    assert beside.result(PATIENCE).token_ids == alone(plain, OTHER, 900)
+    assert_it_goes_on(engine, plain)
+
+
+def test_ctrl_c_in_a_listener_comes_once_the_others_were_told(engine: Engine, plain: PreTrainedModel) -> None:
+    """Of the main thread; all others wait for what a listener is told but once."""
+    engine._driver.start_thread = lambda: None  # type: ignore[method-assign]
+    told: list[int] = []
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    handle = engine.submit(PROMPT, greedy(3))
+    for number in range(8):
+        handle.when_changed(lambda number=number: told.append(number))
+    handle.when_changed(fail)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(OTHER, greedy(9))
+    assert sorted(told) == list(range(8))
+    handle.listeners.remove(fail)
+    assert engine.generate(OTHER, greedy(9))[0].token_ids == alone(plain, OTHER, 9)
+    assert handle.result(PATIENCE).token_ids == alone(plain, PROMPT, 3)
+
+
+# ---- steps, and what is around them
+
+
+@pytest.mark.parametrize("error", [SystemExit, PanicException, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["step", "drain", "rest", "free_leaks"])
+def test_the_engines_thread_survives_what_fails_in_it(
+    engine: Engine,
+    plain: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[BaseException],
+    place: str,
+) -> None:
+    engine.submit(OTHER, greedy(1)).result(PATIENCE)
+    with engine.paused():
+        loop, thread = engine._driver.loop, engine._driver._serving.thread
+        assert loop is not None
+        assert thread is not None
+        handle = engine.submit(PROMPT, greedy(5))
+        if place == "drain":
+            fail_once(monkeypatch, loop, "step", RuntimeError("first"), after=3)
+        fail_once(monkeypatch, loop, place, error("planted"), after=3 if place == "step" else 1)
+    if place in ("rest", "free_leaks"):  # after the last token
+        assert handle.result(PATIENCE).token_ids == alone(plain, PROMPT, 5)
+    else:
+        with pytest.raises(RuntimeError, match=f"failed of {error.__name__}: planted" if place == "step" else "first"):
+            handle.result(PATIENCE)
+    assert_it_goes_on(engine, plain)
+    assert "planted" in caplog.text or place == "drain"
+    assert thread.is_alive()
+    assert engine._driver._serving.thread is thread
+
+
+def test_what_waits_does_not_fail_with_a_drain_that_does(
+    plain: PreTrainedModel, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(model, max_rows=1) as engine:
+        engine.submit([5], greedy(1)).result(PATIENCE)
+        with engine.paused():
+            first, second = engine.submit(PROMPT, greedy(4)), engine.submit(OTHER, greedy(4))
+            loop = engine._driver.loop
+            fail_once(monkeypatch, loop, "step", RuntimeError("first"), after=2, once_done=True)
+            fail_once(monkeypatch, loop, "drain", ValueError("second"), after=1)
+        with pytest.raises(RuntimeError, match="first"):
+            first.result(PATIENCE)
+        assert second.result(PATIENCE).token_ids == alone(plain, OTHER, 4)
+
+
+def test_an_error_that_is_thrown_into_a_callers_thread_reaches_that_caller(
+    engine: Engine, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As libraries do that end threads; what else ran is computed again."""
+    engine._driver.start_thread = lambda: None  # type: ignore[method-assign]
+    engine.generate(OTHER, greedy(1))
+    beside = engine.submit(OTHER, greedy(30))
+    fail_once(monkeypatch, engine._driver.loop, "step", SystemExit("planted"), after=4, once_done=True)
+    with pytest.raises(SystemExit, match="planted"):
+        start(lambda: engine.generate(PROMPT, greedy(20))).result(PATIENCE)
+    assert engine.generate(PROMPT, greedy(20))[0].token_ids == alone(plain, PROMPT, 20)
+    assert start(lambda: engine.generate(PROMPT, greedy(40))).result(PATIENCE)
+    assert beside.result(PATIENCE).token_ids == alone(plain, OTHER, 30)
+
+
+# ---- threads
+
+
+def throw(thread: threading.Thread | None, error: type[BaseException]) -> None:
+    assert thread is not None
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))
+
+
+@pytest.mark.parametrize("name", ["serve", "_run", "_turn"])
+def test_who_waits_hears_of_what_the_engines_thread_has_failed_of(
+    engine: Engine,
+    plain: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    engine.submit(OTHER, greedy(1)).result(PATIENCE)
+    fail_once(monkeypatch, engine._driver, name, SystemExit("planted"), after=1)
+    with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="SystemExit: planted"):
+        engine.submit(PROMPT, greedy(5)).result(PATIENCE)
+    assert "SystemExit: planted" in caplog.text
+    assert_it_goes_on(engine, plain)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_has_died_is_replaced(
+    engine: Engine, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list(engine.submit(OTHER, greedy(1)).text())
+    threads = [engine._driver._serving.thread, engine._driver.handles.output._thread]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine._driver), "fail", lambda self, error: {}["missing"])
+        patch.setattr(OutputThread, "close", lambda self: None)
+        patch.setattr("compiled_llm.engine.output_thread._lose", lambda *_: {}["missing"])
+        for thread in threads:
+            throw(thread, SystemExit)
+        engine._driver._inbox.call()
+        with engine._driver.handles.output._work.changed:
+            engine._driver.handles.output._work.changed.notify_all()
+        for thread in threads:
+            assert thread is not None
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+    assert_it_goes_on(engine, plain)
+    assert len("".join(engine.submit(PROMPT, greedy(4)).text()).split()) == 4
+
+
+def test_who_reads_text_hears_of_a_text_thread_that_fails(
+    engine: Engine, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from compiled_llm.engine.handle import RequestHandle
+
+    handle = engine.submit(PROMPT, greedy(900))
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestHandle, "read_text", lambda self: {}["missing"])
+        text = iter(handle.text())
+        with pytest.raises(RequestError, match="the thread that makes text has failed: KeyError: 'missing'"):
+            next(text)
+    assert handle.output().finish_reason == "error"
+    assert "requests whose text is lost: 1" in caplog.text
+    assert_it_goes_on(engine, plain)
+    assert len("".join(engine.submit(PROMPT, greedy(4)).text()).split()) == 4
+
+
+def test_a_thread_that_ends_inside_a_pause_has_the_loop_no_more(engine: Engine, plain: PreTrainedModel) -> None:
+    left: list[Any] = []
+
+    def pause() -> None:
+        left.append(engine.paused())
+        left[0].__enter__()
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    thread.join(PATIENCE)
+    assert_it_goes_on(engine, plain)
