@@ -5,10 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -17,6 +16,7 @@ from compiled_llm.engine.choosing import Choosings
 from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.driver import Driver
+from compiled_llm.engine.engine_options import check_options, is_count
 from compiled_llm.engine.grammars.compiling import Grammars
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError as QueueFullError
@@ -80,16 +80,7 @@ class Engine:
             ValueError: a number is impossible, or there is no such mode.
         """
         self._runtime = _wrapped(model)
-        if not _is_count(max_rows):
-            raise ValueError(f"max_rows={max_rows!r}: give 1 or more")
-        if max_step_ms is not None and not _is_positive(max_step_ms):
-            raise ValueError(f"max_step_ms={max_step_ms!r}: give milliseconds above 0, or None for no limit")
-        if max_queue is not None and not _is_count(max_queue):
-            raise ValueError(f"max_queue={max_queue!r}: give 1 or more, or None for no limit")
-        if logprobs_mode not in get_args(LogprobsMode):
-            raise ValueError(f"logprobs_mode={logprobs_mode!r}: give one of {', '.join(get_args(LogprobsMode))}")
-        if not _is_positive(grammar_timeout):
-            raise ValueError(f"grammar_timeout={grammar_timeout!r}: give seconds above 0")
+        check_options(max_rows, max_step_ms, max_queue, logprobs_mode, grammar_timeout)
         self._runtime.make_room(max_rows)
         self._model = model
         self._max_rows = max_rows
@@ -238,7 +229,7 @@ class Engine:
         self._check_open()
         self._driver.check.look()
         wanted = self._runtime.warming.wanted("rows", rows, profile, self._max_rows)
-        if wrong := [size for size in wanted.sizes if not (_is_count(size) and size <= self._max_rows)]:
+        if wrong := [size for size in wanted.sizes if not (is_count(size) and size <= self._max_rows)]:
             raise ValueError(f"rows: {wrong[0]!r} is not a whole number between 1 and max_rows={self._max_rows}")
         if structured or (self._tokenizer is not None and wanted.structured):
             prepare_grammars(self._grammars, self._model, self._tokenizer)
@@ -383,14 +374,6 @@ class Engine:
     ) -> None:
         """Close it."""
         self.close()
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, Real) and float(value) > 0
 
 
 def _wrapped(model: object) -> Runtime:

@@ -1,0 +1,38 @@
+"""What the user says of an engine, checked before it is made."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import Any, get_args
+
+from compiled_llm.engine.logprobs import LogprobsMode
+
+
+def check_options(
+    max_rows: object, max_step_ms: object, max_queue: object, logprobs_mode: object, grammar_timeout: object
+) -> None:
+    """Check the options of an ``Engine``.
+
+    Raises:
+        ValueError: one is impossible.
+    """
+    if not is_count(max_rows):
+        raise ValueError(f"max_rows={max_rows!r}: give 1 or more")
+    if max_step_ms is not None and not is_positive(max_step_ms):
+        raise ValueError(f"max_step_ms={max_step_ms!r}: give milliseconds above 0, or None for no limit")
+    if max_queue is not None and not is_count(max_queue):
+        raise ValueError(f"max_queue={max_queue!r}: give 1 or more, or None for no limit")
+    if logprobs_mode not in get_args(LogprobsMode):
+        raise ValueError(f"logprobs_mode={logprobs_mode!r}: give one of {', '.join(get_args(LogprobsMode))}")
+    if not is_positive(grammar_timeout):
+        raise ValueError(f"grammar_timeout={grammar_timeout!r}: give seconds above 0")
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number above 0."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value is a number above 0."""
+    return isinstance(value, Real) and float(value) > 0
