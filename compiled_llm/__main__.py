@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
+import signal
 import sys
+from contextlib import suppress
+
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
-    """Run `compiled-llm`, or say what to install for it."""
+    """Run `compiled-llm`, or say what to install for it; the process ends with it."""
     # Processes that libraries start, as multiprocessing does with `python -c`, do not look in the current folder either.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    # Registered first, it runs last. Python would look for cycles once more in all that torch has compiled, for two
-    # seconds, only to free memory that ends with the process.
-    atexit.register(gc.freeze)
+    code = 1  # that of an error which nothing below turns into another
+    # Registered first, it runs last.
+    atexit.register(lambda: _leave(code))
     # By default Python looks for cycles whenever 700 objects are new, and now and then in all there are. Imports and
     # traces make millions that stay: that is a tenth of a start.
     gc.set_threshold(10_000)
+    try:
+        _run()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+        sys.exit(code)
+
+
+def _run() -> None:
     try:
         from compiled_llm.commands.app import app
     except ModuleNotFoundError as error:
@@ -26,6 +43,19 @@ def main() -> None:
         print("error: this command needs typer: pip install '.[demo]' in the checkout", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     app()
+
+
+def _leave(code: int) -> None:
+    """End the process, once threads have ended and all else that is registered for its end has run.
+
+    Python would take everything apart first: two seconds for what torch has compiled, only to free memory that ends
+    with the process; and from Triton 3.9 on it would print 27 lines about what it cannot take apart.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # its reader has gone
+            stream.flush()
+    os._exit(code)
 
 
 def _leave_out_first_folder() -> None:

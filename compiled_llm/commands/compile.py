@@ -16,11 +16,11 @@ import typer
 from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.importing import importing
 from compiled_llm.commands.options import Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
 from compiled_llm.commands.source import Source, locate
 from compiled_llm.compilation.graphs.profile import Profile
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.progress import ProgressDisplay
 from compiled_llm.server.defaults import MAX_ROWS
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def write_artifacts(
     Raises:
         ValueError: the folder is there already.
     """
-    with ProgressDisplay(options["progress"]).task("importing torch and transformers"):
+    with importing(options["progress"]):
         from compiled_llm.compilation.artifacts.writing import check_new, unfinished, variables
 
     check_new(target)

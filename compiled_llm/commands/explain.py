@@ -10,10 +10,10 @@ import typer
 from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.importing import importing
 from compiled_llm.commands.options import DeviceName, DtypeName, ModelPlace
 from compiled_llm.commands.printable import printable
 from compiled_llm.commands.source import locate
-from compiled_llm.execution.progress import ProgressDisplay
 
 
 def explain(
@@ -39,7 +39,7 @@ def explain(
         sizes = integers("--timings", timings)
         check_driver(device.value)
         source = locate(model)
-        with ProgressDisplay(enabled=True).task("importing torch and transformers"):
+        with importing(True):
             from compiled_llm.commands.loading import load
             from compiled_llm.explaining.explainer import explain as explain_model
 

@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 
 from compiled_llm.commands.early_checks import check_driver
+from compiled_llm.commands.importing import importing
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.commands.prompt import encode
 from compiled_llm.commands.request import Request
 from compiled_llm.commands.source import locate
 from compiled_llm.commands.timed_streamer import TimedStreamer
-from compiled_llm.execution.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ def run(request: Request) -> None:
     console = Console(stderr=True, highlight=False, quiet=request.quiet)
     check_driver(request.device)
     source = locate(request.model, progress=not request.quiet)
-    with ProgressDisplay(not request.quiet).task("importing torch and transformers"):
+    with importing(not request.quiet):
         import torch
 
         import compiled_llm

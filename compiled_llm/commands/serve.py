@@ -12,6 +12,7 @@ import typer
 from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.early_checks import check_driver, check_server_packages
 from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.importing import IMPORTING, importing
 from compiled_llm.commands.leash import end_with_parent
 from compiled_llm.commands.options import Artifacts, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
 from compiled_llm.commands.serve_http import HttpFlags, run_with_front, usual_count
@@ -45,7 +46,6 @@ from compiled_llm.commands.serve_options import (
 from compiled_llm.commands.source import Source, locate
 from compiled_llm.compilation.graphs.profile import Profile
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.progress import ProgressDisplay
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_QUEUE, MAX_ROWS
 
 if TYPE_CHECKING:
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from compiled_llm.server.generator.generator import Generator
     from compiled_llm.server.generator.kept_profile import KeptProfile
     from compiled_llm.server.generator.operations import Operations
-
-_IMPORTING = "importing torch and transformers"
 
 
 class Served(NamedTuple):
@@ -238,8 +236,8 @@ def _operations(generator: Generator, uds: Path | None, kept: KeptProfile | None
 def _prepared(
     served: Served, source: Source, report: Callable[[str], None], kept: KeptProfile | None
 ) -> tuple[Engine, Ready]:
-    report(_IMPORTING)
-    with ProgressDisplay(not served.quiet).task(_IMPORTING):
+    report(IMPORTING)
+    with importing(not served.quiet):
         import compiled_llm
         from compiled_llm.commands.loading import fetched, load
         from compiled_llm.server.generator.facts import ready_of

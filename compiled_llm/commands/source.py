@@ -12,6 +12,12 @@ from compiled_llm.execution.progress import ProgressDisplay
 DEMO = "demo"
 """The name of the demo model; ``loading.load`` fetches it."""
 
+_TOKENIZER_FILES = (
+    *("tokenizer*", "vocab*", "merges.txt", "spiece*", "tekken.json"),
+    *("*.model", "*.spm", "*.tiktoken", "*.bpe", "*.bpe.codes"),
+)
+"""Names of the files that transformers' tokenizers are loaded from, one of which each tokenizer has."""
+
 
 class Source(NamedTuple):
     """Where `from_pretrained` finds a model: a folder or hub id, and the GGUF file in it if it is one."""
@@ -64,6 +70,7 @@ def locate(model: str, progress: bool = True) -> Source:
 
 def _check_folder(folder: Path) -> None:
     if (folder / "config.json").exists():
+        _check_tokenizer(folder)
         return
     if (folder / "adapter_config.json").exists():
         if importlib.util.find_spec("peft") is None:
@@ -74,6 +81,14 @@ def _check_folder(folder: Path) -> None:
     ggufs = sorted(folder.glob("*.gguf"))
     way_out = f"name its GGUF file: {ggufs[0]}" if ggufs else "name a folder that save_pretrained has written"
     raise ValueError(f"model {str(folder)!r}: the folder holds no config.json; {way_out}")
+
+
+def _check_tokenizer(folder: Path) -> None:
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ValueError(
+            f"model {str(folder)!r}: the folder holds no tokenizer, which model.save_pretrained does not write; "
+            f"add it with tokenizer.save_pretrained({str(folder)!r})"
+        )
 
 
 def _cannot_be_hub_id(model: str) -> bool:

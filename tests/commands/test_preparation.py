@@ -1,12 +1,7 @@
 from __future__ import annotations
 
-import atexit
-import gc
-import sys
-
 import pytest
 
-from compiled_llm.__main__ import main
 from compiled_llm.commands import preparation
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.commands.request import Request, SamplingFlags
@@ -45,18 +40,6 @@ def test_on_a_cpu_the_command_and_wrap_share_their_code() -> None:
     request = Request(**call, **options, sampling=SamplingFlags(), quiet=False)
     assert request.wrap_config("cpu") == WrapConfig()
     assert request.wrap_config("cuda") == WrapConfig(max_batch_size=1)
-
-
-def test_the_command_ends_without_looking_for_cycles_and_seldom_does_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: list[object] = []
-    thresholds: list[int] = []
-    monkeypatch.setattr(atexit, "register", registered.append)
-    monkeypatch.setattr(gc, "set_threshold", thresholds.append)
-    monkeypatch.setattr(sys, "argv", ["compiled-llm", "--version"])
-    with pytest.raises(SystemExit):
-        main()
-    assert registered[0] is gc.freeze
-    assert thresholds == [10_000]
 
 
 def test_one_option_of_sampling_is_enough_to_draw() -> None:

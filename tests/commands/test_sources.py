@@ -22,6 +22,19 @@ def test_a_folder_without_a_config_says_so_and_names_its_gguf(tmp_path: Path) ->
         locate(str(tmp_path))
 
 
+def test_a_folder_without_a_tokenizer_is_told_how_to_add_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match=r"holds no tokenizer, .*; add it with tokenizer\.save_pretrained\('/.*'\)"):
+        locate(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "qwen.tiktoken"])
+def test_any_kind_of_tokenizer_will_do(name: str, tmp_path: Path) -> None:
+    for file in ("config.json", name):
+        (tmp_path / file).touch()
+    assert locate(str(tmp_path)).location == str(tmp_path)
+
+
 def test_an_adapter_alone_is_a_source_if_peft_can_find_its_base(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "adapter_config.json").touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())

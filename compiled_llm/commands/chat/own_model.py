@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compiled_llm.commands.chat.conversation import check_template
+from compiled_llm.commands.importing import importing
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.commands.source import Source
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from compiled_llm.engine.engine import Engine
@@ -73,7 +73,7 @@ def own_model(source: Source, options: RunningOptions) -> Iterator[tuple[OwnMode
         ValueError: the options do not fit the model or the machine, or there is no chat template.
         RuntimeError: the model cannot be loaded.
     """
-    with ProgressDisplay(not options.quiet).task("importing torch and transformers"):
+    with importing(not options.quiet):
         import compiled_llm
         from compiled_llm.commands.loading import device_of, dtype_of, load
         from compiled_llm.model.checks import check_device

@@ -17,6 +17,7 @@ from compiled_llm import __version__
 from compiled_llm.commands.doctor.finding import Finding
 from compiled_llm.commands.doctor.findings import examine, has_cuda
 from compiled_llm.commands.doctor.trial import try_builds
+from compiled_llm.commands.importing import ended_by_ctrl_c
 from compiled_llm.execution.progress import ProgressDisplay
 
 _STYLES = {
@@ -43,7 +44,7 @@ def report(quick: bool = False, as_json: bool = False) -> bool:
     console = Console(file=sys.stdout, highlight=False, quiet=as_json)
     findings: list[Finding] = []
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints is no part of the report
-        with ProgressDisplay(enabled=True).task("looking at this machine"):
+        with ProgressDisplay(enabled=True).task("looking at this machine"), ended_by_ctrl_c():
             cuda = has_cuda()
             findings.extend(examine(cuda))
         for part, found in groupby(findings, key=lambda finding: finding.part):

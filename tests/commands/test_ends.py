@@ -1,0 +1,101 @@
+"""How a command's process ends: with its exit code, quickly and quietly, whatever was imported and whoever ends it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLANTED = """
+import atexit, sys, threading, time
+import compiled_llm.commands.app as commands
+from compiled_llm.__main__ import main
+
+class Library:
+    def __del__(self):
+        print("taken apart", file=sys.__stderr__, flush=True)
+
+def beside():
+    time.sleep(0.5)
+    print("thread", end=" ")
+
+def command():
+    sys.modules["planted_library"] = Library()
+    atexit.register(lambda: print("registered", end=""))
+    threading.Thread(target=beside).start()
+    {0}
+
+commands.app = command
+main()
+"""
+
+
+def ended(does: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PLANTED.format(does)], capture_output=True, text=True, timeout=120)
+
+
+def test_nothing_is_taken_apart_and_what_was_registered_and_written_is_not_lost() -> None:
+    """Libraries that look for what they have leaked would print that."""
+    done = ended("print('written', end=' ')")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "written thread registered", "")
+
+
+@pytest.mark.parametrize(
+    ("does", "code"),
+    [
+        ("sys.exit(3)", 3),
+        ("sys.exit()", 0),
+        ("sys.exit('so it is')", 1),
+        ("return", 0),
+        ("raise KeyboardInterrupt", 130),
+        ("raise ZeroDivisionError", 1),
+    ],
+)
+def test_the_exit_code_is_that_of_the_command(does: str, code: int) -> None:
+    done = ended(does)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "thread registered"
+    assert ("Traceback" in done.stderr) is ("ZeroDivision" in does)
+    assert ("so it is" in done.stderr) is ("so it is" in does)
+
+
+TORCH_THAT_DROPS_CTRL_C = """
+import sys, time
+print("importing", flush=True)
+for _ in range(200):
+    try:
+        time.sleep(0.1)
+    except KeyboardInterrupt:
+        pass
+raise ModuleNotFoundError("Could not import module 'PreTrainedModel'")
+"""
+
+
+@pytest.mark.parametrize("command", ["generate", "explain", "chat", "compile", "doctor"])
+def test_ctrl_c_while_torch_is_imported_ends_the_command_at_once(command: str, tmp_path: Path) -> None:
+    """Inside an import a KeyboardInterrupt is dropped, or becomes another error."""
+    (tmp_path / "torch.py").write_text(TORCH_THAT_DROPS_CTRL_C)
+    given = {
+        "compile": ["demo", "--output", str(tmp_path / "new")],
+        "doctor": ["--quick"],
+        "explain": ["demo"],
+        "generate": ["Hi"],
+    }
+    start = "import sys; sys.path.insert(0, sys.argv.pop(1)); from compiled_llm.__main__ import main; main()"
+    program = [sys.executable, "-c", start, str(tmp_path), command, *given.get(command, [])]
+    with subprocess.Popen(
+        program, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        where = process.stderr if command == "doctor" else process.stdout
+        lines = iter(where.readline, "")
+        assert any(line == "importing\n" for line in lines)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=15)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "PreTrainedModel" not in errors
