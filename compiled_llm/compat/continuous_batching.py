@@ -12,7 +12,7 @@
 | ``OutputRouter.deliver_batch`` | outputs to queues and handlers | no outputs | the same |
 | ``RequestState``: ``to_generation_output``, ``logprobs``, ``_timestamps`` | outputs with HuggingFace's fields \
 and defaults | no outputs | ``GenerationOutput`` is documented |
-| ``ContinuousBatchingLogitsProcessorList``: ``check_kwargs``, ``do_processing`` | which processors and settings of a \
+| ``ContinuousBatchingLogitsProcessorList``: ``check_kwargs``, ``do_processing``, ``logits_processor`` | which processors and settings of a \
 request it takes | they would be accepted silently | the same |
 | ``_get_logits_processor`` of a model | a config's processors | settings are ignored | it is public |
 | ``_cached_continuous_batching_manager`` of a model | ``persistent_manager`` | made anew in each call | the same |
@@ -158,6 +158,11 @@ def batched_processors(
         per_request_processors=batching.per_request_processors,
         drop_unsupported_processors=batching.drop_unsupported_processors,
     )
+
+
+def listed(processors: Any) -> Sequence[Any]:
+    """Return the processors in HuggingFace's list for batches, or in a plain one; ``clear`` puts another list there."""
+    return processors.logits_processor if isinstance(processors, ContinuousBatchingLogitsProcessorList) else processors
 
 
 def note_times(state: RequestState, tokens: int) -> None:

@@ -99,6 +99,7 @@ class BatchSettings:
         model: whose they are.
         processors: those of the generation config that the graph has, as a prompt of a few tokens would have them.
         obstacle: why only HuggingFace's own manager can do it, or None.
+        replaced: whether a user has given the processors, in place of the config.
     """
 
     generation: GenerationConfig
@@ -106,6 +107,7 @@ class BatchSettings:
     model: PreTrainedModel
     processors: LogitsProcessorList
     obstacle: Reason | None
+    replaced: bool = False
 
     @classmethod
     def of(
@@ -131,10 +133,25 @@ class BatchSettings:
         settings = cls(config, batching, model, in_graph, None)
         return dataclasses.replace(settings, obstacle=settings._obstacle(found))
 
-    def check_of_request(self) -> Any:
-        """Return what checks the settings that a request brings, as HuggingFace does."""
-        checked = [entry for entry in self.processors if entry.supports_continuous_batching]
-        return batched_processors(checked, self.batching).check_kwargs
+    def batched_processors(self) -> Any:
+        """Return HuggingFace's list of the processors, which checks the settings that a request brings."""
+        return batched_processors(
+            [entry for entry in self.processors if entry.supports_continuous_batching], self.batching
+        )
+
+    def with_processors(self, processors: Iterable[LogitsProcessor]) -> BatchSettings:
+        """Return settings with other processors than the config asks for.
+
+        Raises:
+            ValueError: the graph does not have one of them, or cannot combine them.
+        """
+        settings = dataclasses.replace(self, processors=LogitsProcessorList(processors), replaced=True)
+        if (reason := settings._obstacle(settings.processors)) is not None:
+            raise ValueError(
+                f"logit_processor: these run in HuggingFace's own manager alone: {reason.detail}; give them in the "
+                "generation config of init_continuous_batching, or as logits_processors of an engine's request"
+            )
+        return settings
 
     def params(self, own: Mapping[str, Any], seed: int | None, **limits: Any) -> SamplingParams:
         """Return how one request is answered.
@@ -147,6 +164,8 @@ class BatchSettings:
         shared = self._read(self.processors, _ANY_PROMPT)
         assert shared is not None, "there are processors that the graph does not have"
         settings = {name: getattr(shared, name) for name in _SETTINGS} | dict(own)
+        if not self.generation.do_sample:
+            settings["temperature"] = 0.0
         logprobs = 0 if self.batching.return_logprobs else None
         return SamplingParams(**settings, seed=seed, logprobs=logprobs, **limits)
 
@@ -158,7 +177,7 @@ class BatchSettings:
         """
         if all(type(processor) in _SAID for processor in self.processors):
             return lambda base: base
-        found = processors_of(self.model, self.generation, prompt, params.max_tokens or 0, params.stop_token_ids or ())
+        found = self._processors_for(prompt, params)
         if (read := self._read(filter(is_in_graph, found), prompt)) is None:
             names = ", ".join(type(processor).__name__ for processor in found)
             raise ValueError(f"generate_batch: with this prompt, these cannot be combined: {names}; leave one out")
@@ -169,6 +188,11 @@ class BatchSettings:
             return whole if whole.edits else base
 
         return added
+
+    def _processors_for(self, prompt: Sequence[int], params: SamplingParams) -> LogitsProcessorList:
+        if self.replaced:
+            return self.processors
+        return processors_of(self.model, self.generation, prompt, params.max_tokens or 0, params.stop_token_ids or ())
 
     def _read(self, processors: Iterable[LogitsProcessor], prompt: Sequence[int]) -> Sampling | None:
         prompts = Prompts(np.array([prompt], dtype=np.int64), HostCopies(), logits_width(self.model))

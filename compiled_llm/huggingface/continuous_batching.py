@@ -20,6 +20,7 @@ from compiled_llm.compat.continuous_batching import (
     RequestState,
     forget_kept_manager,
     kept_manager,
+    listed,
 )
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.params import SamplingParams
@@ -103,7 +104,7 @@ class EngineManager(ManagerParts):
         self._settings = settings
         self._rows = rows
         self._expected = requests or rows
-        self._check = settings.check_of_request()
+        self._take_processors()
         self._seeds = seeds(settings.batching.seed)
         self._answers: dict[str, Answers] = {}  # of each id, children included, that has not ended
         self._changed = threading.Condition()
@@ -119,6 +120,26 @@ class EngineManager(ManagerParts):
         )  # HuggingFace's are of what tokens are drawn from
         runtime.engine = joined  # no call of generate joins this one, which ends with the manager's last request
         return engine
+
+    @property
+    def logit_processor(self) -> Any:
+        """HuggingFace's list of the processors of each request to come; it may be cleared, or another one given."""
+        return self._processors
+
+    @logit_processor.setter
+    def logit_processor(self, processors: Any) -> None:
+        self._settings = self._settings.with_processors(listed(processors))
+        self._take_processors()
+
+    def _take_processors(self) -> None:
+        self._processors = self._settings.batched_processors()
+        self._listed = listed(self._processors)
+
+    def _settings_now(self) -> BatchSettings:
+        """Return what requests are answered with; HuggingFace's list may have been cleared."""
+        if listed(self._processors) is not self._listed:
+            self.logit_processor = self._processors
+        return self._settings
 
     # ---- HuggingFace's control of it
 
@@ -255,9 +276,10 @@ class EngineManager(ManagerParts):
     def _submit(self, answers: Answers) -> None:
         state = answers.states[0]
         try:
-            params = self._params(state)
+            settings = self._settings_now()
+            params = self._params(state, settings)
             handle = self.engine.prepare(state.initial_tokens, params)
-            added = self._settings.added_to(params, state.initial_tokens)
+            added = settings.added_to(params, state.initial_tokens)
             for request in handle.requests:
                 request.sampling = added(request.sampling)
             self.engine.begin(handle)
@@ -266,11 +288,11 @@ class EngineManager(ManagerParts):
         else:
             answers.follow(handle)
 
-    def _params(self, state: RequestState) -> SamplingParams:
-        self._check(state.logit_processor_kwargs)
+    def _params(self, state: RequestState, settings: BatchSettings) -> SamplingParams:
+        self._processors.check_kwargs(state.logit_processor_kwargs)
         ends = state.eos_token_id
         listed = [ends] if isinstance(ends, int) else list(ends or ())
-        return self._settings.params(
+        return settings.params(
             state.logit_processor_kwargs,
             next(self._seeds),
             max_tokens=state.max_new_tokens,
