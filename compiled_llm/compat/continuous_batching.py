@@ -12,8 +12,9 @@
 | ``OutputRouter.deliver_batch`` | outputs to queues and handlers | no outputs | the same |
 | ``RequestState``: ``to_generation_output``, ``logprobs``, ``_timestamps`` | outputs with HuggingFace's fields \
 and defaults | no outputs | ``GenerationOutput`` is documented |
-| ``ContinuousBatchingLogitsProcessorList``: ``check_kwargs``, ``do_processing``, ``logits_processor`` | which processors and settings of a \
-request it takes | they would be accepted silently | the same |
+| ``ContinuousBatchingLogitsProcessorList``: ``check_kwargs``, ``do_processing``, \
+``logits_processor`` | which processors and settings of a request it takes | they would be accepted silently \
+| the same |
 | ``_get_logits_processor`` of a model | a config's processors | settings are ignored | it is public |
 | ``_cached_continuous_batching_manager`` of a model | ``persistent_manager`` | made anew in each call | the same |
 """
