@@ -265,9 +265,8 @@ class Driver:
     def _step(self, loop: Loop) -> None:
         self.handles.notify(loop.read_first_tokens())
         self._inbox.deliver(loop)
-        looked = self.check.look_if_due(loop.device_model)
-        if looked and loop.prefixes is not None and loop.device_model.watch.changed():
-            loop.prefixes.clear()
+        if looked := self.check.look_if_due(loop.device_model):
+            loop.note_model()
         self.handles.notify(loop.scheduler.expire(time.monotonic()))
         lock, scheduler = self._runtime.loop_lock, loop.scheduler
         scheduler.lets_pass, scheduler.admits_until = self._shortage.lasting, lock.pages_wanted_since(apart_from=self)
@@ -276,10 +275,10 @@ class Driver:
         lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)
 
     def model_may_have_changed(self, weights_stay: bool) -> None:
-        """Look at the model before the next step; unless its weights stay, forget what was computed with them."""
+        """Look at the model before the next step; unless its weights stay, all engines forget what came of them."""
         self.check.forget()
-        if self.loop is not None and self.loop.prefixes is not None and not weights_stay:
-            self.loop.prefixes.clear()
+        if (present := self._runtime.device_side.present) is not None and not weights_stay:
+            present.prefixes.clear()
 
     def drain(self, loop: Loop) -> None:
         """Read the tokens of the step that was launched last; if that fails, what runs has failed."""

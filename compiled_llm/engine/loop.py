@@ -138,6 +138,13 @@ class Loop:
         """Whether a step may still be running when it has been launched; else reading late gains nothing."""
         return self.device_model.device.type != "cpu"
 
+    def note_model(self) -> None:
+        """Know the model as it is now: what was computed with another one is forgotten."""
+        if self.prefixes is not None:
+            if self.device_model.watch.changed():
+                self.prefixes.clear()
+            self.scheduler.generation = self.prefixes.generation
+
     def step(self, unchanged: bool = False) -> list[Request]:
         """Launch the next plan, if anybody can run, and read the tokens of the one before.
 

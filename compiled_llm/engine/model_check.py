@@ -41,7 +41,8 @@ class ModelCheck:
         self._seen: weakref.ref[DeviceModel] | None = None
         self._model = model
         self._runtime = runtime
-        self._looked = 0.0  # when the loop has
+        self._looked = 0.0  # when the loop has, and at what:
+        self._looked_at: tuple[weakref.ref[DeviceModel], int] | None = None
         self._submitted: tuple[float, weakref.ref[DeviceModel]] | None = None  # when a caller has, and what ran it
         self._begun: weakref.ref[DeviceModel] | None = None  # what the loop has begun with, a caller having looked
 
@@ -118,20 +119,22 @@ class ModelCheck:
         return (self._begun and self._begun()) or self._seen_before() or self._runtime.device_model()
 
     def look_if_due(self, device_model: DeviceModel) -> bool:
-        """Look if nobody has for a while; whether that was so.
+        """Look if the loop has not for a while, or if any engine has cleared the prefix cache since; whether it has.
+
+        Who clears that knows that the model may have changed.
 
         Raises:
             RuntimeError: requests that run on ``device_model`` cannot go on.
         """
-        now = time.monotonic()
-        if now - self._looked < _SECONDS or self._seen_before() is device_model:
+        now, at = time.monotonic(), (weakref.ref(device_model), device_model.prefixes.generation)
+        if at == self._looked_at and (now - self._looked < _SECONDS or not self._watching):
             return False
         begun, self._begun = self._begun, None
         if begun is None or begun() is not device_model:
             self._check_no_obstacle()
             if not self._runtime.is_current(device_model):  # a new one is made once nothing runs on the old
                 raise RuntimeError("the model was moved or converted while requests were running; submit them again")
-        self._looked = now
+        self._looked, self._looked_at = now, at
         return True
 
     def forget(self) -> None:

@@ -53,6 +53,7 @@ class Scheduler:
         latencies: how long requests have waited.
         admits_until: when others began to wait for pages, on ``time.monotonic``'s clock; later requests wait for them.
         lets_pass: whether others may run before the next request while there are too few pages for that one.
+        generation: of the prefix cache when the model was last looked at; pages computed since are of this one.
         short_since: when the next request came, if the last plan had too few pages for it; None if it had enough.
     """
 
@@ -71,6 +72,7 @@ class Scheduler:
         self._max_rows = max_rows
         self._budget = budget
         self._prefixes = prefixes
+        self.generation = 0 if prefixes is None else prefixes.generation
         self._queue = Queue()
         self._next_deadline = math.inf
         self._likely = float(_FIRST_GUESS)  # tokens of an answer
@@ -210,7 +212,7 @@ class Scheduler:
         if self._prefixes is not None:
             if not request.unscored(0):
                 row.begin_from(self._prefixes.match(known, request.salt))
-            request.generation = self._prefixes.generation
+            request.generation = self.generation
         elif (leader := request.leader) is not None and leader.row is not None and leader.prefilled:
             row.begin_from(self._shared_with(leader.row, len(request.prompt)))
         rest = min(request.stored - len(known) + 1, round(self._likely))

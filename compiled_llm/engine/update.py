@@ -55,11 +55,13 @@ def _write(runtime: Runtime, new: NewWeights) -> None:
     """Change the weights while nothing runs."""
     attention = runtime.facts.attention
     with all_paused(runtime) as drivers:
-        # Once no loop is in progress, and nobody runs the model's own forward.
-        with runtime.loop_lock.taken(fits=lambda: False), attention.moving_weights(threading.get_ident()):
-            new.write()
-        for driver in drivers:
-            driver.model_may_have_changed(weights_stay=False)
+        try:
+            # Once no loop is in progress, and nobody runs the model's own forward.
+            with runtime.loop_lock.taken(fits=lambda: False), attention.moving_weights(threading.get_ident()):
+                new.write()
+        finally:
+            for driver in drivers:
+                driver.model_may_have_changed(weights_stay=False)
 
 
 @contextmanager

@@ -1,0 +1,132 @@
+"""Two engines of one model have one prefix cache: whoever says that the weights have changed says it for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.engine import model_check
+from compiled_llm.engine.driver import Driver
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.params import SamplingParams
+from support.parity import alone, assert_account_is_empty
+from support.tiny_models import tiny_qwen3
+
+PROMPT = list(range(3, 23))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def tiny() -> PreTrainedModel:
+    return tiny_qwen3(eos_token_id=None, num_hidden_layers=1)
+
+
+def change(model: PreTrainedModel) -> PreTrainedModel:
+    """In a way that leaves no trace."""
+    model.model.layers[0].self_attn.v_proj.weight.data.mul_(-1)
+    return model
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    options: dict[str, Any] = {"mode": "eager", "max_batch_size": 4, "page_size": 4, "progress": False}
+    model = compiled_llm.wrap(tiny(), kv_memory="400 tokens", **options)
+    yield model
+    assert_account_is_empty(model)
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel, one_thread: None) -> Iterator[Engine]:
+    """One that keeps pages, and has kept some."""
+    with Engine(model) as engine:
+        assert answer(engine) == alone(tiny(), PROMPT, 12)
+        yield engine
+
+
+def answer(engine: Engine) -> list[int]:
+    return engine.generate([PROMPT], GREEDY)[0].token_ids
+
+
+def paused(engine: Engine, folder: Path) -> None:
+    with engine.paused():
+        change(engine._model)
+
+
+def reset(engine: Engine, folder: Path) -> None:
+    change(engine._model)
+    engine.reset_prefix_cache()
+
+
+def updated(engine: Engine, folder: Path) -> None:
+    change(tiny()).save_pretrained(folder)
+    engine.update_weights(folder)
+
+
+def fresh(engine: Engine) -> None: ...
+
+
+def busy(engine: Engine) -> None:
+    answer(engine)
+
+
+@pytest.mark.parametrize("says", [paused, reset, updated])
+@pytest.mark.parametrize("before", [fresh, busy])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_either_engine_says_it_for_both(
+    says: Callable[[Engine, Path], None],
+    before: Callable[[Engine], None],
+    prefix_cache: bool,
+    model: PreTrainedModel,
+    engine: Engine,
+    tmp_path: Path,
+) -> None:
+    with Engine(model, prefix_cache=prefix_cache) as other:
+        before(other)
+        answer(engine)
+        says(other, tmp_path)
+        assert answer(engine) == alone(change(tiny()), PROMPT, 12)
+        cached = engine.stats().cached_tokens
+        assert answer(engine) == alone(change(tiny()), PROMPT, 12)
+        assert engine.stats().cached_tokens > cached  # what it has computed since is kept
+
+
+def test_an_update_that_fails_keeps_no_pages(
+    model: PreTrainedModel, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some weights are new by then."""
+
+    def fails(self: object) -> None:
+        change(model)
+        raise RuntimeError("the device has failed")
+
+    monkeypatch.setattr("compiled_llm.model.new_weights.NewWeights.write", fails)
+    with pytest.raises(RuntimeError, match="the device has failed"):
+        updated(engine, tmp_path)
+    assert answer(engine) == alone(change(tiny()), PROMPT, 12)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(
+    watched: bool, model: PreTrainedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded step would go on with tensors that were replaced, and what it computes would be kept."""
+    monkeypatch.setattr(model_check, "_SECONDS", 1000)
+    monkeypatch.setattr(Driver, "start_thread", lambda self: None)
+    looked, step = [], Loop.step
+    monkeypatch.setattr(Loop, "step", lambda self, unchanged: looked.append(not unchanged) or step(self, unchanged))
+    with Engine(model, watch_model=watched) as runs:
+        handle = runs.submit(PROMPT, GREEDY)
+
+        def done() -> bool:
+            """Asked between two steps."""
+            if len(looked) == 5:
+                engine._driver.model_may_have_changed(weights_stay=False)
+            return handle.done
+
+        runs._driver.run(done)
+        assert looked[2:8] == [False, False, False, True, False, False]
