@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.stop_strings import StopStrings
+from compiled_llm.engine.stop_strings import StopReader
 
 
 class Written(Protocol):
@@ -91,7 +91,7 @@ class AnswerText:
         self._request = request
         self._format = form
         self._detokenizer = form.decoding.detokenizer(form.skip_special_tokens)
-        self._stops = StopStrings(form.stop) if form.stop else None
+        self._stops = StopReader(form.stop) if form.stop else None
         self.text, self.shown, self.count = "", 0, 0
         self.stop: str | None = None
         self.whole: str | None = None
@@ -118,15 +118,14 @@ class AnswerText:
     def _add(self, piece: str) -> None:
         if not piece:
             return
-        searched = len(self.text)
         self.text += piece
         if self._stops is None:
             self.shown = len(self.text)
-        elif self.count > self._format.unsearched and (match := self._stops.find(self.text, searched)) is not None:
+        elif (match := self._stops.take(piece, self.count > self._format.unsearched)) is not None:
             self.stop = match.string
             self._end(self.text[: match.end if self._format.keeps_stop else match.start])
         else:
-            self.shown = len(self.text) - (0 if self._format.keeps_stop else self._stops.begun(self.text))
+            self.shown = len(self.text) - (0 if self._format.keeps_stop else self._stops.begun)
 
     def _finish(self) -> None:
         tokens = self._request.tokens

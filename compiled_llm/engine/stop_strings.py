@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -16,7 +17,15 @@ class Match(NamedTuple):
 
 
 class StopStrings:
-    """Finds stop strings, wherever a text is cut into pieces."""
+    """Strings to look for, all at once: the automaton of Aho and Corasick.
+
+    A state is the longest beginning of any of the strings that the text so far ends with, so that each character is
+    looked at once, however many strings there are and however much they repeat themselves.
+
+    Attributes:
+        firsts: matches a character that one of the strings begins with.
+        held: for each state, how many characters at the text's end may still become a stop string.
+    """
 
     def __init__(self, strings: Sequence[str]) -> None:
         """Look for strings.
@@ -24,40 +33,82 @@ class StopStrings:
         Args:
             strings: none of them empty.
         """
+        self.firsts = re.compile("|".join(re.escape(first) for first in sorted({string[0] for string in strings})))
         self._strings = strings
-        self._longest = max(map(len, strings))
-        self._any = re.compile("|".join(map(re.escape, strings)))
-        self._begins = frozenset("".join(string[:-1] for string in strings))
+        self._next: dict[tuple[int, str], int] = {}
+        self._ended = [len(strings)]  # for each state, the string that ends there: the first one of the list
+        depths, came = [0], [(0, "")]
+        for number, string in enumerate(strings):
+            state = 0
+            for depth, character in enumerate(string, start=1):
+                step = state, character
+                state = self._next.setdefault(step, len(depths))
+                if state == len(depths):
+                    depths.append(depth)
+                    came.append(step)
+                    self._ended.append(len(strings))
+            self._ended[state] = min(self._ended[state], number)
+        self._shorter = [0] * len(depths)
+        self.held = [0] * len(depths)
+        goes_on = {state for state, _ in self._next}
+        for state in sorted(range(1, len(depths)), key=depths.__getitem__):
+            before, character = came[state]
+            shorter = self._shorter[state] = self.step(self._shorter[before], character) if before else 0
+            self._ended[state] = min(self._ended[state], self._ended[shorter])
+            self.held[state] = depths[state] if state in goes_on else self.held[shorter]
 
-    def find(self, text: str, searched: int) -> Match | None:
-        """Return the stop string that ends first, of those that end together the one that is listed first.
+    def step(self, state: int, character: str) -> int:
+        """Return the state after one more character."""
+        while (found := self._next.get((state, character))) is None and state:
+            state = self._shorter[state]
+        return found or 0
+
+    def ended(self, state: int) -> str | None:
+        """Return the string that has ended; of those that end together, the one that is listed first."""
+        number = self._ended[state]
+        return None if number == len(self._strings) else self._strings[number]
+
+
+class StopReader:
+    """Reads one text as it comes."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        """Begin before its first character.
 
         Args:
-            text: as far as it is known.
-            searched: characters at the beginning in which none is to end.
+            strings: to look for, none of them empty.
         """
-        if self._any.search(text, max(0, searched - self._longest + 1)) is None:  # as in nearly all steps
-            return None
-        found = [match for string in self._strings if (match := _match(string, text, searched)) is not None]
-        return min(found, key=lambda match: match.end, default=None)
+        self._stops = _known(tuple(strings))
+        self._state = self._read = 0
 
-    def begun(self, text: str) -> int:
-        """Return how many characters at a text's end may be the beginning of a stop string."""
-        if text[-1:] not in self._begins:
-            return 0
-        return max((_overlap(string, text) for string in self._strings), default=0)
+    def take(self, piece: str, counts: bool = True) -> Match | None:
+        """Return the stop string that ends first in the next piece of a text; after that nothing more is read.
+
+        Args:
+            piece: of the text.
+            counts: whether one that ends in this piece is to be told.
+        """
+        stops, state, place = self._stops, self._state, 0
+        while place < len(piece):
+            if not state:
+                if (first := stops.firsts.search(piece, place)) is None:  # as in nearly all pieces
+                    break
+                place = first.start()
+            state = stops.step(state, piece[place])
+            place += 1
+            if counts and (string := stops.ended(state)) is not None:
+                end = self._read + place
+                return Match(string, end - len(string), end)
+        self._state, self._read = state, self._read + len(piece)
+        return None
+
+    @property
+    def begun(self) -> int:
+        """How many characters at the text's end may be the beginning of a stop string."""
+        return self._stops.held[self._state]
 
 
-def _match(string: str, text: str, searched: int) -> Match | None:
-    start = text.find(string, max(0, searched - len(string) + 1))
-    return None if start < 0 else Match(string, start, start + len(string))
-
-
-def _overlap(string: str, text: str) -> int:
-    """Return how many characters at a text's end a string begins with, fewer than all of its own."""
-    start = text.find(string[0], max(0, len(text) - len(string) + 1))
-    while start >= 0:
-        if string.startswith(text[start:]):
-            return len(text) - start
-        start = text.find(string[0], start + 1)
-    return 0
+@lru_cache(maxsize=16)
+def _known(strings: tuple[str, ...]) -> StopStrings:
+    """Return what looks for strings; the answers to one request have the same."""
+    return StopStrings(strings)

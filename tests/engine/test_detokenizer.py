@@ -16,7 +16,7 @@ from compiled_llm.compat.tokenizers import backend_of, cleans_up
 from compiled_llm.engine.answer_text import AnswerText, TextFormat
 from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.request import Request
-from compiled_llm.engine.stop_strings import StopStrings
+from compiled_llm.engine.stop_strings import StopReader, StopStrings
 from support.text_tokenizers import SAMPLES, byte_fallback, byte_level, slow, word_pieces
 
 KINDS = [byte_level, byte_fallback, word_pieces, slow]
@@ -223,20 +223,53 @@ def test_stop_strings_are_found_where_everything_is_decoded_after_each_token(kin
 
 def test_the_string_that_ends_first_wins_inside_one_token_too() -> None:
     def found(text: str, *strings: str) -> Any:
-        return StopStrings(strings).find(text, 0)
+        return StopReader(strings).take(text)
 
     assert found("abcd", "d", "a") == ("a", 0, 1)
     assert found("abcd", "abc", "b") == ("b", 1, 2)
     assert found("abcd", "b", "ab") == ("b", 1, 2)  # they end together: the first one
     assert found("abcd", "ab", "b") == ("ab", 0, 2)
     assert found("abcd", "x") is None
-    assert StopStrings(["b"]).find("abab", 2) == ("b", 3, 4)
+    reader = StopReader(["b"])
+    assert reader.take("ab", counts=False) is None
+    assert reader.take("ab") == ("b", 3, 4)
+
+
+@given(data=st.data())
+def test_stop_strings_are_found_as_a_search_for_each_finds_them(data: st.DataObject) -> None:
+    texts = st.text("ab<", max_size=12)
+    strings = data.draw(st.lists(texts.filter(bool), min_size=1, max_size=5), "strings")
+    reader, text = StopReader(strings), ""
+    for piece in data.draw(st.lists(texts, max_size=6), "pieces"):
+        counts = data.draw(st.booleans(), "counts")
+        ends = [(end, string) for end in range(len(text) + 1, len(text + piece) + 1) for string in strings]
+        found = [(string, end - len(string), end) for end, string in ends if (text + piece)[:end].endswith(string)]
+        assert reader.take(piece, counts) == (found[0] if found and counts else None)
+        if found and counts:
+            return
+        text += piece
+        proper = (string[:size] for string in strings for size in range(1, len(string)))
+        assert reader.begun == max((len(begin) for begin in proper if text.endswith(begin)), default=0)
+
+
+def test_long_stop_strings_that_repeat_themselves_take_one_look_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = StopReader([f"{'a' * 60}{number}" for number in range(256)])
+    looks, step = [], StopStrings.step
+    monkeypatch.setattr(StopStrings, "step", lambda self, *given: (looks.append(given), step(self, *given))[1])
+    for _ in range(1000):
+        assert reader.take("a" * 4) is None
+    assert reader.begun == 60
+    assert len(looks) == 4000
 
 
 def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
-    stops = StopStrings(["</a>", "aab"])
+    def begun(text: str) -> int:
+        reader = StopReader(["</a>", "aab"])
+        assert reader.take(text) is None
+        return reader.begun
+
     held = {"x": 0, "x<": 1, "</a": 3, "</x": 0, "aa": 2, "aaa": 2, "a": 1, "</aa": 2, "": 0}
-    assert {text: stops.begun(text) for text in held} == held
+    assert {text: begun(text) for text in held} == held
 
 
 def test_the_token_that_ends_an_answer_is_not_in_its_text_unless_it_is_kept() -> None:

@@ -18,7 +18,7 @@ from compiled_llm.engine.logprobs import logprobs_of
 from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.scores import Scores
-from compiled_llm.engine.stop_strings import StopStrings
+from compiled_llm.engine.stop_strings import StopReader
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm_ops import sample_tokens
 from support.pages import DOCS
@@ -80,7 +80,7 @@ def biases_are_limited(engine: Engine) -> None:
 
 
 def the_first_in_the_text_stops(engine: Engine) -> None:
-    match = StopStrings(["d", "b"]).find("abcd", searched=0)
+    match = StopReader(["d", "b"]).take("abcd")
     assert match is not None
     assert match.string == "b"
 
