@@ -15,7 +15,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 def main() -> None:
     """Run `compiled-llm`, or say what to install for it; the process ends with it."""
-    # Processes that libraries start, as multiprocessing does with `python -c`, do not look in the current folder either.
+    # Processes that libraries start, as multiprocessing does with `python -c`, leave the current folder out, too.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     code = 1  # that of an error which nothing below turns into another
     # Registered first, it runs last.

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from compiled_llm.engine.output import Completion
 from compiled_llm.server.front.answers import Answers
+from compiled_llm.server.front.beside import written
 from compiled_llm.server.front.events import DONE, EventStream
 
 
@@ -20,8 +21,8 @@ class Told(Protocol):
         """Make ready, then yield events, those together that came together."""
         ...
 
-    async def whole(self, completions: Sequence[Completion]) -> BaseModel:
-        """Return what answers without events."""
+    def whole(self, completions: Sequence[Completion]) -> BaseModel:
+        """Return what answers without events; many tokens take long."""
         ...
 
 
@@ -42,9 +43,10 @@ async def answered(told: Told, answers: Answers, stream: bool, end: bytes = DONE
             events = EventStream(told.stream(), answers, end)  # made ready before there is a token to be sent
             await answers.begun()
             return events
-        body = await told.whole(await answers.ended())
+        completions = await answers.ended()
+        response = await written(lambda: told.whole(completions), answers.characters)
     except BaseException:
         answers.close()
         raise
     answers.close()
-    return Response(body.model_dump_json(), media_type="application/json")
+    return response

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence, Sized
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,8 +22,10 @@ from compiled_llm.server.front.usage import FinishReason, Usage, finish_reason_o
 
 logger = logging.getLogger("compiled_llm.server")
 
-_CHARACTERS = 4
+CHARACTERS = 4
 """Of a token, about."""
+_OF_ENTRY = 40
+"""Characters of text that take as long as one log-probability."""
 _LOOKING = 0.5
 """Seconds between two looks whether a client reads."""
 
@@ -108,8 +110,15 @@ class Answers:
         """
         async for _ in self.changes():
             pass
-        characters = _CHARACTERS * sum(answer.tokens for handle in self.handles for answer in handle.answers)
-        return await beside(self._completions, characters)
+        return await beside(self._completions, self.characters)
+
+    @property
+    def characters(self) -> int:
+        """How long they are, as far as it decides how long it takes to read and to write them."""
+        answers = [answer for handle in self.handles for answer in handle.answers]
+        entries = sum(_entries(answer.received.logprobs or ()) for answer in answers)
+        entries += sum(_entries(handle.prompt_logprobs or ()) for handle in self.handles)
+        return CHARACTERS * sum(answer.tokens for answer in answers) + _OF_ENTRY * entries
 
     def _completions(self) -> list[Completion]:
         return [
@@ -167,6 +176,11 @@ class Answers:
         logger.warning("compiled_llm: a request ends: %s", message)
         self._unread = ApiError(408, message, code="not_read")
         self.cancel()
+
+
+def _entries(places: Sequence[Sized | None]) -> int:
+    """Return how many log-probabilities there are, if all tokens have as many as the last."""
+    return len(places) * len(places[-1] or ()) if places else 0
 
 
 class News(NamedTuple):

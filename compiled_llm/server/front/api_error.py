@@ -16,6 +16,8 @@ from compiled_llm.client.errors import GeneratorBusyError, GeneratorError, Gener
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _PARAMETER = re.compile(r"^(?:SamplingParams: )?(\w+)[=:]")
 _MOST_ERRORS = 1000
+_LONGEST = 1000
+"""Characters of a sentence, or of a parameter's name."""
 _BUSY_SECONDS, _LOADING_SECONDS = "1", "5"
 
 
@@ -40,7 +42,8 @@ class ApiError(Exception):
     ) -> None:
         """Describe it."""
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message, self.param = _shortened(message), None if param is None else _shortened(param)
         self.headers = dict(headers or {})
 
     @property
@@ -52,6 +55,11 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         """Return it as a response."""
         return JSONResponse(self.body, self.status, self.headers)
+
+
+def _shortened(text: str) -> str:
+    """Return the beginning of what may repeat a text of megabytes that a client has sent."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -37,7 +37,8 @@ def application(settings: FrontSettings, link: GeneratorLink) -> FastAPI:
         app.include_router(page.router)
     for kind in ANSWERED:
         app.add_exception_handler(kind, respond)
-    app.add_middleware(ShortWay, routes=[*chat.router.routes, *completions.router.routes, *responses.router.routes])
+    rooms = (chat, completions, responses, tokens)
+    app.add_middleware(ShortWay, routes=[route for room in rooms for route in room.router.routes])
     app.add_middleware(Guard, settings=settings, metrics=app.state.metrics)
     if settings.cors_origins:  # outside the guard: a browser asks first, without a key
         app.add_middleware(

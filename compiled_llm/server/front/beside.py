@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
+from fastapi.responses import Response
+from pydantic import BaseModel
+
 T = TypeVar("T")
 
 _LONG = 20_000
@@ -15,3 +18,9 @@ _LONG = 20_000
 async def beside(function: Callable[[], T], characters: int) -> T:
     """Return what a function makes of so many characters; beside the event loop if they are many."""
     return function() if characters < _LONG else await asyncio.to_thread(function)
+
+
+async def written(made: Callable[[], BaseModel], characters: int) -> Response:
+    """Return a response of so many characters as JSON; made beside the event loop if they are many."""
+    body = await beside(lambda: made().model_dump_json(), characters)
+    return Response(body, media_type="application/json")

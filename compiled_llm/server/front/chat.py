@@ -9,10 +9,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from compiled_llm.engine.output import Completion
+from compiled_llm.engine.params import SamplingParams
 from compiled_llm.protocol.messages import Entry
 from compiled_llm.server.front.answer_form import with_form
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
+from compiled_llm.server.front.beside import beside
 from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of
 from compiled_llm.server.front.chat_message import plain_messages
 from compiled_llm.server.front.chat_prompt import ChatPrompt, chat_prompt
@@ -42,15 +44,21 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     """Answer a chat: the next message of the assistant."""
     front = front_of(request)
     model = front.model_for(body.model)
-    params = body.sampling()
-    prompt = await prompt_of(body, model)
-    params = with_form(params, body.response_format, prompt)
-    answers = await front.submit(request, [prompt.tokens], params, "messages", body.user, body.cache_salt)
-    told = _Told(body, model, front.settings.names[0], answers, prompt)
+    front.check_answers(1, body.answers)
+
+    def prepared() -> tuple[list[int], SamplingParams, list[Reading]]:
+        params = body.sampling()
+        prompt = prompt_of(body, model)
+        params = with_form(params, body.response_format, prompt)
+        return prompt.tokens, params, [Reading(prompt.reader()) for _ in range(body.answers)]
+
+    tokens, params, readings = await beside(prepared, len(await request.body()))
+    answers = await front.submit(request, [tokens], params, "messages", body.user, body.cache_salt)
+    told = _Told(body, model, front.settings.names[0], answers, readings)
     return await answered(told, answers, bool(body.stream))
 
 
-async def prompt_of(body: ChatRequest, model: Model) -> ChatPrompt:
+def prompt_of(body: ChatRequest, model: Model) -> ChatPrompt:
     """Return a chat as the model sees it.
 
     Raises:
@@ -62,22 +70,24 @@ async def prompt_of(body: ChatRequest, model: Model) -> ChatPrompt:
         "continue_final_message": goes_on,
     }
     messages = plain_messages(body.messages)
-    return await chat_prompt(model.vocabulary, messages, body.offer, body.chat_template_kwargs, **options)
+    return chat_prompt(model.vocabulary, messages, body.offer, body.chat_template_kwargs, **options)
 
 
 class _Told:
     """Writes answers, whole or as they come."""
 
-    def __init__(self, body: ChatRequest, model: Model, name: str, answers: Answers, prompt: ChatPrompt) -> None:
+    def __init__(
+        self, body: ChatRequest, model: Model, name: str, answers: Answers, readings: Sequence[Reading]
+    ) -> None:
         self._body = body
         self._model = model
         self._answers = answers
-        self._readings = [Reading(prompt.reader()) for _ in range(body.answers)]
+        self._readings = readings
         self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": name}
 
-    async def whole(self, completions: Iterable[Completion]) -> ChatCompletion:
+    def whole(self, completions: Iterable[Completion]) -> ChatCompletion:
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
-        return ChatCompletion(choices=choices, usage=await self._usage(), **self._head)
+        return ChatCompletion(choices=choices, usage=self._usage(), **self._head)
 
     def _choice(self, index: int, completion: Completion) -> ChatChoice:
         reading = self._readings[index]
@@ -95,9 +105,8 @@ class _Told:
             finish_reason=reading.reason(reason),
         )
 
-    async def _usage(self) -> Usage:
-        counted = [await reading.reasoning_tokens(self._model.vocabulary) for reading in self._readings]
-        return self._answers.usage(sum(counted))
+    def _usage(self) -> Usage:
+        return self._answers.usage(sum(reading.reasoning_tokens(self._model.vocabulary) for reading in self._readings))
 
     def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
@@ -116,7 +125,7 @@ class _Told:
                 for new in self._news(choice.index, news, texts[choice.index])
             ]
         if self._body.wants_usage:
-            yield [self._chunk([], usage=await self._usage())]
+            yield [self._chunk([], usage=await beside(self._usage, self._answers.characters))]
 
     def _chunk(self, choices: list[ChunkChoice], **usage: Any) -> bytes:
         if self._body.wants_usage:

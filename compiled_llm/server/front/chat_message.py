@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from compiled_llm.server.front.fields import Body, NoEffect, Refused
+from compiled_llm.server.front.api_error import invalid
+from compiled_llm.server.front.body_values import MOST_VALUES, values_in
+from compiled_llm.server.front.fields import Body, Entries, NoEffect, Refused
 
 
 class TextPart(Body):
@@ -19,8 +21,14 @@ class TextPart(Body):
     text: str
 
 
+def _values_of(arguments: str) -> int:
+    return values_in(arguments.encode("utf-8", "replace"))
+
+
 def arguments_of(text: str) -> str:
     """Return arguments of a call as they are, if they are a JSON object."""
+    if _values_of(text) > MOST_VALUES:
+        raise PydanticCustomError("value_error", f"has more than {MOST_VALUES:,} texts, arrays and objects")
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -54,8 +62,8 @@ class Message(Body):
     """A message of a chat; ``developer`` is what ``system`` was, ``tool`` is what a tool has returned."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[TextPart] | None, Field(validate_default=True)] = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=128)] = None
+    content: Annotated[str | Entries[TextPart] | None, Field(validate_default=True)] = None
+    tool_calls: Annotated[Entries[ToolCall] | None, Field(max_length=128)] = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -89,8 +97,17 @@ class Message(Body):
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as chat templates read them."""
-    names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+    """Return messages as chat templates read them.
+
+    Raises:
+        ApiError: arguments of calls have too many values.
+    """
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    if sum(_values_of(call.function.arguments) for call in calls) > MOST_VALUES:
+        raise invalid(
+            f"messages: arguments of calls have more than {MOST_VALUES:,} texts, arrays and objects", "messages"
+        )
+    names = {call.id: call.function.name for call in calls}
     return [_plain(message, names) for message in messages]
 
 

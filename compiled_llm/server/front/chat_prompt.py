@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiled_llm.server.front.answer_parts import PartsReader, PlainReader
-from compiled_llm.server.front.beside import beside
 from compiled_llm.server.front.response_template import ResponseTemplate
 from compiled_llm.server.front.tool_fields import Offer
-from compiled_llm.server.front.vocabulary import Vocabulary, texts_of
+from compiled_llm.server.front.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,14 @@ class ChatPrompt:
         return self.template.reader(self.text, self.offer.plain(), self.offer.several)
 
 
-async def chat_prompt(
+def chat_prompt(
     vocabulary: Vocabulary,
     messages: Sequence[Mapping[str, Any]],
     offer: Offer,
     template: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ChatPrompt:
-    """Return a chat as the model sees it.
+    """Return a chat as the model sees it; a long one takes seconds.
 
     Args:
         vocabulary: makes it.
@@ -60,11 +59,6 @@ async def chat_prompt(
     Raises:
         ApiError: the chat template does not take it.
     """
-    tools = offer.plain()
-
-    def made() -> ChatPrompt:
-        tokens = vocabulary.of_chat(messages, template, tools, **options)
-        text = "" if vocabulary.response_template is None else vocabulary.text(tokens)
-        return ChatPrompt(tokens, text, offer, vocabulary)
-
-    return await beside(made, sum(map(len, texts_of([messages, tools]))))
+    tokens = vocabulary.of_chat(messages, template, offer.plain(), **options)
+    text = "" if vocabulary.response_template is None else vocabulary.text(tokens)
+    return ChatPrompt(tokens, text, offer, vocabulary)

@@ -9,7 +9,7 @@ from pydantic import Field
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.chat_message import Message
-from compiled_llm.server.front.fields import NoEffect, Refused
+from compiled_llm.server.front.fields import Entries, NoEffect, Refused
 from compiled_llm.server.front.response_format import ResponseFormat
 from compiled_llm.server.front.sampling_fields import SamplingFields
 from compiled_llm.server.front.tool_fields import Offer, ToolChoice, Tools, choice_of
@@ -18,7 +18,7 @@ from compiled_llm.server.front.tool_fields import Offer, ToolChoice, Tools, choi
 class ChatRequest(SamplingFields):
     """A chat to continue: OpenAI's fields, then the sampling that vLLM has besides."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Entries[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool | None = None

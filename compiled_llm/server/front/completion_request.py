@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
-from compiled_llm.server.front.fields import NoEffect, Refused
+from compiled_llm.server.front.fields import Entries, NoEffect, Refused
 from compiled_llm.server.front.sampling_fields import SamplingFields
 
 _MOST_TOKENS = 16
 """As OpenAI's, where a request does not say."""
-T = TypeVar("T")
-_Until = Annotated[list[T], Field(fail_fast=True)]
-"""A list whose first entry that is of another type ends it: the others would have an error each."""
 
 
 class CompletionRequest(SamplingFields):
     """Text, or several texts, to continue: OpenAI's fields, then the sampling that vLLM has besides."""
 
-    prompt: str | _Until[str] | _Until[int] | list[list[int]]
+    prompt: str | Entries[str] | Entries[int] | Entries[Entries[int]]
     max_tokens: Annotated[int | None, Field(ge=0)] = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     echo: bool | None = None

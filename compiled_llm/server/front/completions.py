@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from compiled_llm.engine.output import Completion
+from compiled_llm.engine.params import SamplingParams
 from compiled_llm.protocol.messages import Entry
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
@@ -31,17 +32,20 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
     """Continue a text, or several."""
     front = front_of(request)
     model = front.model_for(body.model)
-    params = body.sampling()
-    prompts = [await _tokens(prompt, model) for prompt in body.prompts()]
+    front.check_answers(len(body.prompts()), body.answers)
+
+    def prepared() -> tuple[list[list[int]], SamplingParams]:
+        params = body.sampling()
+        return [_tokens(prompt, model) for prompt in body.prompts()], params
+
+    prompts, params = await beside(prepared, len(await request.body()))
     answers = await front.submit(request, prompts, params, "prompt", body.user, body.cache_salt)
     told = _Told(body, model, front.settings.names[0], answers)
     return await answered(told, answers, bool(body.stream))
 
 
-async def _tokens(prompt: str | list[int], model: Model) -> list[int]:
-    if isinstance(prompt, str):
-        return await beside(lambda: model.vocabulary.of_text(prompt), len(prompt))
-    return prompt
+def _tokens(prompt: str | list[int], model: Model) -> list[int]:
+    return model.vocabulary.of_text(prompt) if isinstance(prompt, str) else prompt
 
 
 class _Told:
@@ -58,7 +62,7 @@ class _Told:
             "model": name,
         }
 
-    async def whole(self, completions: Sequence[Completion]) -> TextCompletion:
+    def whole(self, completions: Sequence[Completion]) -> TextCompletion:
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         return TextCompletion(choices=choices, usage=self._answers.usage(), **self._head)
 

@@ -9,12 +9,18 @@ from typing import cast
 
 from starlette.requests import Request
 
+from compiled_llm.client import AsyncClient
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.server.front.answers import Answers
+from compiled_llm.protocol.messages import Ready
+from compiled_llm.server.front.answers import CHARACTERS, Answers
 from compiled_llm.server.front.api_error import ApiError, invalid
+from compiled_llm.server.front.beside import beside
 from compiled_llm.server.front.generator_link import GeneratorLink, Model
 from compiled_llm.server.front.settings import FrontSettings
+
+_MOST_ENTRIES = 2**18
+"""Log-probabilities of prompts that a request can ask for; each takes hundreds of bytes."""
 
 
 class Front:
@@ -80,8 +86,32 @@ class Front:
             ValueError: they are impossible.
             GeneratorError: the generator is gone.
         """
-        self._check(prompts, params, param)
-        client, salt = self.link.model.client, self._salt(request, *salts)
+        model, salt = self.link.model, self._salt(request, *salts)
+        self.check_answers(len(prompts), params.n)
+
+        def begun() -> list[RemoteHandle]:
+            _check(prompts, params, param, model.ready)
+            return self._begun(model.client, prompts, params, salt)
+
+        handles = await beside(begun, CHARACTERS * sum(map(len, prompts)))
+        return Answers(handles, request, params.include_stop_str_in_output, self.settings.most_unsent)
+
+    def check_answers(self, prompts: int, answers: int) -> None:
+        """Check how much a request asks for, before anything is made of its prompts.
+
+        Args:
+            prompts: how many there are.
+            answers: to each of them.
+
+        Raises:
+            ApiError: it is too much.
+        """
+        if prompts * answers > (most := self.settings.most_choices):
+            raise invalid(f"n: {prompts} prompts with {answers} answers each; at most {most} at once", "n")
+
+    def _begun(
+        self, client: AsyncClient, prompts: Sequence[Sequence[int]], params: SamplingParams, salt: str | None
+    ) -> list[RemoteHandle]:
         handles: list[RemoteHandle] = []
         try:
             handles += (
@@ -92,21 +122,7 @@ class Front:
             for handle in handles:
                 handle.cancel()
             raise
-        return Answers(handles, request, params.include_stop_str_in_output, self.settings.most_unsent)
-
-    def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams, param: str) -> None:
-        most, ready = self.settings.most_choices, self.link.model.ready
-        if len(prompts) * params.n > most:
-            raise invalid(f"n: {len(prompts)} prompts with {params.n} answers each; at most {most} at once", "n")
-        for prompt in prompts:
-            if len(prompt) + (params.max_tokens != 0) > ready.max_tokens:
-                raise invalid(
-                    f"{param}: {len(prompt)} tokens, and with the answer there can be {ready.max_tokens}; shorten it",
-                    param,
-                    "context_length_exceeded",
-                )
-            if prompt and (min(prompt) < 0 or max(prompt) >= ready.vocabulary):
-                raise invalid(f"{param}: tokens of the model are from 0 to {ready.vocabulary - 1}", param)
+        return handles
 
     def _salt(self, request: Request, user: str | None, salt: str | None = None) -> str | None:
         """Return what a request shares its cached pages by; with ``salts_caches``, only with its own kind."""
@@ -114,6 +130,25 @@ class Front:
             return salt
         parts = (request.headers.get("authorization", ""), user or "", salt or "")
         return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()
+
+
+def _check(prompts: Sequence[Sequence[int]], params: SamplingParams, param: str, ready: Ready) -> None:
+    entries = 0 if params.prompt_logprobs is None else (1 + params.prompt_logprobs) * sum(map(len, prompts))
+    if entries > _MOST_ENTRIES:
+        raise invalid(
+            f"logprobs: {entries:,} of the tokens of prompts; there can be {_MOST_ENTRIES:,}: give fewer or shorter "
+            "prompts, or smaller logprobs",
+            "logprobs",
+        )
+    for prompt in prompts:
+        if len(prompt) + (params.max_tokens != 0) > ready.max_tokens:
+            raise invalid(
+                f"{param}: {len(prompt)} tokens, and with the answer there can be {ready.max_tokens}; shorten it",
+                param,
+                "context_length_exceeded",
+            )
+        if prompt and (min(prompt) < 0 or max(prompt) >= ready.vocabulary):
+            raise invalid(f"{param}: tokens of the model are from 0 to {ready.vocabulary - 1}", param)
 
 
 def front_of(request: Request) -> Front:

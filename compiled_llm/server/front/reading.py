@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from compiled_llm.server.front.answer_parts import Parts, PartsReader
-from compiled_llm.server.front.beside import beside
 from compiled_llm.server.front.chat_response import Delta, NewCall
 from compiled_llm.server.front.usage import FinishReason
 from compiled_llm.server.front.vocabulary import Vocabulary
@@ -44,7 +43,7 @@ class Reading:
         """Return why the answer has ended, once it has been read."""
         return "tool_calls" if self._numbers and reason == "stop" else reason
 
-    async def reasoning_tokens(self, vocabulary: Vocabulary) -> int:
+    def reasoning_tokens(self, vocabulary: Vocabulary) -> int:
         """Return how many tokens its thinking has, as it would be tokenized."""
         text = "".join(self._thoughts)
-        return len(await beside(lambda: vocabulary.of_text(text, add_special_tokens=False), len(text))) if text else 0
+        return len(vocabulary.of_text(text, add_special_tokens=False)) if text else 0

@@ -10,9 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from compiled_llm.engine.output import Completion
+from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.answer_form import with_form
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
+from compiled_llm.server.front.beside import beside
 from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of
 from compiled_llm.server.front.chat_prompt import chat_prompt
 from compiled_llm.server.front.chat_response import TokenLogprob
@@ -35,13 +37,17 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
     """Answer a text, or a chat."""
     front = front_of(request)
     model = front.model_for(body.model)
-    params = body.sampling()
-    for name in ("metadata", "text", "tools"):  # the response repeats them
-        check_texts(body.model_dump(include={name}), name)
-    prompt = await chat_prompt(model.vocabulary, body.messages(), body.offer, add_generation_prompt=True)
-    params = with_form(params, body.form, prompt)
-    answers = await front.submit(request, [prompt.tokens], params, "input", body.user)
-    told = _Told(body, model, front.settings.names[0], answers, Reading(prompt.reader()))
+
+    def prepared() -> tuple[list[int], SamplingParams, Reading]:
+        params = body.sampling()
+        for name in ("metadata", "text", "tools"):  # the response repeats them
+            check_texts(body.model_dump(include={name}), name)
+        prompt = chat_prompt(model.vocabulary, body.messages(), body.offer, add_generation_prompt=True)
+        return prompt.tokens, with_form(params, body.form, prompt), Reading(prompt.reader())
+
+    tokens, params, reading = await beside(prepared, len(await request.body()))
+    answers = await front.submit(request, [tokens], params, "input", body.user)
+    told = _Told(body, model, front.settings.names[0], answers, reading)
     return await answered(told, answers, bool(body.stream), end=b"")
 
 
@@ -58,12 +64,12 @@ class _Told:
         self._output = Output(self._event)
         self._sent = 0
 
-    async def whole(self, completions: Sequence[Completion]) -> ResponseBody:
+    def whole(self, completions: Sequence[Completion]) -> ResponseBody:
         (completion,) = completions
         places = None if completion.logprobs is None else entries_of(completion.logprobs)
         reason = finish_reason_of(completion.finish_reason)
         deque(self._news(News(completion.text or "", completion.token_ids, places, reason)), maxlen=0)
-        return await self._ended(reason)
+        return self._ended(reason)
 
     def stream(self) -> AsyncIterator[list[bytes]]:
         (choice,) = self._answers.choices()
@@ -79,7 +85,7 @@ class _Told:
                 reason = news.finish_reason
                 yield list(self._news(news))
         assert reason is not None, "what has ended has a reason"
-        response = await self._ended(reason)
+        response = await beside(lambda: self._ended(reason), self._answers.characters)
         yield [self._event(f"response.{response.status}", response=response.model_dump())]
 
     def _news(self, news: News) -> Iterator[bytes]:
@@ -93,9 +99,9 @@ class _Told:
             return []
         return chat_logprobs(places or [], self._body.top_logprobs or 0, self._model.token_bytes).content or []
 
-    async def _ended(self, reason: FinishReason) -> ResponseBody:
+    def _ended(self, reason: FinishReason) -> ResponseBody:
         """Return the response to an answer that has ended."""
-        usage = self._answers.usage(await self._reading.reasoning_tokens(self._model.vocabulary))
+        usage = self._answers.usage(self._reading.reasoning_tokens(self._model.vocabulary))
         return self._response(
             _status(reason),
             output=self._output.items,

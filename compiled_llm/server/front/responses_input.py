@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Tag
 
 from compiled_llm.server.front.chat_message import FunctionCall, Message, ToolCall, arguments_of
-from compiled_llm.server.front.fields import Body, NoEffect, Refused
+from compiled_llm.server.front.fields import Body, Entries, NoEffect, Refused
 
 _TAGS = ("function_call", "function_call_output", "reasoning", "item_reference")
 _NOT_STORED = NoEffect("nothing is stored")
@@ -28,7 +28,7 @@ class InputMessage(Body):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
+    content: str | Entries[InputText]
     id: Annotated[str | None, _NOT_STORED] = None
     status: Annotated[str | None, _NOT_STORED] = None
     phase: Annotated[str | None, NoEffect("chat templates do not write it")] = None
@@ -50,7 +50,7 @@ class CallOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | Entries[InputText]
     name: str | None = None
     id: Annotated[str | None, _NOT_STORED] = None
     status: Annotated[str | None, _NOT_STORED] = None
@@ -67,8 +67,8 @@ class ReasoningItem(Body):
     """What was thought in an answer."""
 
     type: Literal["reasoning"]
-    content: list[ThoughtText] | None = None
-    summary: Annotated[list[ThoughtText] | None, NoEffect("the model sees all of its thinking")] = None
+    content: Entries[ThoughtText] | None = None
+    summary: Annotated[Entries[ThoughtText] | None, NoEffect("the model sees all of its thinking")] = None
     encrypted_content: Annotated[str | None, NoEffect("thinking is content")] = None
     id: Annotated[str | None, _NOT_STORED] = None
     status: Annotated[str | None, _NOT_STORED] = None
@@ -96,40 +96,51 @@ InputItem = Annotated[
 ]
 
 
-def messages_of(items: Sequence[InputMessage | CallItem | CallOutput | ReasoningItem | ItemReference]) -> list[Message]:
+_Item = InputMessage | CallItem | CallOutput | ReasoningItem | ItemReference
+
+
+def messages_of(items: Sequence[_Item]) -> list[Message]:
     """Return items as messages of a chat: what stands in one answer is one message."""
-    messages: list[Message] = []
+    groups: list[list[_Item]] = []
     for item in items:
-        assert not isinstance(item, ItemReference), "it is refused"
-        if isinstance(item, InputMessage) and item.role != "assistant":
-            messages.append(Message(role=item.role, content=_text(item.content)))
-        elif isinstance(item, CallOutput):
-            output = _text(item.output)
-            messages.append(Message(role="tool", content=output, tool_call_id=item.call_id, name=item.name))
+        if groups and _goes_on(groups[-1][-1], item):
+            groups[-1].append(item)
         else:
-            _take(_answer(messages, item), item)
-    return messages
+            groups.append([item])
+    return list(map(_message, groups))
 
 
-def _answer(messages: list[Message], item: InputMessage | CallItem | ReasoningItem) -> Message:
-    """Return the answer that an item belongs to: to a new one what comes after the text or calls of the last."""
-    last = messages[-1] if messages and messages[-1].role == "assistant" else None
-    if last is None or (not isinstance(item, CallItem) and (last.content is not None or last.tool_calls)):
-        last = Message(role="assistant")
-        messages.append(last)
-    return last
+def _is_answered(item: _Item) -> bool:
+    return isinstance(item, (CallItem, ReasoningItem)) or (isinstance(item, InputMessage) and item.role == "assistant")
 
 
-def _take(answer: Message, item: InputMessage | CallItem | ReasoningItem) -> None:
-    if isinstance(item, InputMessage):
-        answer.content = _text(item.content)
-    elif isinstance(item, ReasoningItem):
-        thought = "".join(part.text for part in item.content or ())
-        answer.reasoning_content = (answer.reasoning_content or "") + thought
-    else:
-        function = FunctionCall(name=item.name, arguments=item.arguments)
-        call = ToolCall(id=item.call_id, type="function", function=function)
-        answer.tool_calls = [*(answer.tool_calls or ()), call]
+def _goes_on(last: _Item, item: _Item) -> bool:
+    """Whether an item is of the answer that the last one is of; text or thinking after text or calls begins another."""
+    return _is_answered(last) and (
+        isinstance(item, CallItem) or (_is_answered(item) and isinstance(last, ReasoningItem))
+    )
+
+
+def _message(items: Sequence[_Item]) -> Message:
+    """Return what is one message: an answer may be of several items."""
+    first = items[0]
+    assert not isinstance(first, ItemReference), "it is refused"
+    if isinstance(first, CallOutput):
+        output = _text(first.output)
+        return Message(role="tool", content=output, tool_call_id=first.call_id, name=first.name)
+    if isinstance(first, InputMessage) and not _is_answered(first):
+        return Message(role=first.role, content=_text(first.content))
+    answer, thoughts, calls = Message(role="assistant"), list[str](), list[ToolCall]()
+    for item in items:
+        if isinstance(item, InputMessage):
+            answer.content = _text(item.content)
+        elif isinstance(item, ReasoningItem):
+            thoughts += (part.text for part in item.content or ())
+        elif isinstance(item, CallItem):
+            function = FunctionCall(name=item.name, arguments=item.arguments)
+            calls.append(ToolCall(id=item.call_id, type="function", function=function))
+    answer.reasoning_content, answer.tool_calls = "".join(thoughts) or None, calls or None
+    return answer
 
 
 def _text(content: str | list[InputText]) -> str:

@@ -9,7 +9,7 @@ from pydantic import Field
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.chat_message import Message, plain_messages
-from compiled_llm.server.front.fields import Body, NoEffect, Refused
+from compiled_llm.server.front.fields import Body, Entries, NoEffect, Refused
 from compiled_llm.server.front.response_format import (
     AnyFormat,
     JsonObjectFormat,
@@ -67,15 +67,15 @@ class ResponsesRequest(Body):
     """Text, or a chat, to answer."""
 
     model: str | None = None
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[Entries[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Entries[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[Entries[FlatTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None

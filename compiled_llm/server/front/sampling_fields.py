@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
-from compiled_llm.server.front.fields import Body, NoEffect
+from compiled_llm.server.front.fields import Body, Entries, NoEffect
 
 T = TypeVar("T")
-Several = Annotated[list[T], Field(max_length=256)]
+Several = Annotated[Entries[T], Field(max_length=256)]
 """Things that each take time in every step, or in each answer."""
+MOST_CHARACTERS = 2**14
+"""Of a request's stop strings together, and of its bad words."""
+_MOST_TOKENS = 2**18
+"""That a request can name; the largest vocabularies have as many."""
+_LONGEST_SALT = 1024
+"""Characters of a name for what a request shares; the prefix cache keeps it."""
+
+
+def _of_few_characters(given: Any) -> Any:
+    texts = [given] if isinstance(given, str) else given or ()
+    if (characters := sum(map(len, texts))) > MOST_CHARACTERS:
+        raise PydanticCustomError("too_long", f"has {characters:,} characters; there can be {MOST_CHARACTERS:,}")
+    return given
+
+
+Short = AfterValidator(_of_few_characters)
+"""Texts that are looked for in each answer."""
 
 _SAME_NAMES = (
     *("n", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
@@ -37,7 +55,7 @@ class SamplingFields(Body):
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     seed: Annotated[int | None, Field(ge=-1, lt=2**62)] = None
-    stop: str | Several[str] | None = None
+    stop: Annotated[str | Several[str] | None, Short] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     logit_bias: dict[str, float] | None = None
@@ -51,11 +69,11 @@ class SamplingFields(Body):
     min_tokens: Annotated[int | None, Field(ge=0)] = None
     stop_token_ids: Several[int] | None = None
     ignore_eos: bool | None = None
-    bad_words: Several[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[Several[str] | None, Short] = None
+    allowed_token_ids: Annotated[Entries[int] | None, Field(max_length=_MOST_TOKENS)] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str | None, Field(max_length=_LONGEST_SALT)] = None
 
     @property
     def answers(self) -> int:

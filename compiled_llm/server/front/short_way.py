@@ -8,14 +8,16 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from compiled_llm.server.front.api_error import ANSWERED, respond
-from compiled_llm.server.front.replayed import replayed
+from compiled_llm.server.front.api_error import ANSWERED, invalid, respond
+from compiled_llm.server.front.beside import beside
+from compiled_llm.server.front.body_values import check_values
 
 
 class _Way(NamedTuple):
@@ -25,7 +27,7 @@ class _Way(NamedTuple):
 
 
 class ShortWay:
-    """Stands before FastAPI, which answers what is no body of these routes, and describes them all."""
+    """Stands before FastAPI, which answers other routes, and describes them all."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         """Know the way to some routes.
@@ -45,13 +47,9 @@ class ShortWay:
             return
         request = Request(scope, receive, send)
         given = await request.body()
-        try:
-            body = way.body.model_validate(decoded(given))
-        except (ValidationError, ValueError, RecursionError):
-            await self._app(scope, replayed(given, receive), send)
-            return
         scope["route"] = way.route  # as FastAPI says which one it is
         try:
+            body = await beside(lambda: _read(given, way.body), len(given))
             response = await way.endpoint(body, request)
         except ANSWERED as error:
             response = await respond(request, error)
@@ -60,6 +58,30 @@ class ShortWay:
 
 def _way(route: APIRoute) -> _Way:
     return _Way(route, route.endpoint, get_type_hints(route.endpoint)["body"])
+
+
+def _read(given: bytes, kind: type[BaseModel]) -> BaseModel:
+    """Return a body as what it is to be.
+
+    Raises:
+        ApiError: it is none that can be read.
+        RequestValidationError: something in it is wrong.
+        RecursionError: it has too many levels.
+    """
+    if not given:
+        raise invalid("the body: is missing", code="missing_required_parameter")
+    check_values(given)
+    try:
+        found = decoded(given)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise invalid("the body is no JSON", code="invalid_json") from None
+    except ValueError:
+        raise invalid("the body has a number of too many digits", code="invalid_json") from None
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        wrong = [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors(include_url=False)]
+        raise RequestValidationError(wrong, body=found) from None
 
 
 def decoded(body: bytes) -> Any:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
 from compiled_llm.server.front.api_error import invalid
-from compiled_llm.server.front.beside import beside
+from compiled_llm.server.front.beside import written
 from compiled_llm.server.front.chat_message import Message, plain_messages
 from compiled_llm.server.front.chat_prompt import chat_prompt
-from compiled_llm.server.front.fields import Body
+from compiled_llm.server.front.fields import Body, Entries
 from compiled_llm.server.front.front import front_of
 from compiled_llm.server.front.openapi_responses import ERRORS
 from compiled_llm.server.front.tool_fields import Offer, Tools
+from compiled_llm.server.front.vocabulary import Vocabulary
 
 router = APIRouter()
+
+_MOST_TOKENS = 2**20
+"""That are made text at once: a tenth of a second, in which nothing else has the GIL."""
 
 
 class TokenizeRequest(Body):
@@ -24,7 +29,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Entries[Message], Field(min_length=1)] | None = None
     tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -43,7 +48,7 @@ class DetokenizeRequest(Body):
     """Tokens."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[Entries[int], Field(max_length=_MOST_TOKENS)]
 
 
 class DetokenizeResponse(BaseModel):
@@ -53,29 +58,32 @@ class DetokenizeResponse(BaseModel):
 
 
 @router.post("/tokenize", response_model=TokenizeResponse, responses=ERRORS)
-async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Return the tokens that a request with this prompt, or these messages, has."""
     model = front_of(request).model_for(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt: give a text here, or messages", "prompt")
+
+    def made() -> TokenizeResponse:
+        tokens = _tokens(body, model.vocabulary)
+        return TokenizeResponse(count=len(tokens), max_model_len=model.ready.max_tokens, tokens=tokens)
+
+    return await written(made, len(await request.body()))
+
+
+def _tokens(body: TokenizeRequest, vocabulary: Vocabulary) -> list[int]:
     if body.prompt is not None:
-        text, special = body.prompt, body.add_special_tokens
-        tokens = await beside(lambda: model.vocabulary.of_text(text, special), len(text))
-    else:
-        offer = Offer(body.tools or (), None)
-        messages, goes_on = plain_messages(body.messages or ()), body.add_generation_prompt
-        chat = await chat_prompt(
-            model.vocabulary, messages, offer, body.chat_template_kwargs, add_generation_prompt=goes_on
-        )
-        tokens = chat.tokens
-    return TokenizeResponse(count=len(tokens), max_model_len=model.ready.max_tokens, tokens=tokens)
+        return vocabulary.of_text(body.prompt, body.add_special_tokens)
+    offer, messages = Offer(body.tools or (), None), plain_messages(body.messages or ())
+    goes_on = body.add_generation_prompt
+    return chat_prompt(vocabulary, messages, offer, body.chat_template_kwargs, add_generation_prompt=goes_on).tokens
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse, responses=ERRORS)
-async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of tokens."""
     model = front_of(request).model_for(body.model)
     tokens, vocabulary = body.tokens, model.ready.vocabulary
-    if wrong := [token for token in tokens if not 0 <= token < vocabulary]:
+    if wrong := [token for token in (min(tokens, default=0), max(tokens, default=0)) if not 0 <= token < vocabulary]:
         raise invalid(f"tokens: {wrong[0]} is no token of the model; they are from 0 to {vocabulary - 1}", "tokens")
-    return DetokenizeResponse(prompt=await beside(lambda: model.vocabulary.text(tokens), len(tokens)))
+    return await written(lambda: DetokenizeResponse(prompt=model.vocabulary.text(tokens)), len(tokens))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from compiled_llm.server.front.api_error import invalid
-from compiled_llm.server.front.fields import Body
+from compiled_llm.server.front.fields import Body, Entries
 
 MOST_TOOLS = 128
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -56,7 +56,7 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
+Tools = Annotated[Entries[Tool], Field(max_length=MOST_TOOLS)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 

@@ -19,6 +19,7 @@ from compiled_llm.server.front.answer_parts import Parts
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.call_form import SAMPLE_TOOL, CallForm, call_form, sample_chat
 from compiled_llm.server.front.response_template import response_template_of
+from compiled_llm.server.front.text_length import TextLength
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -33,7 +34,7 @@ def load_vocabulary(ready: Ready) -> Vocabulary:
     """
     if ready.gguf_file is None:  # one of a GGUF file is read by HuggingFace's code for weights
         go_without_torch()
-    return Vocabulary(tokenizer_of(True, ready), ready.model_type, ready.ends)
+    return Vocabulary(tokenizer_of(True, ready), ready.model_type, ready.ends, ready.max_tokens)
 
 
 def go_without_torch() -> None:
@@ -55,26 +56,31 @@ class Vocabulary:
         response_template: how the model writes its answers; None if all of them is content.
     """
 
-    def __init__(self, tokenizer: Any, model_type: str = "", ends: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, model_type: str = "", ends: Sequence[int] = (), most_tokens: int = sys.maxsize
+    ) -> None:
         """Use a tokenizer.
 
         Args:
             tokenizer: HuggingFace's.
             model_type: of the model's configuration.
             ends: tokens that end an answer.
+            most_tokens: that a prompt can have with its answer.
         """
         self.tokenizer = tokenizer
         self.response_template = response_template_of(tokenizer, model_type)
         self._ends = ends
+        self._length = TextLength(tokenizer, most_tokens)
         self._has_told = False
 
     def of_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text.
 
         Raises:
-            ApiError: it is none, though JSON can write it.
+            ApiError: it is none, though JSON can write it; or it surely has too many.
         """
         _check(text, "prompt")
+        self._length.check(text, "prompt")
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def of_chat(
@@ -93,7 +99,7 @@ class Vocabulary:
             **options: of ``apply_chat_template``.
 
         Raises:
-            ApiError: there is no template, or it does not take these messages.
+            ApiError: there is no template, or it does not take these messages; or they surely have too many tokens.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise invalid("messages: the model has no chat template; use /v1/completions", "messages")
@@ -102,6 +108,9 @@ class Vocabulary:
         self._check_tools(tools)
         options |= {**(template or {}), **({"tools": tools} if tools else {})}
         try:
+            if self._length.is_long(sum(map(len, texts_of([messages, tools])))):
+                written = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+                self._length.check(str(written), "messages")
             return list(self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"])
         except Exception as error:  # a template is code that came with the model
             said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"

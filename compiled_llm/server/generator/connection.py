@@ -26,6 +26,7 @@ from compiled_llm.protocol.messages import (
     Update,
 )
 from compiled_llm.server.defaults import MOST_UNSENT
+from compiled_llm.server.generator.beginnings import Beginnings, takes_long
 from compiled_llm.server.generator.outlet import Outlet
 
 if TYPE_CHECKING:  # imports torch
@@ -89,9 +90,11 @@ class Connection:
         self._frames: Frames[FromClient] = Frames(FromClient)
         self._messages: deque[Struct] = deque()
         self._long: set[int] = set()  # requests whose news takes long to write
+        self._beginnings = Beginnings(desk, self._begun)
         # The transport has the socket, and only reads it.
         self._outlet = Outlet(writer.get_extra_info("socket").dup(), self._due, self._failed)
         self._client = "a client"
+        self._ended = False  # whether nothing more is begun
 
     # ---- what happens
 
@@ -128,7 +131,7 @@ class Connection:
     @property
     def busy(self) -> bool:
         """Whether there is something that the client has not got."""
-        return bool(self.streams or self._messages) or self._outlet.busy
+        return bool(self.streams or self._beginnings or self._messages) or self._outlet.busy
 
     async def serve(self) -> None:
         """Talk until the client leaves, or has sent what is no frame; its requests end with it."""
@@ -143,6 +146,7 @@ class Connection:
             self.close()
 
     def _end_requests(self) -> None:
+        self._ended = True
         streams = self._streams()
         self.streams.clear()
         for stream in streams:
@@ -196,6 +200,8 @@ class Connection:
         match message:
             case Submit():
                 self._begin(message)
+            case Cancel(request, index) if request in self._beginnings:
+                self._beginnings.cancel(request, index)
             case Cancel(request, index) if (stream := self.streams.get(request)) is not None:
                 stream.handle.cancel(index)
             case AskStats(number):
@@ -204,11 +210,18 @@ class Connection:
                 raise FrameError("a second hello")
 
     def _begin(self, submit: Submit) -> None:
-        if submit.request in self.streams:
+        if submit.request in self.streams or submit.request in self._beginnings:
             raise FrameError(f"a second request number {submit.request}, and the first has not ended")
-        begun = self._desk.begin(submit)
+        if takes_long(submit):
+            self._beginnings.begin(submit)
+        else:
+            self._begun(submit, self._desk.begin(submit))
+
+    def _begun(self, submit: Submit, begun: Stream | Refused) -> None:
         if isinstance(begun, Refused):
             self.send(begun)
+        elif self._ended:  # its client has left meanwhile
+            begun.handle.cancel()
         else:
             if begun.takes_long:
                 self._long.add(submit.request)

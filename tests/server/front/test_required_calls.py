@@ -113,7 +113,7 @@ def test_a_named_function_is_called_once_however_often_the_model_would(calling: 
 def test_tools_that_are_at_odds_are_refused_by_name(speaking: tuple[Script, RunningFront]) -> None:
     _, front = speaking
     call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": "now"}}
-    deep = {"name": "time", "arguments": "[" * 100_000}
+    deep = {"name": "time", "arguments": "[" * 50_000}
     for given, param, said in [
         ({"tools": [TIME, TIME]}, "tools", "two have the name 'time'"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "there is no such tool"),
@@ -149,7 +149,7 @@ def test_tools_that_are_at_odds_are_refused_by_name(speaking: tuple[Script, Runn
 
 
 def big(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": "x" * 2**16}}
+    return {"type": "function", "function": {"name": name, "description": "漢" * 11_000}}
 
 
 def test_a_model_without_templates_for_tools(caplog: pytest.LogCaptureFixture) -> None:

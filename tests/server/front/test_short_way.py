@@ -21,6 +21,7 @@ from compiled_llm.protocol.messages import Update
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers
 from compiled_llm.server.front.api_error import ApiError
+from compiled_llm.server.front.body_values import MOST_VALUES, check_values
 from compiled_llm.server.front.completion_request import CompletionRequest
 from compiled_llm.server.front.short_way import ShortWay, decoded
 
@@ -52,10 +53,32 @@ def test_a_body_goes_straight_to_its_endpoint() -> None:
     assert (answered_by, response.json()) == (["/of/bodies"], [[1, 2], json.dumps(body)])
 
 
-@pytest.mark.parametrize("body", ["{", '{"prompt": 1}', '{"prompt": "a", "colour": 1}', "[" * 100_000])
-def test_what_is_no_body_is_left_to_fastapi_as_it_came(body: str) -> None:
+NO_BODIES = [
+    ("", "the body: is missing"),
+    ("{", "the body is no JSON"),
+    ("[" * 60_000, "the body has too many levels, one inside the other"),
+    ("[" * 100_000, "the body has more than 65,536 texts, arrays and objects; send fewer at once"),
+    (f'{{"prompt": [{"1" * 5000}]}}', "the body has a number of too many digits"),
+    ('{"prompt": 1}', "prompt: input should be a valid string"),
+    ('{"prompt": "a", "colour": 1}', "colour: there is no such parameter"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), NO_BODIES)
+def test_what_is_no_body_is_told_why(body: str, message: str) -> None:
     answered_by, response = asked(body)
-    assert (answered_by, response.json()) == (["FastAPI"], body)
+    assert (answered_by, response.status_code, response.json()["error"]["message"]) == ([], 400, message)
+
+
+@pytest.mark.parametrize("text", ['"', '\\"', "\\\\", "[[", "{", '[\\"', "\\n"])
+def test_values_are_counted_outside_of_texts(text: str) -> None:
+    def check(others: int) -> None:
+        check_values(json.dumps({"a": [text * 2**17, *[{}] * others]}).encode())
+
+    check(MOST_VALUES - 5)
+    check(MOST_VALUES - 4)  # two objects and arrays around them, a name and a text
+    with pytest.raises(ApiError, match="65,536"):
+        check(MOST_VALUES - 3)
 
 
 def test_errors_of_an_endpoint_are_answered_as_fastapi_would_and_faults_are_the_guards() -> None:
