@@ -9,7 +9,7 @@ from types import TracebackType
 
 from compiled_llm.client.base import RETURNS_WITHIN, BaseClient
 from compiled_llm.client.connection import Line
-from compiled_llm.client.errors import GeneratorLostError
+from compiled_llm.client.errors import GeneratorError, GeneratorLostError
 from compiled_llm.client.gathering import Gathering
 from compiled_llm.client.link import Link
 from compiled_llm.client.loop_connection import LoopConnection, loop_closed
@@ -87,6 +87,15 @@ class AsyncClient(BaseClient):
         await _until(session.listeners, lambda: session.lost is not None)
         assert session.lost is not None
         return session.lost
+
+    @property
+    def heard(self) -> int:
+        """How often something has come of the generator, whose heartbeat comes every few seconds."""
+        return self._session.heard
+
+    def give_up(self, error: GeneratorError) -> None:
+        """End all requests with an error, in the event loop; a generator that goes on later ends them, too."""
+        self._session.give_up(error)
 
     async def stats(self, timeout: float | None = 60) -> Stats:
         """As of ``Client``."""

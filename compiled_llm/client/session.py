@@ -27,6 +27,7 @@ class Session:
 
     Attributes:
         listeners: told when the generator is ready, has answered a question, or is gone.
+        heard: how often something has come of it; its heartbeat comes every few seconds.
         doing: what the generator does before it is ready, in words.
         ready: what it has said when it was; None while it is not.
         lost: why nothing more comes; None while something may.
@@ -36,6 +37,7 @@ class Session:
     def __init__(self) -> None:
         """Know nothing yet."""
         self.listeners = Listeners()
+        self.heard = 0
         self.doing = "starting"
         self.ready: Ready | None = None
         self.lost: GeneratorLostError | None = None
@@ -128,6 +130,7 @@ class Session:
 
     def take(self, messages: Iterable[FromGenerator]) -> None:
         """Take messages, then wake whoever waits for what they say."""
+        self.heard += 1
         changed: dict[RemoteHandle, None] = {}
         for message in messages:
             changed.update(dict.fromkeys(self._taken(message)))
@@ -176,9 +179,21 @@ class Session:
         if self._said is not None:
             error = GeneratorLostError(f"the generator has ended the connection: {self._said}")
         with self._changing:
-            self.lost, handles = self.lost or error, list(self._handles.values())
+            self.lost = self.lost or error
+        self._fail_all(self.lost)
+
+    def give_up(self, error: GeneratorError) -> None:
+        """End all requests and questions: nothing comes now. The generator ends the requests once it reads again."""
+        for handle in tuple(self._handles.values()):
+            handle.cancel()
+        self._questions = {number: answer or error for number, answer in self._questions.items()}
+        self._fail_all(error)
+
+    def _fail_all(self, error: GeneratorError) -> None:
+        with self._changing:
+            handles = list(self._handles.values())
             self._handles.clear()
         for handle in handles:
-            handle.fail(self.lost)
+            handle.fail(error)
             handle.read_text()
         tell([self.listeners, *(handle.listeners for handle in handles)])

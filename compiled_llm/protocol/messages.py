@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-VERSION = 1
+VERSION = 2
 """Of the protocol. It is counted up whenever one side would misunderstand the other."""
 
 Kind = Literal["invalid", "full", "unavailable", "failed"]
@@ -233,10 +233,14 @@ class Leaving(Struct, tag="leaving", frozen=True):
     message: str
 
 
+class Beat(Struct, tag="beat", frozen=True):
+    """The generator's process runs: a thread of its own says so every few seconds, whatever the others do."""
+
+
 class Problem(Struct, tag="problem", frozen=True):
     """Why the generator closes the connection, in a sentence; the last message."""
 
     message: str
 
 
-FromGenerator = Welcome | Preparing | Ready | Step | PromptScores | Refused | Stats | Leaving | Problem
+FromGenerator = Welcome | Preparing | Ready | Step | PromptScores | Refused | Stats | Leaving | Beat | Problem

@@ -63,9 +63,8 @@ def test_a_server_its_fronts_and_its_clients(model_folder: Path, foreign: Foreig
     "arguments",
     [
         ("explain", "MODEL", "--timings", "1"),
-        ("compile", "MODEL", "-o", "FOLDER", *EAGER),
         ("compile", "MODEL", "-o", "FOLDER", "--mode", "compile"),
-        ("bench", "latency", "--model", "MODEL", "--contenders", "compiled-llm:eager", "--prompt", "8", "--new", "4"),
+        ("bench", "startup", "--model", "MODEL", "--contenders", "compiled-llm:eager", "--prompt", "8", "--runs", "0"),
     ],
 )
 def test_other_commands(model_folder: Path, foreign: ForeignFolder, tmp_path: Path, arguments: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from msgspec import Struct
 from compiled_llm.protocol.frames import FrameError, Frames, frame_of
 from compiled_llm.protocol.messages import (
     AskStats,
+    Beat,
     Cancel,
     Ended,
     FromClient,
@@ -62,6 +63,7 @@ FROM_GENERATOR: list[Struct] = [
         pages=Pages(4, 1, 2, 1),
     ),
     Leaving("told to"),
+    Beat(),
     Problem("no"),
 ]
 

@@ -37,9 +37,10 @@ class FrontHere:
         """Whether nobody is to be waited for any more."""
         return self._server.force_exit
 
-    async def run(self) -> None:
-        """Serve until SIGTERM, Ctrl-C or ``end``."""
+    async def run(self) -> str | None:
+        """Serve until SIGTERM, Ctrl-C or ``end``; return why it has ended, if nobody has told it to."""
         await self._server.serve(sockets=[self._listening])
+        return self._server.why
 
     def end(self) -> None:
         """Take no more requests, and let those that run end."""

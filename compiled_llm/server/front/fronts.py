@@ -10,7 +10,7 @@ import socket
 from prometheus_client.multiprocess import mark_process_dead
 
 from compiled_llm.server.front.front_process import FrontProcess
-from compiled_llm.server.front.handover import Start
+from compiled_llm.server.front.handover import CANNOT_SERVE, Start
 from compiled_llm.server.front.restarts import Restarts
 from compiled_llm.server.front.serving import SIGNALS
 
@@ -133,7 +133,9 @@ class Fronts:
                 self._see_to_end_of(front, code)
 
     def _see_to_end_of(self, front: FrontProcess, code: int) -> None:
-        if not self._has_begun:
+        if code == CANNOT_SERVE:
+            self._give_up("a front cannot serve; it has said why")
+        elif not self._has_begun:
             self._give_up(f"a front has ended before it took connections (exit code {code})")
         elif not self._restarts.may():
             self._give_up(f"a front has ended again, after {self._most_restarts} restarts within an hour")

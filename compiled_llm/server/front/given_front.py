@@ -6,12 +6,13 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from compiled_llm.server.front.front_here import freeze
-from compiled_llm.server.front.handover import BEGUN, LEFT, NOT_READY, READY, Channel, Start
+from compiled_llm.server.front.handover import BEGUN, CANNOT_SERVE, LEFT, NOT_READY, READY, Channel, Start
 from compiled_llm.server.front.http_protocol import LimitedHttpTools
 from compiled_llm.server.front.http_server import HttpServer
 from compiled_llm.server.front.serving import SIGNALS
@@ -91,11 +92,18 @@ def run_given_front(start: Start, end: socket.socket) -> None:
     Args:
         start: what this process was told.
         end: of the channel.
+
+    Raises:
+        SystemExit: it cannot serve, and another front could not either (exit code ``CANNOT_SERVE``).
     """
+    server = GivenFront(start, end)
     for number in SIGNALS:
         signal.signal(number, _passed_over)  # uvicorn raises it again at the end
     with suppress(asyncio.CancelledError):
-        asyncio.run(GivenFront(start, end).serve())
+        asyncio.run(server.serve())
+    if server.why is not None:
+        logger.error("compiled_llm: %s", server.why)
+        sys.exit(CANNOT_SERVE)
 
 
 def _passed_over(sig: int, frame: FrameType | None) -> None:

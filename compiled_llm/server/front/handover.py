@@ -22,6 +22,9 @@ BEGUN = b"b"
 LEFT = b"l"
 """From a front: a connection has ended."""
 
+CANNOT_SERVE = 78
+"""The exit code of a front that cannot serve, and whose successor could not either (``EX_CONFIG``)."""
+
 Heard = Callable[[bytes, "socket.socket | None"], object]
 """Takes a word, and the connection that has come with it."""
 

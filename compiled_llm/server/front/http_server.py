@@ -29,6 +29,7 @@ class HttpServer(uvicorn.Server):
 
     Attributes:
         front: what it answers with.
+        why: it has ended though nobody has told it to; None if somebody has.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class HttpServer(uvicorn.Server):
             path: of the generator's socket.
             changed: is told when there is a generator to answer requests (True), and when there is none (False).
         """
-        app = application(settings, GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), changed))
+        link = GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), changed, self._fail)
+        app = application(settings, link)
+        self.why: str | None = None
         self.front: Front = app.state.front
         protocol: Any = partial(
             LimitedHttpTools, client_seconds=settings.client_seconds, most_connections=settings.most_connections
@@ -61,6 +64,10 @@ class HttpServer(uvicorn.Server):
             proxy_headers=False,
         )
         super().__init__(config)
+
+    def _fail(self, why: str) -> None:
+        self.why = why
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Let requests end at the first signal, and end them at the second, whichever it is."""

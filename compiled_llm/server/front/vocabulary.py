@@ -26,15 +26,22 @@ logger = logging.getLogger("compiled_llm.server")
 _NOT_SERVED = "unsupported_value"
 
 
+class TokenizerError(RuntimeError):
+    """A tokenizer that cannot be loaded; to try again would not help."""
+
+
 def load_vocabulary(ready: Ready) -> Vocabulary:
     """Return a vocabulary of the tokenizer that a generator names.
 
     Raises:
-        ValueError: it names none.
+        TokenizerError: it names none, or it cannot be loaded.
     """
-    if ready.gguf_file is None:  # one of a GGUF file is read by HuggingFace's code for weights
-        go_without_torch()
-    return Vocabulary(tokenizer_of(True, ready), ready.model_type, ready.ends, ready.max_tokens)
+    try:
+        if ready.gguf_file is None:  # one of a GGUF file is read by HuggingFace's code for weights
+            go_without_torch()
+        return Vocabulary(tokenizer_of(True, ready), ready.model_type, ready.ends, ready.max_tokens)
+    except BaseException as error:  # in a thread that does nothing else; a panic of tokenizers is no Exception
+        raise TokenizerError(f"the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def go_without_torch() -> None:

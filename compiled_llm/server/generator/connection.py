@@ -15,6 +15,7 @@ from compiled_llm.protocol.frames import FrameError, Frames, frame_of
 from compiled_llm.protocol.messages import (
     VERSION,
     AskStats,
+    Beat,
     Cancel,
     FromClient,
     Hello,
@@ -111,6 +112,11 @@ class Connection:
             self._outlet.flush()
         if self._outlet.blocked and sum(stream.unsent for stream in self._streams()) > self._most_unsent:
             self.end_all(f"the client has not read, and more than {self._most_unsent:,} tokens wait for it")
+
+    def beat(self) -> None:
+        """Say, in any thread, that this process runs, unless something else waits to be sent."""
+        if self.greeted and not (self._messages or self._outlet.busy):
+            self.send(Beat())
 
     def end_all(self, reason: str) -> None:
         """End its requests with a reason, which is sent with what they have."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +30,8 @@ _LOOKING = 0.02
 """Seconds between two looks whether requests have ended, when the generator is about to."""
 LAST_WORDS = 2.0
 """Seconds that clients have to take what is sent at the end."""
+_BEAT_SECONDS = 5.0
+"""Between two times that clients are told that this process runs."""
 
 
 class Generator:
@@ -64,10 +67,12 @@ class Generator:
         self._connections: set[Connection] = set()
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._over = threading.Event()
 
     async def start(self) -> None:
         """Begin to answer clients."""
         self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._beat, name="compiled_llm heartbeat", daemon=True).start()
         self._server = await asyncio.start_unix_server(self._serve, sock=self._listening)
 
     # ---- from any thread
@@ -87,6 +92,12 @@ class Generator:
                 connection.wake()
         if self._engine is not None and self._engine.lost is not None:
             self._call(self.when_lost)
+
+    def _beat(self) -> None:
+        """Tell clients that this process runs, though its other threads compile, capture or compute for minutes."""
+        while not self._over.wait(_BEAT_SECONDS):
+            for connection in tuple(self._connections):
+                connection.beat()
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None, "the generator has not started"
@@ -166,6 +177,7 @@ class Generator:
             for connection in self._connections:
                 connection.end_all(f"{self.leaving}, and the request has not ended {seconds:g} s later")
             await self._quiet(LAST_WORDS)
+        self._over.set()
         for connection in tuple(self._connections):
             connection.close()
 

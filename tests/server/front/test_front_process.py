@@ -141,6 +141,32 @@ def test_a_generator_that_does_not_end_is_ended_by_the_second_ctrl_c(
         assert not generators(str(path))
 
 
+IMPATIENT = """
+from compiled_llm.__main__ import main
+from compiled_llm.server.front import generator_link
+generator_link._SILENT_SECONDS = 12
+main()
+"""
+
+
+def test_a_generator_that_is_stopped_is_not_ready_and_not_killed(model_folder: Path, path: Path) -> None:
+    command = (sys.executable, "-c", IMPATIENT)
+    with serving(model_folder, "--uds", str(path), *OPTIONS, command=command) as (_, url):
+        until(lambda: status(url, "/ready") == 200)
+        (generator,) = generators(str(path))
+        with httpx.stream("POST", url + TEXT, json=LONG, timeout=PATIENCE) as running:
+            events = (line for line in running.iter_lines() if line)
+            next(events)
+            os.kill(generator, signal.SIGSTOP)
+            *_, last = events
+            assert "has said nothing for 12 s" in last
+        assert httpx.get(f"{url}/ready").json()["ready"] is False
+        os.kill(generator, signal.SIGCONT)
+        until(lambda: status(url, "/ready") == 200)
+        assert httpx.post(url + TEXT, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert generators(str(path)) == [generator]
+
+
 def test_a_generator_that_reads_nothing_keeps_no_event_loop_waiting(model_folder: Path, path: Path) -> None:
     long = {"prompt": [3, 300] * 400, "max_tokens": 1}
     with serving(model_folder, "--uds", str(path), *OPTIONS) as (_, url), ThreadPoolExecutor(200) as pool:

@@ -6,12 +6,16 @@ import asyncio
 import os
 import pickle
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from compiled_llm.server.front import front_process
+from compiled_llm.server.front.fronts import Fronts
 from compiled_llm.server.front.handover import (
+    CANNOT_SERVE,
     LEFT,
     READY,
     TAKE,
@@ -118,3 +122,13 @@ def test_the_end_of_one_is_told_to_the_other_once(ends: tuple[socket.socket, soc
         assert lost == ["told"]
 
     asyncio.run(talk())
+
+
+def test_a_front_that_cannot_serve_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = f"import sys; sys.exit({CANNOT_SERVE})"
+    monkeypatch.setattr(front_process, "own_command", lambda *_: [sys.executable, "-c", code])
+    settings = FrontSettings(names=("tiny",), port=0, figures=tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        fronts = Fronts(Start(settings, tmp_path / "generator", False), listening, 1)
+        fronts._has_begun = True  # others may have
+        assert asyncio.run(fronts.run()) == "a front cannot serve; it has said why"
