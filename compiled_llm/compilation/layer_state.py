@@ -29,7 +29,7 @@ class State:
         self.modules = modules
         self._children = Children(modules)
         self._attributes = [vars(module) for module in modules]
-        names = [(vars(module), name) for module in modules for name in (*_names(module), *holders(module))]
+        names = [(vars(module), name) for module in modules for name in (*names_read(module), *holders(module))]
         self._owners, self._names = [owner for owner, _ in names], [name for _, name in names]
         # Where there was no tensor, Dynamo notices the first: it guards how many a layer has.
         self._tensors = [held for module in modules for held in (module._parameters, module._buffers) if held]
@@ -85,8 +85,8 @@ def tensors_of(layer: nn.Module) -> list[dict[str, Any]]:
     return found
 
 
-def _names(module: nn.Module) -> list[str]:
-    """Return the attributes that a module's code may read."""
+def names_read(module: nn.Module) -> list[str]:
+    """Return the names of the attributes that a module's code may read."""
     unread = _OF_EVERY_MODULE | _UNREAD_BY_LINEAR if type(module) is nn.Linear else _OF_EVERY_MODULE
     return [name for name in vars(module) if name not in unread]
 
@@ -95,7 +95,7 @@ def describe_attributes(module: nn.Module, number: int) -> list[Hashable]:
     """Describe a module's attributes; those that are not plain are equal only if they are the same object."""
     return [
         (name, "its number" if name == "layer_idx" and value == number else plain(value))
-        for name, value in ((name, vars(module)[name]) for name in _names(module))
+        for name, value in ((name, vars(module)[name]) for name in names_read(module))
     ]
 
 

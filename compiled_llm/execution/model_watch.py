@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compat import version_of
+from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
 from compiled_llm.compilation.graphs.validity import Weights
-from compiled_llm.compilation.layer_state import State
-from compiled_llm.model.modules import same
+from compiled_llm.compilation.layer_state import State, names_read
+from compiled_llm.model.contents import Contents
 
 
 class ModelWatch:
-    """What is remembered of a model: its tensors and how often they were written to, attributes, and config.
+    """What is remembered of a model: its tensors and how often they were written to, attributes and what those hold.
 
-    What was written through ``.data``, or into tensors of inference mode, leaves no trace: who does that calls
-    ``Engine.reset_prefix_cache``.
+    What was written through ``.data``, or into tensors of inference mode, leaves no trace, nor does what changes inside
+    objects of other kinds, in classes, closures and globals: who does that calls ``Engine.reset_prefix_cache``.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -24,11 +24,13 @@ class ModelWatch:
         self._remember()
 
     def _remember(self) -> None:
-        model = self._model
+        model, modules = self._model, list(self._model.modules())
+        attributes = ((vars(module), name) for module in modules for name in names_read(module))
         self._weights = Weights(model)
-        self._tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_inference()]
-        self._state = State(list(model.modules()))
-        self._config = list(vars(model.config).values())
+        self._state = State(modules)
+        self._contents = Contents(held[name] for held, name in attributes if name not in WRITTEN_BY_GENERATE)
+        tensors = (*model.parameters(), *model.buffers(), *self._contents.tensors)
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = self._versions_now()
 
     def changed(self) -> bool:
@@ -43,9 +45,8 @@ class ModelWatch:
             self._weights.valid()
             and self._versions == self._versions_now()
             and self._state.valid()
-            and same(self._config, list(vars(self._model.config).values()))
+            and self._contents.valid()
         )
 
     def _versions_now(self) -> list[int]:
-        tensors: list[Tensor] = self._tensors
-        return list(map(version_of, tensors))
+        return list(map(version_of, self._tensors))

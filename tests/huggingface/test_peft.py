@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -10,10 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig, PeftType
+from peft import LoraConfig, PeftType, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from torch import Tensor
 
-from compiled_llm import CompileError, UnsupportedModelError
+from compiled_llm import CompileError, Engine, SamplingParams, UnsupportedModelError
 from support.parity import assert_account_is_empty
 from support.peft_kinds import (
     BETWEEN,
@@ -144,6 +147,50 @@ def test_adapters_may_be_switched_disabled_merged_and_deleted_between_calls() ->
     torch.testing.assert_close((merged, unmerged, last), (other, other, first), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(first, other, atol=1e-3)
     assert not torch.allclose(first, disabled, atol=1e-3)
+
+
+def hotswapped(model: Any) -> None:
+    """With scales that are tensors, as `prepare_model_for_compiled_hotswap` makes them, and with numbers."""
+    torch.manual_seed(3)
+    other = get_peft_model(plain(LORA), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, lora_alpha=40))
+    with tempfile.TemporaryDirectory() as folder:
+        other.save_pretrained(folder)
+        hotswap_adapter(model, folder, "default")
+
+
+def of_each_layer(change: Callable[[LoraLayer], object]) -> Callable[[Any], None]:
+    def of_each(model: Any) -> None:
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer):
+                change(layer)
+
+    return of_each
+
+
+SCALING: dict[str, Callable[[Any], object]] = {
+    "set_scale": of_each_layer(lambda layer: layer.set_scale("default", -6.0)),
+    "scale_layer": of_each_layer(lambda layer: layer.scale_layer(-6.0)),
+    "hotswap_adapter": hotswapped,
+    "hotswap_adapter with tensors": hotswapped,
+    "merge_adapter": lambda model: model.merge_adapter(),
+}
+
+
+@pytest.mark.parametrize("change", SCALING)
+def test_an_engine_forgets_pages_of_other_scales(change: str) -> None:
+    """PEFT keeps scales in a dictionary of each layer."""
+    ours, theirs = wrapped_first(LORA), adapted(LORA, plain(LORA))
+    prompt, params = list(range(3, 23)), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    if "tensors" in change:
+        for model in (ours.adapted, theirs):
+            prepare_model_for_compiled_hotswap(model)
+    with Engine(ours.wrapped) as engine:
+        for _ in range(2):
+            ids = torch.tensor([prompt])
+            expected = theirs.generate(input_ids=ids, do_sample=False, min_new_tokens=8, max_new_tokens=8)[0, 20:]
+            assert engine.generate([prompt], params)[0].token_ids == expected.tolist()
+            for model in (ours.adapted, theirs):
+                SCALING[change](model)
 
 
 def test_the_table_has_a_line_for_each_kind_that_can_be_tried() -> None:
