@@ -19,6 +19,7 @@ from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.handles import Handles
 from compiled_llm.engine.inbox import Inbox
 from compiled_llm.engine.intake import check_queue
+from compiled_llm.engine.joined_calls import JoinedCalls
 from compiled_llm.engine.loop import Loop, LoopSettings
 from compiled_llm.engine.metrics import EngineStats
 from compiled_llm.engine.model_check import ModelCheck
@@ -46,6 +47,7 @@ class Driver:
         placed: has its loop.
         turns: which thread runs the loop.
         handles: of the requests that have not ended.
+        joined: calls of ``generate`` in its batch.
         closed: whether it runs no more.
     """
 
@@ -66,6 +68,7 @@ class Driver:
         self._changed = self._inbox.changed
         self.handles = Handles(self._inbox)
         self.turns = Turns(self._changed)
+        self.joined = JoinedCalls(self._changed)
         weakref.finalize(self, self._inbox.close).atexit = False
         self._serving = ServingThread(self, self._inbox)
 
@@ -108,11 +111,6 @@ class Driver:
     def open(self) -> bool:
         """Whether it takes requests, in this process."""
         return not self.closed and self.turns.in_this_process
-
-    @property
-    def busy(self) -> bool:
-        """Whether there are requests that have not ended."""
-        return bool(self.handles)
 
     @property
     def waiting(self) -> int:
@@ -199,6 +197,7 @@ class Driver:
 
     def close(self) -> None:
         """End all requests and give everything back; nothing is run afterwards."""
+        self.joined.end()
         with self.paused(), self._runtime.loop_lock.taken():
             self.closed = True
             self._inbox.close()

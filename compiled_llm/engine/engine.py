@@ -264,10 +264,13 @@ class Engine:
     def paused(self, weights_stay: bool = False) -> Iterator[None]:
         """Run nothing for the block; requests keep their place, and what they have computed so far.
 
+        Calls of ``generate`` do not wait for it: those that run in the engine's batch end first, others by themselves.
+
         Args:
             weights_stay: the block does not change the model, and the prefix cache may stay.
         """
-        with self._driver.paused():
+        self._driver.turns.check_elsewhere()
+        with self._driver.joined.left(), self._driver.paused():
             try:
                 yield
             finally:

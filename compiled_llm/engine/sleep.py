@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 
-from compiled_llm.engine.driver import Driver
+from compiled_llm.engine.all_engines import all_paused, calls_ended, drivers_of, nothing_running
 from compiled_llm.execution.runtime import Runtime
+from compiled_llm.execution.threads.interrupts import deferred
 
 logger = logging.getLogger("compiled_llm.engine")
 
 
+@deferred()
 def put_to_sleep(runtime: Runtime, ends: bool, weights: bool) -> int:
     """Give device memory back, and return how many bytes.
 
@@ -24,14 +24,10 @@ def put_to_sleep(runtime: Runtime, ends: bool, weights: bool) -> int:
         RuntimeError: others hold pages, or a loop of this thread's has called this.
         ValueError: weights cannot be moved.
     """
-    if runtime.loop_lock.here:
-        raise RuntimeError("sleep: a call of generate is in progress in this thread; call it from outside of that")
-    with all_paused(runtime) as drivers:
-        with runtime.loop_lock.taken():
-            for driver in drivers:
-                driver.placed.park()
-        with runtime.loop_lock.taken(fits=lambda: False):  # once no loop is in progress
-            nbytes = runtime.device_side.sleep(weights)
+    with calls_ended(runtime, "sleep"), nothing_running(runtime) as drivers:
+        for driver in drivers:
+            driver.placed.park()
+        nbytes = runtime.device_side.sleep(weights)
         for driver in drivers:
             driver.rest(ends)
     logger.info("asleep: %.2f GiB of device memory given back", nbytes / 2**30)
@@ -50,18 +46,3 @@ def let_rise(runtime: Runtime) -> None:
     """Let a model that has no engine any more serve other calls: nobody could wake it."""
     if runtime.asleep and not drivers_of(runtime):
         runtime.device_side.rise()
-
-
-@contextmanager
-def all_paused(runtime: Runtime) -> Iterator[list[Driver]]:
-    """Let no engine run."""
-    with ExitStack() as stack:
-        drivers = drivers_of(runtime)
-        for driver in drivers:
-            stack.enter_context(driver.paused())
-        yield drivers
-
-
-def drivers_of(runtime: Runtime) -> list[Driver]:
-    """Return all engines of a model; always in the same order, so that two threads do not wait for each other."""
-    return sorted((found for found in list(runtime.engines) if isinstance(found, Driver) and found.open), key=id)

@@ -82,8 +82,6 @@ class Turns:
             RuntimeError: this thread runs it, or it belongs to another process.
         """
         with self._changed:
-            if not self.in_this_process:
-                raise RuntimeError("the engine belongs to the process that made it; make one in this process")
             self.check_elsewhere()
             self.pausing += 1
             try:
@@ -113,7 +111,9 @@ class Turns:
         """Check that this thread may wait for the loop.
 
         Raises:
-            RuntimeError: it runs it, or has paused it.
+            RuntimeError: it runs it, or has paused it; or the loop belongs to another process.
         """
+        if not self.in_this_process:
+            raise RuntimeError("the engine belongs to the process that made it; make one in this process")
         if self.here:
             raise RuntimeError("the engine is paused, or running, in this thread; call this from outside of it")

@@ -13,11 +13,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
+from compiled_llm.engine.all_engines import calls_ended, check_outside, drivers_of, nothing_running
 from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.request import Request
-from compiled_llm.engine.sleep import all_paused, drivers_of
 from compiled_llm.execution.runtime import Runtime
-from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.execution.threads.interrupts import check, deferred
 from compiled_llm.model.new_weights import NewWeights
 
 logger = logging.getLogger("compiled_llm.engine")
@@ -38,26 +38,20 @@ def update_weights(runtime: Runtime, folder: Path, requests: Literal["wait", "ke
         ValueError: the model or the folder does not allow it; nothing has changed.
         RuntimeError: requests cannot end; or a loop of this thread's has called this. Nothing has changed.
     """
-    if runtime.loop_lock.here:
-        raise RuntimeError("update_weights: a call of generate is in progress in this thread; call it from outside")
-    for driver in drivers_of(runtime):
-        driver.turns.check_elsewhere()
+    check_outside(runtime, "update_weights")
     new = NewWeights(runtime.facts.model, folder)  # while requests run
-    with ExitStack() as holding:
+    with deferred(), calls_ended(runtime, "update_weights"), ExitStack() as holding:
         if requests != "keep":
             holding.enter_context(_ended(runtime, requests == "end"))
         _write(runtime, new)
     logger.info("compiled_llm: the weights are those of %s", folder)
 
 
-@deferred()
 def _write(runtime: Runtime, new: NewWeights) -> None:
-    """Change the weights while nothing runs."""
-    attention = runtime.facts.attention
-    with all_paused(runtime) as drivers:
+    """Change the weights while nothing runs, the model's own forward neither."""
+    with nothing_running(runtime) as drivers:
         try:
-            # Once no loop is in progress, and nobody runs the model's own forward.
-            with runtime.loop_lock.taken(fits=lambda: False), attention.moving_weights(threading.get_ident()):
+            with runtime.facts.attention.moving_weights(threading.get_ident()):
                 new.write()
         finally:
             for driver in drivers:
@@ -75,7 +69,6 @@ def _ended(runtime: Runtime, cancels: bool) -> Iterator[None]:
         yield
 
 
-@deferred()
 def _came_before(driver: Driver, stack: ExitStack) -> Sequence[Request]:
     """Return an engine's requests that have not ended; until the end of the stack nobody else begins."""
     before = driver.handles.held.begin()
@@ -93,3 +86,4 @@ def _wait_for(requests: Sequence[Request], runtime: Runtime) -> None:
         for driver in drivers_of(runtime):
             driver.cancel(driver.handles.held.pop_overdue(time.monotonic()), "timeout")
         time.sleep(_LOOKING)
+        check()

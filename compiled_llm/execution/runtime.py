@@ -19,6 +19,7 @@ from compiled_llm.execution.events import Events
 from compiled_llm.execution.runner import Runner
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.stats import Counters, Stats
+from compiled_llm.execution.threads.calls import Calls
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.execution.warmup import ProfilePath, Report, Sizes, Warmup, quiet
 from compiled_llm.kvcache.pool import PagePool
@@ -50,6 +51,7 @@ class Runtime:
         config: the options given to ``wrap``.
         modules: those inside the model.
         loop_lock: lets one decoding loop run at a time.
+        calls: of ``generate`` in progress.
         counters: what ran where; read them through ``stats``.
         events: what happened on the device side; read it through ``explain``.
         artifacts: what was compiled before, in place of compiling; None without.
@@ -71,6 +73,7 @@ class Runtime:
         self.events = Events()
         self.modules = InnerModules(walked=facts.attention.find_configs)
         self.loop_lock = LoopLock()
+        self.calls = Calls(self.events.steps)
         self.engine: Callable[[], object | None] = _no_engine
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.artifacts = _artifacts_for(facts, config)
@@ -234,6 +237,7 @@ class Runtime:
         """
         self._forked = True
         cut = self.loop_lock.forget_other_threads()
+        self.calls.forget_other_threads()
         for engine in list(self.engines):
             cut = engine.forget_other_threads() or cut
         cut = self.device_side.forget_other_threads() or cut

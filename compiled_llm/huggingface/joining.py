@@ -25,10 +25,12 @@ def engine_to_join(call: Call) -> Driver | None:
     what begins from a cache or returns one, lets the user's code look at each token, or follows a processor's grammar.
     """
     driver = call.runtime.engine()
-    if not isinstance(driver, Driver) or not driver.open or not (driver.busy or call.runtime.loop_lock.busy):
+    if not isinstance(driver, Driver) or not driver.open or not (driver.handles or call.runtime.loop_lock.busy):
         return None
     if driver.turns.here or not _fits(call):  # inside ``engine.paused()``; or it will be refused
         return None
+    if driver.joined.barred or call.runtime.calls.awaited or call.runtime.loop_lock.here:
+        return None  # the engine stops soon, or a call that has pages waits for this one
     alone = call.returns_cache or call.waits is not None or call.cache.runner.rows or callbacks_of(call)
     return None if alone or grammar_of(call.processors) is not None else driver
 
@@ -40,8 +42,8 @@ def _fits(call: Call) -> bool:
 
 def run_in_engine(
     driver: Driver, call: Call, settings: Sequence[Sampling | None]
-) -> Tensor | GenerateDecoderOnlyOutput:
-    """Generate in the engine's batch.
+) -> Tensor | GenerateDecoderOnlyOutput | None:
+    """Generate in the engine's batch; None if the engine takes no calls now, or has stopped or closed meanwhile.
 
     Args:
         driver: of the engine.
@@ -59,13 +61,16 @@ def run_in_engine(
     sequences = Sequences(call)
     requests = _requests(call, sequences, settings)
     handle = RequestHandle(requests, driver.cancel, check=driver.turns.check_elsewhere)
-    driver.add([handle])
-    driver.answer([handle])
+    with driver.joined.joined(handle) as may_join:
+        if not may_join:
+            return None
+        driver.add([handle])
+        driver.answer([handle])
     for request in requests:
         if request.error is not None:
             raise request.error
-    if any(request.finish_reason == "cancelled" for request in requests):
-        raise RuntimeError("the engine that ran this call was closed meanwhile; call generate again")
+    if any(request.finish_reason in (None, "cancelled") for request in requests):
+        return None
     while not sequences.done:
         step = sequences.generated
         sequences.append([request.tokens[step] if step < len(request.tokens) else 0 for request in requests])

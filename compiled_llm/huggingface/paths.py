@@ -69,9 +69,12 @@ def _overridden(choice: CacheChoice) -> Reason | None:
 
 def run_our_loop(call: Call) -> Any:
     """Run the fast loop, or the processed loop if a processor has to see each step."""
+    sampling = None  # drawn once: a call that has left an engine goes on with its seeds
     if (driver := engine_to_join(call)) is not None and (sampling := _sampling_in_graph(call)) is not None:
-        took(call.runtime, "engine")
-        return run_in_engine(driver, call, sampling)
+        joined = run_in_engine(driver, call, sampling)
+        if joined is not None:
+            took(call.runtime, "engine")
+            return joined
     processors = call.processors
     call, twins = with_twins(call)
     needed = call.pages_needed() + (0 if twins is None else twins.pages_needed(call))
@@ -80,7 +83,7 @@ def run_our_loop(call: Call) -> Any:
         if waits is not None:
             with call.cache.runner.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
                 call = call.prefilled()
-        sampling = _sampling_in_graph(call)
+        sampling = sampling or _sampling_in_graph(call)
         if sampling is not None:
             check_room(call)
             took(call.runtime, "fast loop", waits)

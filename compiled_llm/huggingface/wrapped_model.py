@@ -59,6 +59,11 @@ class WrappedModel:
         self.compiled.check_process()
         if kwargs.get("cache_implementation") != "paged":  # generate_batch, which calls eval()
             check_ready(model)
+        with self.compiled.calls.begun():
+            return self._generate(inputs, *args, **kwargs)
+
+    def _generate(self, inputs: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        model = cast(PreTrainedModel, self)
         self.compiled.device_side.check_weights()
         forget_restored_forward(model)
         call = GenerateCall.inside(current_call.get(), custom=kwargs.get("custom_generate") is not None)

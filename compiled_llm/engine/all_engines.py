@@ -1,0 +1,70 @@
+"""All engines of a model, which share its weights and its pages: what changes these waits for all that uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from compiled_llm.engine.driver import Driver
+from compiled_llm.execution.runtime import Runtime
+
+
+def drivers_of(runtime: Runtime) -> list[Driver]:
+    """Return all engines of a model; always in the same order, so that two threads do not wait for each other."""
+    return sorted((found for found in list(runtime.engines) if isinstance(found, Driver) and found.open), key=id)
+
+
+@contextmanager
+def all_paused(runtime: Runtime) -> Iterator[list[Driver]]:
+    """Let no engine run."""
+    with ExitStack() as stack:
+        drivers = drivers_of(runtime)
+        for driver in drivers:
+            stack.enter_context(driver.paused())
+        yield drivers
+
+
+def check_outside(runtime: Runtime, doing: str) -> None:
+    """Check that this thread may wait for calls and engines to end.
+
+    Args:
+        runtime: of the model.
+        doing: what is about to be done, for the message.
+
+    Raises:
+        RuntimeError: it is inside a call, or runs or has paused an engine.
+    """
+    if runtime.calls.here or runtime.loop_lock.here:
+        raise RuntimeError(f"{doing}: a call of generate is in progress in this thread; call it from outside of that")
+    for driver in drivers_of(runtime):
+        driver.turns.check_elsewhere()
+
+
+@contextmanager
+def calls_ended(runtime: Runtime, doing: str) -> Iterator[None]:
+    """Run the block once the calls of ``generate`` in progress have ended; those that come later wait for its end.
+
+    Engines run on meanwhile, since a streamer may wait for one. Arguments and errors as ``check_outside``.
+    """
+    check_outside(runtime, doing)
+    drivers = drivers_of(runtime)
+    with runtime.calls.waiting(), ExitStack() as stack:
+        for driver in drivers:
+            stack.enter_context(driver.joined.left())
+        runtime.calls.wait()
+        yield
+
+
+@contextmanager
+def nothing_running(runtime: Runtime) -> Iterator[list[Driver]]:
+    """Run the block while neither an engine nor a call of ``generate`` runs; inside ``calls_ended``.
+
+    Engines are paused only while no call is in progress, so that none waits for an engine that waits for it.
+    """
+    while True:
+        runtime.calls.wait()
+        with all_paused(runtime) as drivers, runtime.calls.barred() as barred:
+            if barred:
+                with runtime.loop_lock.taken(fits=lambda: False):  # once no other loop is in progress either
+                    yield drivers
+                return

@@ -1,0 +1,113 @@
+"""Calls of ``generate`` in progress: whoever changes what all of them use waits until they have ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from compiled_llm.execution.threads.interrupts import check
+
+_PATIENCE = 0.2
+"""Seconds after which a thread that waits looks whether Ctrl-C has been pressed, and whether anything has moved."""
+_STALLED = 1.0
+"""Seconds without a step after which a call begins that has been waiting: one in progress may wait for it."""
+
+
+class Calls:
+    """Counts the calls of a model in progress, one inside another included; safe to use from any thread."""
+
+    def __init__(self, steps: Callable[[], int]) -> None:
+        """Begin without calls.
+
+        Args:
+            steps: returns how many steps there have been, which says whether calls get on.
+        """
+        self._steps = steps
+        self.forget_other_threads()
+
+    def forget_other_threads(self) -> None:
+        """Forget the calls of threads that a forked process does not have."""
+        here = {call: thread for call, thread in getattr(self, "_running", {}).items() if thread == _this_thread()}
+        self._changed = threading.Condition()
+        self._running: dict[object, int] = here  # and the thread of each
+        self._ended = self._waiting = self._barring = 0
+
+    @property
+    def here(self) -> bool:
+        """Whether a call in progress is this thread's, and has called its user."""
+        return _this_thread() in list(self._running.values())
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a thread waits for the calls to end."""
+        return self._waiting > 0
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Be a call in progress for the block; one that comes while others are awaited begins after those.
+
+        One inside another begins at once; and so does any once nothing moves, since a callback of a call in progress
+        may wait for one of another thread.
+        """
+        call = object()
+        try:
+            with self._changed:
+                if not self.here:
+                    self._wait_for_turn()
+                self._running[call] = _this_thread()
+            yield
+        finally:
+            with self._changed:
+                self._running.pop(call, None)
+                self._ended += 1
+                self._changed.notify_all()
+
+    def _wait_for_turn(self) -> None:
+        moved, since = self._moved, time.monotonic()
+        while self._barring or (self._waiting and time.monotonic() - since < _STALLED):
+            self._changed.wait(_PATIENCE)
+            check()
+            if moved != self._moved:
+                moved, since = self._moved, time.monotonic()
+
+    @property
+    def _moved(self) -> tuple[int, int]:
+        return self._steps(), self._ended
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Have calls that come from now on wait for the end of the block, in which those in progress are awaited."""
+        with self._changed:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until no call is in progress."""
+        with self._changed:
+            while self._running:
+                self._changed.wait(_PATIENCE)
+                check()
+
+    @contextmanager
+    def barred(self) -> Iterator[bool]:
+        """Let no call begin for the block, unless one is in progress already; yields whether none is."""
+        with self._changed:
+            none = not self._running
+            self._barring += none
+        try:
+            yield none
+        finally:
+            with self._changed:
+                self._barring -= none
+                self._changed.notify_all()
+
+
+def _this_thread() -> int:
+    return threading.get_ident()

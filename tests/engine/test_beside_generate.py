@@ -1,0 +1,301 @@
+"""Calls of ``generate`` beside an engine that stops: those in progress end first, and none waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.params import SamplingParams
+from compiled_llm.execution.threads.calls import Calls
+from support.in_threads import start
+from support.parity import alone, assert_account_is_empty
+from support.tiny_models import tiny_qwen3
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PATIENCE = 30
+PROMPT, OTHER = [5, 6, 7, 8, 9], [9, 10, 11]
+
+
+def tiny(seed: int = 0) -> PreTrainedModel:
+    return tiny_qwen3(seed, eos_token_id=None, num_hidden_layers=1)
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[PreTrainedModel]:
+    return [tiny(0), tiny(1)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("new")
+    tiny(1).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(params=["read at once", "read a step late"])
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With 300 pages."""
+    late = request.param == "read a step late"
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
+    options: dict[str, Any] = {"mode": "eager", "max_batch_size": 4, "page_size": 4, "progress": False}
+    return compiled_llm.wrap(tiny(), kv_memory="1200 tokens", **options)
+
+
+@pytest.fixture
+def engine(model: Any) -> Iterator[Engine]:
+    with Engine(model) as engine:
+        yield engine
+        if engine.asleep:
+            engine.wake()
+        model.compiled.device_model()
+    assert_account_is_empty(model)
+
+
+class Streamer:
+    """Calls something once, in the midst of an answer."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.found: Any = None
+        self._call, self._count = call, 0
+
+    def put(self, _: Any) -> None:
+        self._count += 1
+        if self._count == 4:
+            self.begun.set()
+            assert self.go_on.wait(PATIENCE)
+            self.found = self._call()
+
+    def end(self) -> None: ...
+
+
+def joined(model: Any, engine: Engine, tokens: int = 400) -> Any:
+    """A call in progress in the engine's batch, beside a request of its own."""
+    beside = engine.submit(OTHER, greedy(900))
+    next(iter(beside))
+    before = len(engine._driver.handles)
+    call = start(lambda: alone(model, PROMPT, tokens))
+    while len(engine._driver.handles) == before:
+        assert not call.done()
+    return beside, call
+
+
+# ---- a call in the engine's batch
+
+
+@pytest.mark.parametrize("requests", ["end", "wait", "keep"])
+def test_a_call_in_the_batch_ends_before_an_update(
+    plain: list[PreTrainedModel], model: Any, engine: Engine, folder: Path, requests: Any
+) -> None:
+    beside, call = joined(model, engine)
+    engine.update_weights(folder, requests=requests)
+    assert call.done()
+    assert call.result() == alone(plain[0], PROMPT, 400)
+    assert beside.done == (requests != "keep")
+    assert alone(model, PROMPT, 9) == alone(plain[1], PROMPT, 9)
+    beside.cancel()
+
+
+@pytest.mark.parametrize("requests", ["park", "end"])
+def test_a_call_in_the_batch_ends_before_the_model_sleeps(
+    plain: list[PreTrainedModel], model: Any, engine: Engine, requests: Any
+) -> None:
+    beside, call = joined(model, engine)
+    engine.sleep(requests=requests)
+    assert call.done()
+    assert call.result() == alone(plain[0], PROMPT, 400)
+    assert alone(model, PROMPT, 9) == alone(plain[0], PROMPT, 9)
+    engine.wake()
+    assert beside.result(PATIENCE).finish_reason == ("cancelled" if requests == "end" else "length")
+
+
+def test_calls_go_on_inside_a_pause(plain: list[PreTrainedModel], model: Any, engine: Engine) -> None:
+    beside, call = joined(model, engine)
+    with engine.paused(weights_stay=True):
+        assert call.result(PATIENCE) == alone(plain[0], PROMPT, 400)
+        assert start(lambda: alone(model, OTHER, 30)).result(PATIENCE) == alone(plain[0], OTHER, 30)
+        assert not beside.done
+    assert beside.result(PATIENCE).token_ids == alone(plain[0], OTHER, 900)
+
+
+def test_a_call_that_waits_in_the_batch_leaves_it(plain: list[PreTrainedModel], model: Any) -> None:
+    """There is one row, and that is taken for long."""
+    with Engine(model, max_rows=1) as engine:
+        beside, call = joined(model, engine)
+        with engine.paused(weights_stay=True):
+            assert call.result(PATIENCE) == alone(plain[0], PROMPT, 400)
+            assert not beside.done
+        assert beside.result(PATIENCE).token_ids == alone(plain[0], OTHER, 900)
+    assert_account_is_empty(model)
+
+
+def test_a_sampled_call_that_leaves_goes_on_with_its_seeds(model: Any) -> None:
+    settings: dict[str, Any] = {"do_sample": True, "max_new_tokens": 40, "attention_mask": torch.ones(1, 5).long()}
+
+    def sampled() -> list[int]:
+        torch.manual_seed(3)
+        return model.generate(torch.tensor([PROMPT]), **settings)[0].tolist()  # type: ignore[no-any-return]
+
+    expected = sampled()
+    with Engine(model, max_rows=1) as engine:
+        beside = engine.submit(OTHER, greedy(900))
+        next(iter(beside))
+        call = start(sampled)
+        while len(engine._driver.handles) == 1:
+            assert not call.done()
+        engine.close()
+        assert call.result(PATIENCE) == expected
+    assert beside.result(PATIENCE).finish_reason == "cancelled"
+    assert model.compiled.stats().generate_calls == {"fast loop": 2}
+
+
+def test_a_call_that_is_refused_its_pages_says_so(plain: list[PreTrainedModel], model: Any, engine: Engine) -> None:
+    """It would wait in the engine for pages that who sends the model to sleep keeps."""
+    with torch.no_grad():
+        kept = model(torch.tensor([PROMPT * 150])).past_key_values  # 188 of 300 pages
+    beside, call = joined(model, engine, tokens=900)
+    with pytest.raises(RuntimeError, match="caches hold 188 pages"):
+        engine.sleep(requests="end")
+    with pytest.raises(ValueError, match="pages of 4 tokens"):
+        call.result(PATIENCE)
+    kept.close()
+    assert beside.result(PATIENCE).token_ids == alone(plain[0], OTHER, 900)
+
+
+# ---- a call with a streamer
+
+
+def calls_of(model: Any, engine: Engine) -> dict[str, Callable[[], Any]]:
+    def forward() -> Any:
+        with torch.no_grad():
+            return int(model(torch.tensor([OTHER]), use_cache=False).logits[0, -1].argmax())
+
+    return {
+        "generate": lambda: alone(model, OTHER, 3)[0],
+        "generate in another thread": lambda: start(lambda: alone(model, OTHER, 3)).result(PATIENCE)[0],
+        "forward": forward,
+        "submit": lambda: engine.submit(OTHER, greedy(3)).result(PATIENCE).token_ids[0],
+        "engine.generate": lambda: engine.generate(OTHER, greedy(3))[0].token_ids[0],
+    }
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("stop", ["update", "update and end", "sleep", "close", "pause"])
+@pytest.mark.parametrize("name", ["generate", "generate in another thread", "forward", "submit", "engine.generate"])
+def test_a_streamer_calls_the_model_while_another_thread_stops_it(
+    plain: list[PreTrainedModel], model: Any, engine: Engine, folder: Path, name: str, stop: str, busy: bool
+) -> None:
+    if stop in ("close", "pause") and name in ("submit", "engine.generate"):
+        pytest.skip("what an engine answers ends with it, and waits for it")
+    beside = engine.submit(PROMPT, greedy(60)) if busy else None
+    streamer = Streamer(calls_of(model, engine)[name])
+    call = start(lambda: alone(model, PROMPT, 20, streamer=streamer))
+    assert streamer.begun.wait(PATIENCE)
+    over = threading.Event()
+
+    def pause() -> None:
+        with engine.paused():
+            assert over.wait(PATIENCE)
+
+    stops = {
+        "update": lambda: engine.update_weights(folder),
+        "update and end": lambda: engine.update_weights(folder, requests="end"),
+        "sleep": engine.sleep,
+        "close": engine.close,
+        "pause": pause,
+    }
+    stopping = start(stops[stop])  # type: ignore[arg-type]
+    calls = model.compiled.calls
+    while stop in ("update", "update and end", "sleep") and not calls.awaited:
+        assert not stopping.done()
+    streamer.go_on.set()
+    assert call.result(PATIENCE) == alone(plain[0], PROMPT, 20)
+    assert streamer.found == alone(plain[0], OTHER, 1)[0]
+    over.set()
+    stopping.result(PATIENCE)
+    if stop == "sleep":
+        engine.wake()
+    assert beside is None or beside.result(PATIENCE).finish_reason in ("length", "cancelled")
+
+
+def test_a_call_between_its_beginning_and_its_loop_ends_first(
+    plain: list[PreTrainedModel], model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a cache already, in pages that sleep would give back."""
+    alone(model, PROMPT, 1)
+    begun, go_on, original = threading.Event(), threading.Event(), type(model)._sample
+
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "_sample", sample)
+    call = start(lambda: alone(model, PROMPT, 9))
+    assert begun.wait(PATIENCE)
+    sleeping = start(engine.sleep)
+    while not model.compiled.calls.awaited:
+        assert not sleeping.done()
+    late = start(lambda: alone(model, OTHER, 9))
+    go_on.set()
+    assert call.result(PATIENCE) == alone(plain[0], PROMPT, 9)
+    assert late.result(PATIENCE) == alone(plain[0], OTHER, 9)
+    sleeping.result(PATIENCE)
+
+
+# ---- calls in progress
+
+
+def test_calls_wait_for_who_waits_for_others_unless_nothing_moves() -> None:
+    steps = [0]
+    calls = Calls(lambda: steps[0])
+    first, go_on, order = threading.Event(), threading.Event(), list[str]()
+
+    def call(name: str, wait: threading.Event | None = None) -> None:
+        with calls.begun():
+            order.append(name)
+            first.set()
+            with calls.begun():  # one inside of it
+                assert wait is None or wait.wait(PATIENCE)
+
+    early = start(lambda: call("early", go_on))
+    assert first.wait(PATIENCE)
+
+    def stop() -> None:
+        with calls.waiting():
+            calls.wait()
+            with calls.barred() as barred:
+                assert barred
+                order.append("stopped")
+
+    stopping = start(stop)
+    while not calls.awaited:
+        pass
+    late = start(lambda: call("late"))
+    for _ in range(15):
+        steps[0] += 1
+        threading.Event().wait(0.1)
+    assert order == ["early"]
+    late.result(PATIENCE)  # nothing moves any more
+    go_on.set()
+    for future in (early, stopping):
+        future.result(PATIENCE)
+    assert order == ["early", "late", "stopped"]
+    assert not calls.here
+    with calls.begun(), calls.barred() as barred:
+        assert calls.here
+        assert not barred
