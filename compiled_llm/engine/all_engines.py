@@ -56,15 +56,15 @@ def calls_ended(runtime: Runtime, doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def nothing_running(runtime: Runtime) -> Iterator[list[Driver]]:
+def nothing_running(runtime: Runtime) -> Iterator[list[Driver] | None]:
     """Run the block while neither an engine nor a call of ``generate`` runs; inside ``calls_ended``.
 
-    Engines are paused only while no call is in progress, so that none waits for an engine that waits for it.
+    Yields the engines; None if a call is in progress, one that may wait for an engine: whoever wants this has to let
+    all run until the calls have ended, and to try again.
     """
-    while True:
-        runtime.calls.wait()
-        with all_paused(runtime) as drivers, runtime.calls.barred() as barred:
-            if barred:
-                with runtime.loop_lock.taken(fits=lambda: False):  # once no other loop is in progress either
-                    yield drivers
-                return
+    with all_paused(runtime) as drivers, runtime.calls.barred() as barred:
+        if not barred:
+            yield None
+            return
+        with runtime.loop_lock.taken(fits=lambda: False):  # once no loop is in progress that is no call's
+            yield drivers

@@ -24,14 +24,24 @@ def put_to_sleep(runtime: Runtime, ends: bool, weights: bool) -> int:
         RuntimeError: others hold pages, or a loop of this thread's has called this.
         ValueError: weights cannot be moved.
     """
-    with calls_ended(runtime, "sleep"), nothing_running(runtime) as drivers:
+    with calls_ended(runtime, "sleep"):
+        while (nbytes := _put_to_sleep(runtime, ends, weights)) is None:
+            runtime.calls.wait()
+    logger.info("asleep: %.2f GiB of device memory given back", nbytes / 2**30)
+    return nbytes
+
+
+def _put_to_sleep(runtime: Runtime, ends: bool, weights: bool) -> int | None:
+    """As ``put_to_sleep``; None if a call is in progress, and nothing has changed."""
+    with nothing_running(runtime) as drivers:
+        if drivers is None:
+            return None
         for driver in drivers:
             driver.placed.park()
         nbytes = runtime.device_side.sleep(weights)
         for driver in drivers:
             driver.rest(ends)
-    logger.info("asleep: %.2f GiB of device memory given back", nbytes / 2**30)
-    return nbytes
+        return nbytes
 
 
 def wake_up(runtime: Runtime) -> None:

@@ -40,22 +40,27 @@ def update_weights(runtime: Runtime, folder: Path, requests: Literal["wait", "ke
     """
     check_outside(runtime, "update_weights")
     new = NewWeights(runtime.facts.model, folder)  # while requests run
-    with deferred(), calls_ended(runtime, "update_weights"), ExitStack() as holding:
-        if requests != "keep":
-            holding.enter_context(_ended(runtime, requests == "end"))
-        _write(runtime, new)
+    with deferred(), calls_ended(runtime, "update_weights"):
+        while not _updated(runtime, new, requests):
+            runtime.calls.wait()
     logger.info("compiled_llm: the weights are those of %s", folder)
 
 
-def _write(runtime: Runtime, new: NewWeights) -> None:
-    """Change the weights while nothing runs, the model's own forward neither."""
-    with nothing_running(runtime) as drivers:
+def _updated(runtime: Runtime, new: NewWeights, requests: Literal["wait", "keep", "end"]) -> bool:
+    """Change the weights while nothing runs, the model's own forward neither; False if a call is in progress."""
+    with ExitStack() as stack:
+        if requests != "keep":
+            stack.enter_context(_ended(runtime, requests == "end"))
+        drivers = stack.enter_context(nothing_running(runtime))
+        if drivers is None:
+            return False
         try:
             with runtime.facts.attention.moving_weights(threading.get_ident()):
                 new.write()
         finally:
             for driver in drivers:
                 driver.model_may_have_changed(weights_stay=False)
+        return True
 
 
 @contextmanager
