@@ -13,7 +13,10 @@ import time
 from collections import Counter
 
 import pytest
+from transformers.utils.logging import disable_progress_bar
 
+from compiled_llm.engine.loop import Loop
+from compiled_llm.execution.runner import Runner
 from support.thread_search import Expected, Schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -21,11 +24,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.slow
 def test_schedules_end_and_leave_nothing(
-    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, seed: int
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     expected, done = Expected(tmp_path_factory.mktemp("weights")), Counter[str]()
     first, cases = pytestconfig.getoption("fuzz_seed"), pytestconfig.getoption("fuzz_cases")
     seconds = pytestconfig.getoption("fuzz_seconds")
+    disable_progress_bar()
     short = cases is None and not seconds
     over = time.monotonic() + seconds
     for count in itertools.count():
@@ -33,6 +37,8 @@ def test_schedules_end_and_leave_nothing(
             break
         number = (1000 * seed if first is None else first) + count
         print(f"schedule {number}", flush=True)
+        for loop in (Loop, Runner):  # as on a GPU
+            monkeypatch.setattr(loop, "asynchronous", bool(number % 2))
         schedule = Schedule(number, expected)
         schedule.run(actions=4 if short else 30)
         done += schedule.done

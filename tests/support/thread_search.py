@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.handle import RequestHandle
+from compiled_llm.engine.output import Completion
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.request import RequestError
 from support.in_threads import start
@@ -178,9 +179,17 @@ class Schedule:
         return number, length, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, **settings)
 
     def _check_result(self, handle: RequestHandle, number: int, length: int) -> None:
-        output = handle.result(PATIENCE)
-        assert output.finish_reason in ("length", "cancelled", "timeout")
-        self._expected.check(number, output.token_ids, length if output.finish_reason == "length" else None)
+        try:
+            handle.result(PATIENCE)
+        except RequestError as error:  # of its processor, or of the tokenizer
+            if "planted" not in str(error):
+                raise
+        self._check_answer(handle.output().outputs[0], number, length)
+
+    def _check_answer(self, answer: Completion, number: int, length: int) -> None:
+        assert answer.error is None or "planted" in str(answer.error), answer.error
+        whole = length if answer.finish_reason == "length" else None
+        self._expected.check(number, answer.token_ids, whole)
 
     def _submit(self, draw: random.Random) -> None:
         asked = [self._request(draw) for _ in range(draw.choice((1, 1, 4)))]
@@ -196,11 +205,7 @@ class Schedule:
         at = draw.randint(1, 20)
         number, length, params = self._request(draw, logits_processors=[Planted(draw.choice(ERRORS), at)])
         handle = self._engine(draw).submit(PROMPTS[number], params)
-        try:
-            self._check_result(handle, number, length)
-        except RequestError as error:
-            assert "planted" in str(error)
-        self._expected.check(number, handle.output().token_ids)
+        self._check_result(handle, number, length)
 
     def _listen_failing(self, draw: random.Random) -> None:
         number, length, params = self._request(draw)
@@ -211,13 +216,10 @@ class Schedule:
     def _text(self, draw: random.Random) -> None:
         number, length, params = self._request(draw, stop=draw.choice((None, "88 ", "never")))
         handle = self._engine(draw).submit(PROMPTS[number], params)
-        try:
+        with contextlib.suppress(RequestError):
             text = "".join(handle.text())
-            handle.result(PATIENCE)
-            assert text == handle.output().text
-        except RequestError as error:
-            assert "the tokenizer cannot decode" in str(error)
-        self._expected.check(number, handle.output().token_ids)
+            assert text == handle.result(PATIENCE).text
+        self._check_result(handle, number, length)
 
     def _cancel(self, draw: random.Random) -> None:
         number, length, params = self._request(draw)
@@ -233,11 +235,7 @@ class Schedule:
         prompts, params = zip(*((PROMPTS[number], params) for number, _, params in (*asked, bad)), strict=True)
         outputs = self._engine(draw).generate(list(prompts), list(params))
         for output, (number, length, _) in zip(outputs, asked, strict=False):
-            answer = output.outputs[0]
-            failed = answer.finish_reason == "error"
-            assert not failed or "the tokenizer cannot decode" in str(answer.error)
-            assert failed or answer.finish_reason in ("length", "cancelled")
-            self._expected.check(number, answer.token_ids, length if answer.finish_reason == "length" else None)
+            self._check_answer(output.outputs[0], number, length)
 
     def _await(self, draw: random.Random) -> None:
         number, length, params = self._request(draw)
@@ -245,7 +243,7 @@ class Schedule:
 
         async def ask() -> RequestHandle:
             handle = self._engine(draw).submit(PROMPTS[number], params)
-            with contextlib.suppress(asyncio.TimeoutError):
+            with contextlib.suppress(asyncio.TimeoutError, RequestError):
                 await asyncio.wait_for(handle._ended(), patience)
             return handle
 
