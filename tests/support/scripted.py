@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
@@ -13,7 +14,19 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from compiled_llm.protocol.frames import Frames, frame_of
-from compiled_llm.protocol.messages import Ended, FromClient, Hello, Ready, Step, Submit, Summary, Update, Welcome
+from compiled_llm.protocol.messages import (
+    VERSION,
+    Beat,
+    Ended,
+    FromClient,
+    Hello,
+    Ready,
+    Step,
+    Submit,
+    Summary,
+    Update,
+    Welcome,
+)
 from support.generators import PATIENCE
 from support.text_tokenizers import byte_level
 
@@ -121,11 +134,25 @@ def _accept(listening: socket.socket, ready: Ready, script: Script) -> None:
 
 def _serve(connection: socket.socket, ready: Ready, script: Script) -> None:
     frames: Frames[Any] = Frames(FromClient)
+    sending = threading.Lock()
+
+    def send(*messages: Any) -> None:
+        with sending:
+            connection.sendall(b"".join(map(frame_of, messages)))
+
     with connection, suppress(OSError):
         while data := connection.recv(2**16):
             for message in frames.feed(data):
                 if isinstance(message, Hello):
-                    connection.sendall(frame_of(Welcome(1, "a test", 1)) + frame_of(ready))
+                    send(Welcome(VERSION, "a test", 1), ready)
+                    threading.Thread(target=_beat, args=(send,), daemon=True).start()
                 elif isinstance(message, Submit):
                     for step in script.answer(message):
-                        connection.sendall(frame_of(step))
+                        send(step)
+
+
+def _beat(send: Callable[[Beat], None]) -> None:
+    with suppress(OSError):  # the connection is closed
+        while True:
+            send(Beat())
+            time.sleep(1)

@@ -7,22 +7,23 @@ from dataclasses import replace
 from typing import Any
 
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import MOST_BLANKS, StructuredOutputsParams
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.server.front.api_error import ApiError, invalid
 from compiled_llm.server.front.call_form import CallForm
 from compiled_llm.server.front.chat_prompt import ChatPrompt
-from compiled_llm.server.front.response_format import MOST_SCHEMA, AnyFormat, form_of, schema_of
+from compiled_llm.server.front.form_fields import Form
+from compiled_llm.server.front.response_format import MOST_SCHEMA
 
 Format = dict[str, Any]
 """A part of a structural tag of xgrammar's."""
 
 
-def with_form(params: SamplingParams, wanted: AnyFormat | None, prompt: ChatPrompt) -> SamplingParams:
+def with_form(params: SamplingParams, wanted: Form | None, prompt: ChatPrompt) -> SamplingParams:
     """Return settings by which answers have their form.
 
     Args:
         params: settings.
-        wanted: the form of what is no call.
+        wanted: the form of what is no call; None for any text.
         prompt: with the tools that may be, or have to be, called.
 
     Raises:
@@ -35,26 +36,27 @@ def with_form(params: SamplingParams, wanted: AnyFormat | None, prompt: ChatProm
     return replace(params, **changed) if changed else params
 
 
-def _form(wanted: AnyFormat | None, prompt: ChatPrompt) -> dict[str, Any]:
-    plain, calls = form_of(wanted), _calls(wanted, prompt)
+def _form(wanted: Form | None, prompt: ChatPrompt) -> dict[str, Any]:
+    calls = _calls(wanted, prompt)
     thinking = None if prompt.template is None else prompt.template.begun(prompt.text)
-    if calls is None and (not plain or thinking is None):
-        return plain
-    found = _json(wanted) if calls is None else calls
+    if calls is None and (wanted is None or thinking is None):
+        return {} if wanted is None else {"structured_outputs": wanted.params}
+    found = as_format(wanted) if calls is None and wanted is not None else calls
+    assert found is not None, "there is a form, or there are calls"
     if thinking is not None and found["type"] != "triggered_tags":  # among other text, thinking is free anyway
         found = _after(thinking, found)
     return {"structured_outputs": StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": found})}
 
 
-def _calls(wanted: AnyFormat | None, prompt: ChatPrompt) -> Format | None:
+def _calls(wanted: Form | None, prompt: ChatPrompt) -> Format | None:
     """Return the form of an answer as far as it calls tools; None if that is free."""
     offer = prompt.offer
     if offer.called is not None:
         form = _call_form(prompt, "tool_choice", "give 'auto'")
         return form.several(offer.called, offer.several)
-    if offer.functions and schema_of(wanted) is not None:
-        form = _call_form(prompt, "response_format", "give it without tools")
-        return {"type": "or", "elements": [form.several(offer.functions, offer.several), _json(wanted)]}
+    if offer.functions and wanted is not None:
+        form = _call_form(prompt, wanted.field, "give it without tools")
+        return {"type": "or", "elements": [form.several(offer.functions, offer.several), as_format(wanted)]}
     if offer.strict:
         form = _call_form(prompt, "tools", "give functions without strict")
         return form.beside_text(offer.functions, offer.several)
@@ -78,8 +80,30 @@ def _after(thinking: str, form: Format) -> Format:
     return {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": r"\s{0,2}"}, form]}
 
 
-def _json(wanted: AnyFormat | None) -> Format:
-    return {"type": "json_schema", "json_schema": schema_of(wanted), "max_whitespace_cnt": MOST_BLANKS}
+def as_format(wanted: Form) -> Format:
+    """Return a form as a part of a structural tag.
+
+    Raises:
+        ApiError: it cannot be one.
+    """
+    params = wanted.params
+    if params.disable_any_whitespace:
+        raise _not_held(f"{wanted.field}: disable_any_whitespace is not served beside tools or thinking", wanted.field)
+    if params.regex is not None:
+        return {"type": "regex", "pattern": params.regex}
+    if params.choice is not None:
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in params.choice]}
+    source = params.source
+    if source.kind == "json":
+        blanks = {"max_whitespace_cnt": params.max_whitespace_cnt}
+        return {"type": "json_schema", "json_schema": json.loads(source.text), **blanks}
+    if source.kind == "ebnf":
+        return {"type": "grammar", "grammar": source.text}
+    tag = json.loads(source.text) if source.kind == "structural_tag" else {}
+    if "format" not in tag:
+        raise _not_held(f"{wanted.field}: of this kind, it is not served beside tools or thinking", wanted.field)
+    found: Format = tag["format"]
+    return found
 
 
 def _not_held(message: str, param: str | None) -> ApiError:

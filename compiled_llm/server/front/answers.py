@@ -191,12 +191,21 @@ class News(NamedTuple):
         tokens: that were read for it.
         logprobs: of these tokens, if they are wanted.
         finish_reason: why it has ended; None while it has not.
+        total: how many tokens the answer has so far, the one that has ended it included.
+        ending: the token that has ended it, if one has, and it is not told of.
     """
 
     text: str
     tokens: list[int]
     logprobs: list[list[Entry]] | None
     finish_reason: FinishReason | None
+    total: int = 0
+    ending: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All new tokens."""
+        return [*self.tokens, *self.ending]
 
     @property
     def is_text(self) -> bool:
@@ -249,4 +258,7 @@ class Choice:
         logprobs = received.logprobs and received.logprobs[self._tokens : self._tokens + len(tokens)]
         self._characters += len(piece)
         self._tokens += len(tokens)
-        return News(piece, tokens, logprobs, finish_reason_of(received.finish_reason) if self._over else None)
+        if not self._over:
+            return News(piece, tokens, logprobs, None, self._tokens)
+        ending = tuple(received.tokens[self._tokens :])
+        return News(piece, tokens, logprobs, finish_reason_of(received.finish_reason), len(received.tokens), ending)

@@ -15,9 +15,9 @@ from compiled_llm.server.front.answer_form import with_form
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
 from compiled_llm.server.front.beside import beside
-from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of
+from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of, prompt_logprobs
 from compiled_llm.server.front.chat_message import plain_messages
-from compiled_llm.server.front.chat_prompt import ChatPrompt, chat_prompt
+from compiled_llm.server.front.chat_prompt import ChatPrompt, chat_prompt, end_of_chat
 from compiled_llm.server.front.chat_request import ChatRequest
 from compiled_llm.server.front.chat_response import (
     AssistantMessage,
@@ -34,7 +34,8 @@ from compiled_llm.server.front.front import front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.openapi_responses import ANSWERS
 from compiled_llm.server.front.reading import Reading
-from compiled_llm.server.front.usage import Usage, finish_reason_of
+from compiled_llm.server.front.token_bytes import TokenNames
+from compiled_llm.server.front.usage import Usage, finish_reason_of, usage_so_far
 
 router = APIRouter()
 
@@ -49,11 +50,13 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     def prepared() -> tuple[list[int], SamplingParams, list[Reading]]:
         params = body.sampling()
         prompt = prompt_of(body, model)
-        params = with_form(params, body.response_format, prompt)
-        return prompt.tokens, params, [Reading(prompt.reader()) for _ in range(body.answers)]
+        params = with_form(params, body.form, prompt)
+        tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
+        return tokens, params, [Reading(prompt.reader()) for _ in range(body.answers)]
 
     tokens, params, readings = await beside(prepared, len(await request.body()))
-    answers = await front.submit(request, [tokens], params, "messages", body.user, body.cache_salt)
+    salts = body.user, body.cache_salt
+    answers = await front.submit(request, [tokens], params, "messages", *salts, priority=body.priority)
     told = _Told(body, model, front.settings.names[0], answers, readings)
     return await answered(told, answers, bool(body.stream))
 
@@ -64,13 +67,8 @@ def prompt_of(body: ChatRequest, model: Model) -> ChatPrompt:
     Raises:
         ApiError: the chat template does not take it.
     """
-    goes_on = bool(body.continue_final_message)
-    options = {
-        "add_generation_prompt": not goes_on if body.add_generation_prompt is None else body.add_generation_prompt,
-        "continue_final_message": goes_on,
-    }
     messages = plain_messages(body.messages)
-    return chat_prompt(model.vocabulary, messages, body.offer, body.chat_template_kwargs, **options)
+    return chat_prompt(model.vocabulary, messages, body.offer, body.template_kwargs, **end_of_chat(body))
 
 
 class _Told:
@@ -82,27 +80,40 @@ class _Told:
         self._body = body
         self._model = model
         self._answers = answers
+        self._names = TokenNames(model.token_bytes, bool(body.return_tokens_as_token_ids))
         self._readings = readings
         self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": name}
 
     def whole(self, completions: Iterable[Completion]) -> ChatCompletion:
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
-        return ChatCompletion(choices=choices, usage=self._usage(), **self._head)
+        return ChatCompletion(choices=choices, usage=self._usage(), **self._of_prompt(), **self._head)
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """Return what is wanted of the prompt."""
+        (handle,), found = self._answers.handles, self._ids("prompt_token_ids", self._answers.handles[0].prompt)
+        if self._body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(handle.prompt_logprobs or (), self._names)
+        return found
+
+    def _ids(self, name: str, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return tokens by their ids, if they are wanted."""
+        return {name: list(tokens)} if self._body.return_token_ids else {}
 
     def _choice(self, index: int, completion: Completion) -> ChatChoice:
         reading = self._readings[index]
         reason = finish_reason_of(completion.finish_reason)
         parts = reading.read(completion.text or "", reason)
-        calls = [CalledTool.of(call) for call in parts.calls]
+        calls, content = [CalledTool.of(call) for call in parts.calls], self._body.echoed + parts.content
         return ChatChoice(
             index=index,
             message=AssistantMessage(
-                content=None if calls and not parts.content else parts.content,
+                content=None if calls and not content else content,
                 reasoning_content=parts.reasoning or None,
                 tool_calls=calls or None,
             ),
             logprobs=None if completion.logprobs is None else self._logprobs(entries_of(completion.logprobs)),
             finish_reason=reading.reason(reason),
+            **self._ids("token_ids", completion.token_ids),
         )
 
     def _usage(self) -> Usage:
@@ -110,7 +121,10 @@ class _Told:
 
     def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
-        begins = [self._chunk([_begins(choice)]) for choice in choices]
+        prompt = self._ids("prompt_token_ids", self._answers.handles[0].prompt)
+        begins = [self._chunk([_begins(choice)], **prompt) for choice in choices]
+        if echoed := self._body.echoed:
+            begins += [self._text_event(choice)(echoed) for choice in choices]
         return self._events(choices, begins, [self._text_event(choice) for choice in choices])
 
     async def _events(
@@ -127,26 +141,35 @@ class _Told:
         if self._body.wants_usage:
             yield [self._chunk([], usage=await beside(self._usage, self._answers.characters))]
 
-    def _chunk(self, choices: list[ChunkChoice], **usage: Any) -> bytes:
-        if self._body.wants_usage:
-            usage = usage or {"usage": None}
-        return event(ChatChunk(object="chat.completion.chunk", choices=choices, **usage, **self._head))
+    def _chunk(self, choices: list[ChunkChoice], count: int = 0, **others: Any) -> bytes:
+        if self._body.wants_usage_always and choices:
+            others["usage"] = usage_so_far(self._answers.handles[0], count)
+        elif self._body.wants_usage:
+            others = {"usage": None, **others}
+        return event(ChatChunk(object="chat.completion.chunk", choices=choices, **others, **self._head))
 
     def _news(self, index: int, news: News, text: TextEvent) -> list[bytes]:
         """Return an event for each part of which there is something new; the last one says why the answer has ended."""
         reading, over = self._readings[index], news.finish_reason is not None
         parts = reading.read(news.text, news.finish_reason)
-        if news.is_text and parts.is_content:
+        if news.is_text and parts.is_content and not self._tells_of_tokens:
             return [text(parts.content)] if parts.content else []
         deltas = reading.deltas(parts, over)
-        if not deltas and news.logprobs:  # of tokens whose text comes later
+        if not deltas and (news.logprobs or self._body.return_token_ids):  # of tokens whose text comes later
             deltas = [Delta(content="")]
         new = [ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None) for delta in deltas]
         for first in new[:1]:
             first.logprobs = self._logprobs(news.logprobs) if news.logprobs else None
+            if self._body.return_token_ids:
+                first.token_ids = news.token_ids
         if news.finish_reason is not None:
             new[-1].finish_reason = reading.reason(news.finish_reason)
-        return [self._chunk([choice]) for choice in new]
+        return [self._chunk([choice], news.total) for choice in new]
+
+    @property
+    def _tells_of_tokens(self) -> bool:
+        """Whether each chunk says something of its tokens, so that no two are alike."""
+        return self._body.wants_usage_always or bool(self._body.return_token_ids)
 
     def _text_event(self, choice: Choice) -> TextEvent:
         nothing: dict[str, Any] = {"logprobs": None, "finish_reason": None}
@@ -155,7 +178,7 @@ class _Told:
         )
 
     def _logprobs(self, places: list[list[Entry]]) -> Logprobs:
-        return chat_logprobs(places, self._body.top_logprobs or 0, self._model.token_bytes)
+        return chat_logprobs(places, self._body.top_logprobs or 0, self._names)
 
 
 def _begins(choice: Choice) -> ChunkChoice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from compiled_llm.server.front.answer_parts import PartsReader, PlainReader
 from compiled_llm.server.front.response_template import ResponseTemplate
@@ -38,6 +38,19 @@ class ChatPrompt:
         if self.template is None:
             return PlainReader()
         return self.template.reader(self.text, self.offer.plain(), self.offer.several)
+
+
+class Ending(Protocol):
+    """A request that may say how a chat ends."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def end_of_chat(asked: Ending) -> dict[str, Any]:
+    """Return the options of ``apply_chat_template``: the answer begins, unless the last message goes on."""
+    goes_on, begins = bool(asked.continue_final_message), asked.add_generation_prompt
+    return {"add_generation_prompt": not goes_on if begins is None else begins, "continue_final_message": goes_on}
 
 
 def chat_prompt(

@@ -10,12 +10,23 @@ from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.chat_message import Message
 from compiled_llm.server.front.fields import Entries, NoEffect, Refused
+from compiled_llm.server.front.form_fields import Form
 from compiled_llm.server.front.response_format import ResponseFormat
-from compiled_llm.server.front.sampling_fields import SamplingFields
+from compiled_llm.server.front.sampling_fields import ChoiceFields
 from compiled_llm.server.front.tool_fields import Offer, ToolChoice, Tools, choice_of
 
+Effort = Annotated[str, Field(max_length=32)]
+"""How much a model is to think; which words there are, its template says."""
 
-class ChatRequest(SamplingFields):
+
+def effort_kwargs(effort: str | None) -> dict[str, Any]:
+    """Return what chat templates read of it; some read ``enable_thinking`` alone."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+
+
+class ChatRequest(ChoiceFields):
     """A chat to continue: OpenAI's fields, then the sampling that vLLM has besides."""
 
     messages: Annotated[Entries[Message], Field(min_length=1)]
@@ -27,6 +38,7 @@ class ChatRequest(SamplingFields):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
 
     metadata: Annotated[dict[str, str] | None, NoEffect("nothing is stored")] = None
     safety_identifier: Annotated[str | None, NoEffect("nothing is kept of users")] = None
@@ -34,18 +46,18 @@ class ChatRequest(SamplingFields):
     prompt_cache_key: Annotated[str | None, NoEffect("prompts are found by their tokens")] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, NoEffect("prompts are kept while there is room")] = None
     prompt_cache_retention: Annotated[str | None, NoEffect("prompts are kept while there is room")] = None
+    store: Annotated[bool | None, NoEffect("nothing is stored")] = None
+    verbosity: Annotated[str | None, NoEffect("the model does not see it; say it in a message")] = None
 
     audio: Annotated[Any, Refused("answers are text")] = None
     modalities: Annotated[Any, Refused("answers are text", (["text"],))] = None
     moderation: Annotated[Any, Refused("nothing is moderated")] = None
-    reasoning_effort: Annotated[Any, Refused("give chat_template_kwargs, which the model's template reads")] = None
     service_tier: Annotated[Any, Refused("there is one tier", ("auto", "default"))] = None
-    store: Annotated[Any, Refused("nothing is stored", (False,))] = None
-    verbosity: Annotated[Any, Refused("say it in a message", ("medium",))] = None
     web_search_options: Annotated[Any, Refused("nothing is searched")] = None
     functions: Annotated[Any, Refused("give tools", ([],))] = None
     function_call: Annotated[Any, Refused("give tool_choice", ("none", "auto"))] = None
 
+    echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -59,6 +71,26 @@ class ChatRequest(SamplingFields):
         """
         return Offer(self.tools or (), choice_of(self.tool_choice), self.parallel_tool_calls is not False)
 
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the template reads besides messages and tools."""
+        return effort_kwargs(self.reasoning_effort) | (self.chat_template_kwargs or {})
+
+    @property
+    def echoed(self) -> str:
+        """What stands before each answer: the assistant's own last message, if that is asked for."""
+        last = self.messages[-1]
+        return last.text if self.echo and last.role == "assistant" else ""
+
+    @property
+    def form(self) -> Form | None:
+        """The form of the answer.
+
+        Raises:
+            ApiError: there are several, or it is impossible.
+        """
+        return self.form_beside(self.response_format)
+
     def sampling(self) -> SamplingParams:
         """Return what the engine is asked for, but for the form.
 
@@ -68,7 +100,9 @@ class ChatRequest(SamplingFields):
         """
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs: only with logprobs=true", "top_logprobs")
+        self.check_stream()
         return self.params(
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
         )

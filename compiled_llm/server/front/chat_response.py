@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from typing_extensions import Self
 
 from compiled_llm.server.front.answer_parts import Call, CallPiece
+from compiled_llm.server.front.prompt_response import PromptPlace
 from compiled_llm.server.front.usage import FinishReason, Usage
 
 
@@ -69,6 +70,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: Logprobs | None
     finish_reason: FinishReason
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -80,6 +82,8 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[PromptPlace | None] | None = None
 
 
 class NewFunction(BaseModel):
@@ -126,6 +130,7 @@ class ChunkChoice(BaseModel):
     delta: Delta
     logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(BaseModel):
@@ -137,3 +142,4 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None

@@ -9,19 +9,22 @@ from pydantic import Field
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.fields import Entries, NoEffect, Refused
-from compiled_llm.server.front.sampling_fields import SamplingFields
+from compiled_llm.server.front.response_format import ResponseFormat
+from compiled_llm.server.front.sampling_fields import ChoiceFields
 
 _MOST_TOKENS = 16
 """As OpenAI's, where a request does not say."""
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(ChoiceFields):
     """Text, or several texts, to continue: OpenAI's fields, then the sampling that vLLM has besides."""
 
     prompt: str | Entries[str] | Entries[int] | Entries[Entries[int]]
     max_tokens: Annotated[int | None, Field(ge=0)] = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
     best_of: Annotated[int | None, NoEffect("it has to be n: no answers are drawn and left out")] = None
 
     suffix: Annotated[Any, Refused("text is continued, and not filled in", ("",))] = None
@@ -49,6 +52,13 @@ class CompletionRequest(SamplingFields):
         """
         if self.best_of not in (None, self.answers):
             raise invalid(f"best_of: has to be n={self.answers}; no answers are drawn and left out", "best_of")
-        scores = self.logprobs if self.echo else None
+        self.check_stream()
+        scores = [most for most in (self.logprobs if self.echo else None, self.prompt_logprobs) if most is not None]
         most = _MOST_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.params(max_tokens=most, logprobs=self.logprobs, prompt_logprobs=scores)
+        form = self.form_beside(self.response_format)
+        return self.params(
+            max_tokens=most,
+            logprobs=self.logprobs,
+            prompt_logprobs=max(scores, default=None),
+            structured_outputs=None if form is None else form.params,
+        )

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from compiled_llm.server.front.prompt_response import PromptPlace
 from compiled_llm.server.front.usage import FinishReason, Usage
 
 
@@ -25,6 +26,9 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[PromptPlace | None] | None = None
 
 
 class TextCompletion(BaseModel):

@@ -71,6 +71,7 @@ class Front:
         params: SamplingParams,
         param: str,
         *salts: str | None,
+        priority: int | None = None,
     ) -> Answers:
         """Begin to answer prompts.
 
@@ -80,6 +81,7 @@ class Front:
             params: how to answer.
             param: the field that the prompts are from.
             *salts: what keeps its cached pages from others: the user, if that is asked for, and a salt of its own.
+            priority: smaller ones run first; 0 unless given.
 
         Raises:
             ApiError: they are too many or too long.
@@ -91,7 +93,7 @@ class Front:
 
         def begun() -> list[RemoteHandle]:
             _check(prompts, params, param, model.ready)
-            return self._begun(model.client, prompts, params, salt)
+            return self._begun(model.client, prompts, params, salt, priority or 0)
 
         handles = await beside(begun, CHARACTERS * sum(map(len, prompts)))
         return Answers(handles, request, params.include_stop_str_in_output, self.settings.most_unsent)
@@ -110,13 +112,18 @@ class Front:
             raise invalid(f"n: {prompts} prompts with {answers} answers each; at most {most} at once", "n")
 
     def _begun(
-        self, client: AsyncClient, prompts: Sequence[Sequence[int]], params: SamplingParams, salt: str | None
+        self,
+        client: AsyncClient,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        salt: str | None,
+        priority: int,
     ) -> list[RemoteHandle]:
         handles: list[RemoteHandle] = []
+        timeout = self.settings.request_seconds
         try:
             handles += (
-                client.submit(prompt, params, timeout=self.settings.request_seconds, cache_salt=salt)
-                for prompt in prompts
+                client.submit(prompt, params, priority=priority, timeout=timeout, cache_salt=salt) for prompt in prompts
             )
         except BaseException:
             for handle in handles:

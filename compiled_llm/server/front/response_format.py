@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
-from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.fields import Body, NoEffect
 
 MOST_SCHEMA = 2**16
 """Characters of a schema: it takes time to compile."""
-_PARAM = "response_format"
 
 
 class TextFormat(Body):
@@ -44,29 +40,25 @@ class JsonSchemaFormat(Body):
     json_schema: NamedSchema
 
 
-AnyFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+class StructuralTagFormat(Body):
+    """Forms of the parts between tags: xgrammar's ``format``, or its former ``structures`` and ``triggers``."""
+
+    type: Literal["structural_tag"]
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+AnyFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
 ResponseFormat = Annotated[AnyFormat, Field(discriminator="type")]
 
 
-def schema_of(wanted: AnyFormat | None) -> dict[str, Any] | None:
-    """Return the JSON schema that a form comes to; None for any text."""
-    if isinstance(wanted, JsonSchemaFormat):
-        return wanted.json_schema.schema_
-    return {"type": "object"} if isinstance(wanted, JsonObjectFormat) else None
-
-
-def form_of(wanted: AnyFormat | None) -> dict[str, Any]:
-    """Return the settings of ``SamplingParams`` for a form.
-
-    Raises:
-        ApiError: the schema is too long.
-        ValueError: there is no such form.
-    """
-    if wanted is None or isinstance(wanted, TextFormat):
-        return {}
+def form_of(wanted: AnyFormat | None) -> dict[str, Any] | None:
+    """Return what ``StructuredOutputsParams`` have for a form; None for any text."""
     if isinstance(wanted, JsonObjectFormat):
-        return {"structured_outputs": StructuredOutputsParams(json_object=True)}
-    schema = json.dumps(wanted.json_schema.schema_)
-    if len(schema) > MOST_SCHEMA:
-        raise invalid(f"response_format: the schema has {len(schema):,} characters; at most {MOST_SCHEMA:,}", _PARAM)
-    return {"structured_outputs": StructuredOutputsParams(json=schema)}
+        return {"json_object": True}
+    if isinstance(wanted, JsonSchemaFormat):
+        return {"json": wanted.json_schema.schema_}
+    if isinstance(wanted, StructuralTagFormat):
+        return {"structural_tag": wanted.model_dump(exclude_none=True)}
+    return None

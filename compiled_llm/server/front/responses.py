@@ -26,6 +26,7 @@ from compiled_llm.server.front.reading import Reading
 from compiled_llm.server.front.responses_output import Output
 from compiled_llm.server.front.responses_request import FlatNamedTool, ResponsesRequest
 from compiled_llm.server.front.responses_response import Incomplete, ResponseBody, ResponseUsage, Status
+from compiled_llm.server.front.token_bytes import TokenNames
 from compiled_llm.server.front.usage import FinishReason, finish_reason_of
 from compiled_llm.server.front.vocabulary import check_texts
 
@@ -42,11 +43,14 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
         params = body.sampling()
         for name in ("metadata", "text", "tools"):  # the response repeats them
             check_texts(body.model_dump(include={name}), name)
-        prompt = chat_prompt(model.vocabulary, body.messages(), body.offer, add_generation_prompt=True)
-        return prompt.tokens, with_form(params, body.form, prompt), Reading(prompt.reader())
+        messages, kwargs = body.messages(), body.template_kwargs
+        prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, add_generation_prompt=True)
+        tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
+        return tokens, with_form(params, body.form, prompt), Reading(prompt.reader())
 
     tokens, params, reading = await beside(prepared, len(await request.body()))
-    answers = await front.submit(request, [tokens], params, "input", body.user)
+    salts = body.user, body.cache_salt
+    answers = await front.submit(request, [tokens], params, "input", *salts, priority=body.priority)
     told = _Told(body, model, front.settings.names[0], answers, reading)
     return await answered(told, answers, bool(body.stream), end=b"")
 
@@ -97,7 +101,8 @@ class _Told:
     def _logprobs(self, places: Any) -> list[TokenLogprob]:
         if not self._body.wants_logprobs:
             return []
-        return chat_logprobs(places or [], self._body.top_logprobs or 0, self._model.token_bytes).content or []
+        names = TokenNames(self._model.token_bytes)
+        return chat_logprobs(places or [], self._body.top_logprobs or 0, names).content or []
 
     def _ended(self, reason: FinishReason) -> ResponseBody:
         """Return the response to an answer that has ended."""

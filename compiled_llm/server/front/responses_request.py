@@ -9,7 +9,9 @@ from pydantic import Field
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.chat_message import Message, plain_messages
+from compiled_llm.server.front.chat_request import Effort, effort_kwargs
 from compiled_llm.server.front.fields import Body, Entries, NoEffect, Refused
+from compiled_llm.server.front.form_fields import Form
 from compiled_llm.server.front.response_format import (
     AnyFormat,
     JsonObjectFormat,
@@ -18,7 +20,7 @@ from compiled_llm.server.front.response_format import (
     TextFormat,
 )
 from compiled_llm.server.front.responses_input import InputItem, messages_of
-from compiled_llm.server.front.sampling_fields import StreamOptions
+from compiled_llm.server.front.sampling_fields import SamplingFields, StreamOptions
 from compiled_llm.server.front.tool_fields import MOST_TOOLS, Function, NamedFunction, Offer, Tool
 
 _NOT_STORED = "nothing is stored"
@@ -35,7 +37,7 @@ class TextOptions(Body):
     """The form of the answer."""
 
     format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Annotated[Any, Refused("say it in a message", ("medium",))] = None
+    verbosity: Annotated[str | None, NoEffect("the model does not see it; say it in a message")] = None
 
     @property
     def form(self) -> AnyFormat | None:
@@ -44,6 +46,14 @@ class TextOptions(Body):
         if not isinstance(wanted, SchemaFormat):
             return wanted
         return JsonSchemaFormat(type="json_schema", json_schema=NamedSchema(schema=wanted.schema_))
+
+
+class ReasoningOptions(Body):
+    """How the model is to think."""
+
+    effort: Effort | None = None
+    summary: Annotated[str | None, NoEffect("what the model thinks comes as it is")] = None
+    generate_summary: Annotated[str | None, NoEffect("what the model thinks comes as it is")] = None
 
 
 class FlatTool(Function):
@@ -63,31 +73,29 @@ class FlatNamedTool(NamedFunction):
     type: Literal["function"]
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SamplingFields):
     """Text, or a chat, to answer."""
 
-    model: str | None = None
     input: str | Annotated[Entries[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
-    temperature: Annotated[float | None, Field(ge=0)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     include: Entries[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     text: TextOptions | None = None
     tools: Annotated[Entries[FlatTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
-    stream: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
 
     stream_options: Annotated[StreamOptions | None, NoEffect("chunks are never padded")] = None
-    user: Annotated[str | None, NoEffect("nothing is kept of users; with --salt-caches, it is a salt")] = None
     safety_identifier: Annotated[str | None, NoEffect("nothing is kept of users")] = None
     access_programs: Annotated[Any, NoEffect("there are none")] = None
     prompt_cache_key: Annotated[str | None, NoEffect("prompts are found by their tokens")] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, NoEffect("prompts are kept while there is room")] = None
     prompt_cache_retention: Annotated[str | None, NoEffect("prompts are kept while there is room")] = None
+    store: Annotated[bool | None, NoEffect(_NOT_STORED)] = None
     max_tool_calls: Annotated[int | None, NoEffect("it is for tools that OpenAI runs")] = None
 
     background: Annotated[Any, Refused("the answer comes with the response", (False,))] = None
@@ -98,9 +106,7 @@ class ResponsesRequest(Body):
     moderation: Annotated[Any, Refused("nothing is moderated")] = None
     previous_response_id: Annotated[Any, Refused("nothing is stored; send the whole chat as input")] = None
     prompt: Annotated[Any, Refused("there are no stored prompts; give input")] = None
-    reasoning: Annotated[Any, Refused("the model's template decides it", ({},))] = None
     service_tier: Annotated[Any, Refused("there is one tier", ("auto", "default"))] = None
-    store: Annotated[Any, Refused(_NOT_STORED, (False,))] = None
     truncation: Annotated[Any, Refused("nothing is left out of a chat", ("disabled",))] = None
 
     @property
@@ -120,9 +126,19 @@ class ResponsesRequest(Body):
         return Offer([tool.tool for tool in self.tools or ()], wanted, self.parallel_tool_calls is not False)
 
     @property
-    def form(self) -> AnyFormat | None:
-        """The form of the answer, as chats have it."""
-        return None if self.text is None else self.text.form
+    def form(self) -> Form | None:
+        """The form of the answer.
+
+        Raises:
+            ApiError: there are several, or it is impossible.
+        """
+        return self.form_beside(None if self.text is None else self.text.form)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the template reads besides messages and tools."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return effort_kwargs(effort) | (self.chat_template_kwargs or {})
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the chat as templates read it."""
@@ -139,9 +155,6 @@ class ResponsesRequest(Body):
         """
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options: only for stream=true", "stream_options")
-        given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
-        return SamplingParams(
-            max_tokens=self.max_output_tokens,
-            logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
-            **{name: value for name, value in given.items() if value is not None},
+        return self.params(
+            max_tokens=self.max_output_tokens, logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None
         )

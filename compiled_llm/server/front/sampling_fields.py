@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.fields import Body, Entries, NoEffect
+from compiled_llm.server.front.form_fields import FormFields
 
 T = TypeVar("T")
 Several = Annotated[Entries[T], Field(max_length=256)]
@@ -44,14 +45,14 @@ class StreamOptions(Body):
     """What a stream has besides pieces of the answer."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Annotated[bool | None, NoEffect("chunks are never padded")] = None
 
 
-class SamplingFields(Body):
-    """What every kind of request can say of its answer."""
+class SamplingFields(FormFields):
+    """What every kind of request can say of how its answer is drawn, and of its prompt."""
 
     model: str | None = None
-    n: Annotated[int | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     seed: Annotated[int | None, Field(ge=-1, lt=2**62)] = None
@@ -60,7 +61,6 @@ class SamplingFields(Body):
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: Annotated[str | None, NoEffect("nothing is kept of users; with --salt-caches, it is a salt")] = None
 
     top_k: Annotated[int | None, Field(ge=-1)] = None
@@ -74,16 +74,8 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str | None, Field(max_length=_LONGEST_SALT)] = None
-
-    @property
-    def answers(self) -> int:
-        """How many are wanted of each prompt."""
-        return self.n or 1
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the count of tokens."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
 
     def params(self, **others: Any) -> SamplingParams:
         """Return what the engine is asked for.
@@ -95,13 +87,25 @@ class SamplingFields(Body):
             ApiError: something contradicts itself.
             ValueError: as of ``SamplingParams``.
         """
-        self._check_stream()
-        same = {name: value for name in _SAME_NAMES if (value := getattr(self, name)) not in (None, [])}
+        same = {name: value for name in _SAME_NAMES if (value := getattr(self, name, None)) not in (None, [])}
         return SamplingParams(**same, logit_bias=self._biases(), **others)
 
-    def _check_stream(self) -> None:
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options: only for stream=true", "stream_options")
+    def cut(self, prompt: list[int], room: int) -> list[int]:
+        """Return the last tokens of a prompt, if it is to be cut.
+
+        Args:
+            prompt: token ids.
+            room: how many tokens fit before the answer.
+
+        Raises:
+            ApiError: nothing would be left.
+        """
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == 0:
+            raise invalid("truncate_prompt_tokens: give 1 or more, or -1 for as many as fit", "truncate_prompt_tokens")
+        return prompt[-(max(1, room) if most == -1 else most) :]
 
     def _biases(self) -> dict[int, float] | None:
         """Return the biases by token; JSON has them by text."""
@@ -109,3 +113,39 @@ class SamplingFields(Body):
             return {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None
         except ValueError:
             raise invalid("logit_bias: keys are token ids, written as text", "logit_bias") from None
+
+
+class ChoiceFields(SamplingFields):
+    """What requests can say of which answers come, and of what is told of them."""
+
+    n: Annotated[int | None, Field(ge=1)] = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def answers(self) -> int:
+        """How many are wanted of each prompt."""
+        return self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the count of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        """Whether each chunk of a stream has the count of tokens so far."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check_stream(self) -> None:
+        """Check that nothing contradicts how the answers come.
+
+        Raises:
+            ApiError: something does.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options: only for stream=true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs: only without stream; echo with logprobs streams them", "prompt_logprobs")

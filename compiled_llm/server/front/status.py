@@ -52,6 +52,7 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Health:
     """Say that the front is alive; /ready says whether the model is."""

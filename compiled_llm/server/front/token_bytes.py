@@ -38,6 +38,28 @@ class TokenBytes:
         return str(piece).replace("▁", " ").encode("utf-8", "replace")
 
 
+class TokenNames:
+    """Says what tokens are called where their log-probabilities stand."""
+
+    def __init__(self, token_bytes: TokenBytes, as_ids: bool = False) -> None:
+        """Call them by their texts, or by their ids.
+
+        Args:
+            token_bytes: of a tokenizer.
+            as_ids: call them ``token_id:7``; texts of several tokens may be the same.
+        """
+        self.bytes = token_bytes
+        self._as_ids = as_ids
+
+    def text(self, token: int) -> str:
+        """Return the text of a token."""
+        return self.bytes(token).decode("utf-8", "replace")
+
+    def __call__(self, token: int) -> str:
+        """Return what a token is called."""
+        return f"token_id:{token}" if self._as_ids else self.text(token)
+
+
 @cache
 def _byte_level() -> dict[str, int]:
     """Return GPT-2's bytes by the characters that stand for them: themselves, if they can be printed."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.beside import written
 from compiled_llm.server.front.chat_message import Message, plain_messages
-from compiled_llm.server.front.chat_prompt import chat_prompt
+from compiled_llm.server.front.chat_prompt import chat_prompt, end_of_chat
 from compiled_llm.server.front.fields import Body, Entries
 from compiled_llm.server.front.front import front_of
 from compiled_llm.server.front.openapi_responses import ERRORS
@@ -32,7 +32,9 @@ class TokenizeRequest(Body):
     messages: Annotated[Entries[Message], Field(min_length=1)] | None = None
     tools: Tools | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -42,6 +44,7 @@ class TokenizeResponse(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None = None
 
 
 class DetokenizeRequest(Body):
@@ -66,7 +69,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
     def made() -> TokenizeResponse:
         tokens = _tokens(body, model.vocabulary)
-        return TokenizeResponse(count=len(tokens), max_model_len=model.ready.max_tokens, tokens=tokens)
+        pieces = model.vocabulary.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        room = model.ready.max_tokens
+        return TokenizeResponse(count=len(tokens), max_model_len=room, tokens=tokens, token_strs=pieces)
 
     return await written(made, len(await request.body()))
 
@@ -75,8 +80,7 @@ def _tokens(body: TokenizeRequest, vocabulary: Vocabulary) -> list[int]:
     if body.prompt is not None:
         return vocabulary.of_text(body.prompt, body.add_special_tokens)
     offer, messages = Offer(body.tools or (), None), plain_messages(body.messages or ())
-    goes_on = body.add_generation_prompt
-    return chat_prompt(vocabulary, messages, offer, body.chat_template_kwargs, add_generation_prompt=goes_on).tokens
+    return chat_prompt(vocabulary, messages, offer, body.chat_template_kwargs, **end_of_chat(body)).tokens
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse, responses=ERRORS)

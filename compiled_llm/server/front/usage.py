@@ -34,6 +34,18 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionTokensDetails
 
 
+def usage_so_far(handle: RemoteHandle, tokens: int) -> Usage:
+    """Return what one answer has taken that goes on; ``tokens`` of it have come."""
+    prompt = len(handle.prompt)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=tokens,
+        total_tokens=prompt + tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=handle.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(),
+    )
+
+
 def usage_of(handles: Sequence[RemoteHandle], reasoning: int = 0) -> Usage:
     """Return what requests have taken that have ended; a prompt counts once, however many answers it has.
 

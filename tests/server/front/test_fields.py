@@ -38,9 +38,17 @@ EXAMPLES: dict[str, Any] = {
     "access_programs": {"a": "b"},
     "max_tool_calls": 3,
     "stream_options": {"include_obfuscation": False},
+    "store": True,
+    "verbosity": "low",
+    "guided_decoding_backend": "xgrammar",
 }
 """A value of each field that has no effect."""
-TAKE_OBJECTS = ("logit_bias", "chat_template_kwargs", "stream_options", "response_format", "text", "metadata")
+TAKE_OBJECTS = (
+    *("logit_bias", "chat_template_kwargs", "stream_options", "response_format", "text", "metadata"),
+    *("structured_outputs", "reasoning"),
+)
+TAKE_BOTH = ("guided_json", "json_schema", "structural_tag")
+"""Texts and objects."""
 
 
 def fields(kind: type) -> list[tuple[str, str]]:
@@ -123,7 +131,7 @@ def said(response: httpx.Response) -> list[str]:
     ],
 )
 def test_what_is_served_is_checked_by_name(front: RunningFront, path: str, name: str) -> None:
-    wrong = {1: 2} if name not in TAKE_OBJECTS else "x"
+    wrong = 1.5 if name in TAKE_BOTH else {1: 2} if name not in TAKE_OBJECTS else "x"
     assert (error(send(front, path, **{name: wrong}))["param"] or "").startswith(name)
 
 

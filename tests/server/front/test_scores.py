@@ -110,11 +110,15 @@ def test_what_a_stream_has_left_to_say_of_no_token_has_no_log_probabilities(fron
         (TEXT, {"prompt": "a", "logprobs": 1}),
         (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}),
     ):
-        body |= {"max_tokens": 8, "seed": 2, "stop_token_ids": list(range(60, 120))}
-        choices = [choice for event in events(front, path, body) for choice in event["choices"]]
-        assert choices[-1]["finish_reason"] == "stop"
-        assert choices[-1]["logprobs"] is None
-        assert all(choice["logprobs"] is None or any(choice["logprobs"].values()) for choice in choices)
+        for more in ({"stop_token_ids": list(range(60, 120))}, {"logit_bias": {"70": 100}, "stop_token_ids": [70]}):
+            choices = [
+                choice
+                for event in events(front, path, {**body, "max_tokens": 8, "seed": 2, **more})
+                for choice in event["choices"]
+            ]
+            assert choices[-1]["finish_reason"] == "stop"
+            assert choices[-1]["logprobs"] is None or "logit_bias" not in more
+            assert all(choice["logprobs"] is None or any(choice["logprobs"].values()) for choice in choices)
 
 
 def test_the_chosen_token_is_among_the_likeliest(front: RunningFront) -> None:

@@ -1,0 +1,17 @@
+"""What answers say of their prompt, as vLLM's do."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+
+class PromptLogprob(BaseModel):
+    """How likely a token was in one place of a prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptPlace = dict[str, PromptLogprob]
+"""The token that stands in one place, and the likeliest ones, by their ids."""
