@@ -119,7 +119,8 @@ class Loop:
         """Return a loop on a model as it is placed now."""
         prefixes = device_model.prefixes if settings.prefix_cache else None
         pace = Pace(settings.max_step_ms, device_model.config.prefill_tokens)
-        scheduler = Scheduler(device_model.pool, settings.max_rows, pace.tokens, prefixes)
+        slots = device_model.state.slots.room_for
+        scheduler = Scheduler(device_model.pool, settings.max_rows, pace.tokens, prefixes, slots)
         return cls(device_model, scheduler, pace, prefixes, settings.logprobs_mode)
 
     @property

@@ -110,6 +110,11 @@ class Request:
         return self.constraint is None or self.constraint.ready
 
     @property
+    def keeps_slot(self) -> bool:
+        """Whether its row's slot knows what it has seen, and cannot go to another row before it ends."""
+        return self.sampling is not None and not self.sampling.forgets
+
+    @property
     def place(self) -> str:
         """Where it is, while it has not ended."""
         return "waiting" if self.row is None else "running"

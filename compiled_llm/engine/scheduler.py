@@ -38,9 +38,9 @@ _WEIGHT = 1 / 16
 class Scheduler:
     """Decides what runs; one thread at a time.
 
-    First come, first served within a priority. A request is admitted once there are pages for its prompt and for as
-    much of an answer as is likely; if pages run out nevertheless, whoever has computed least of the lowest priority
-    gives its pages back, waits at the front of its queue, and goes on with the same draws.
+    First come, first served within a priority. A request is admitted once there are a slot for it and pages for its
+    prompt and for as much of an answer as is likely; if pages run out nevertheless, whoever has computed least of the
+    lowest priority gives its pages back, waits at the front of its queue, and goes on with the same draws.
 
     Attributes:
         running: requests that have a row, in the order in which they were admitted.
@@ -52,13 +52,19 @@ class Scheduler:
         new_tokens: tokens read.
         latencies: how long requests have waited.
         admits_until: when others began to wait for pages, on ``time.monotonic``'s clock; later requests wait for them.
-        lets_pass: whether others may run before the next request while there are too few pages for that one.
+        lets_pass: whether others may run before the next request while there are too few pages or slots for that one.
         generation: of the prefix cache when the model was last looked at; pages computed since are of this one.
-        short_since: when the next request came, if the last plan had too few pages for it; None if it had enough.
+        short_since: when the next request came, if the last plan had too few pages or slots for it; None if it had
+            enough.
     """
 
     def __init__(
-        self, pool: PagePool, max_rows: int, budget: Callable[[int], int], prefixes: PrefixTree | None = None
+        self,
+        pool: PagePool,
+        max_rows: int,
+        budget: Callable[[int], int],
+        prefixes: PrefixTree | None = None,
+        slots: Callable[[int, int], bool] = lambda new, keeping: True,
     ) -> None:
         """Begin with nobody.
 
@@ -67,7 +73,10 @@ class Scheduler:
             max_rows: how many requests may run at once.
             budget: how many tokens of prompts to run beside this many decoding rows; at least 1.
             prefixes: keeps pages of texts; None to compute each prompt whole.
+            slots: whether so many rows may begin together, of which so many keep their slots.
         """
+        self._slots = slots
+        self._beginning: list[bool] = []  # in the plan that is made, and whether they keep their slots
         self._pool = pool
         self._max_rows = max_rows
         self._budget = budget
@@ -142,7 +151,7 @@ class Scheduler:
         self.short_since = None
         if self._same and not self._has_room:
             return self._plan
-        before = self.preemptions
+        before, self._beginning = self.preemptions, []
         decode = self._decoding_within_pages()
         room = self._budget(len(decode))
         extend: list[Chunk] = []
@@ -201,12 +210,19 @@ class Scheduler:
         else:
             return None
         request.row = row
+        self._beginning.append(request.keeps_slot)
         ready.remove(request)
         bisect.insort(self.running, request, key=lambda entry: entry.order)
         return request
 
     def _row_for(self, request: Request) -> Row | None:
-        """Return a row with what is cached of the request's text, and a promise of what it likely needs beyond."""
+        """Return a row with what is cached of the request's text, and a promise of what it likely needs beyond.
+
+        None if there are too few pages, or if too many rows keep their slots.
+        """
+        keeping = sum(self._beginning) + request.keeps_slot
+        if not self._slots(len(self._beginning) + 1, keeping):
+            return None
         known, row = request.text, Row(self._pool, 0)
         self.rows.add(row)
         if self._prefixes is not None:

@@ -1,4 +1,4 @@
-"""Requests that wait for pages which nobody in progress has: somebody keeps them, and has to be told."""
+"""Requests that wait for pages or slots which nobody in progress has: somebody keeps them, and has to be told."""
 
 from __future__ import annotations
 
@@ -46,8 +46,16 @@ class Shortage:
         return _STUCK
 
     def _say(self, loop: Loop, seconds: float) -> None:
-        pool = loop.device_model.pool
-        needed = pool.pages_for(len(loop.scheduler.waiting[0].text))
+        pool, request = loop.device_model.pool, loop.scheduler.waiting[0]
+        needed = pool.pages_for(len(request.text))
+        if not loop.device_model.state.slots.room_for(1, request.keeps_slot):
+            logger.warning(
+                "compiled_llm: the engine's next request has waited %.0f s: rows of other engines and calls have the "
+                "slots, which they keep because of penalties or grammars; let them end, or wrap with a larger "
+                "max_batch_size",
+                seconds,
+            )
+            return
         logger.warning(
             "compiled_llm: the engine's next request has waited %.0f s: it needs %d pages, and %d of %d are available; "
             "drop caches that you keep (past_key_values of outputs), do not wait for it in a callback of generate, or "

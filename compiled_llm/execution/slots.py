@@ -91,6 +91,27 @@ class Slots:
 
     # ---- rows come and go
 
+    def room_for(self, new: int, keeping: int) -> bool:
+        """Whether rows may come in, and no loop lacks slots for a batch of its rows in a later step.
+
+        Rows whose slots know what they have seen keep them until they end; others take turns in the rest.
+
+        Args:
+            new: how many rows, of one loop.
+            keeping: how many of them keep their slots.
+        """
+        rows = self.padding - len(self._free) + len(self._waiting) + new
+        if rows <= self.padding:  # as always while one loop runs, or two
+            return True
+        keeping += self._keeping
+        return keeping + min(self.padding // _ROOM, rows - keeping) <= self.padding
+
+    @property
+    def _keeping(self) -> int:
+        """How many rows keep their slots until they end."""
+        rows = [(slot, reference()) for slot, reference in list(self._rows.items())]
+        return sum(not self._settings.of(slot).forgets for slot, row in rows if row is not None and row.slot == slot)
+
     def admit(self, rows: Sequence[Row], settings: Sequence[Sampling | None]) -> None:
         """Give rows slots that have none.
 
@@ -103,6 +124,8 @@ class Slots:
         """
         for row in rows:
             self._waiting.pop(row, None)
+        if not self.room_for(len(rows), sum(not (sampling or GREEDY).forgets for sampling in settings)):
+            self._refuse(len(rows))
         self._give(rows, [sampling or GREEDY for sampling in settings])
 
     def ensure(self, rows: Sequence[Row]) -> None:
@@ -162,11 +185,13 @@ class Slots:
                 row.leave_slot()
                 self.taken += 1
         if count > len(self._free):
-            taken = self.padding - len(self._free)
-            raise RuntimeError(
-                f"{count} more rows cannot run: calls in progress take {taken} of {self.padding} slots with rows whose "
-                "penalties or grammars need them; wrap with a larger max_batch_size"
-            )
+            self._refuse(count)
+
+    def _refuse(self, count: int) -> None:
+        raise RuntimeError(
+            f"{count} more rows cannot run: calls in progress take {self._keeping} of {self.padding} slots with "
+            "rows whose penalties or grammars need them; wrap with a larger max_batch_size"
+        )
 
     # ---- what slots hold
 

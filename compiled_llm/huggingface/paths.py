@@ -137,7 +137,7 @@ def _reason_of_mode(config: GenerationConfig) -> Reason:
 
 @contextmanager
 def _alone(call: Call, most_new: int, needed: int) -> Iterator[None]:
-    """Run a loop while no other one runs, and once there are pages for all that it may need.
+    """Run a loop while no other one runs, and once there are pages and slots for all that it may need.
 
     Args:
         call: the call; its cache gives its pages back at the end, unless it goes to the user.
@@ -149,9 +149,15 @@ def _alone(call: Call, most_new: int, needed: int) -> Iterator[None]:
     """
     device_model, cache, pool = call.device_model, call.cache, call.device_model.pool
     fresh = not cache.seen or isinstance(cache, StandIn)
+    rows = min(len(call.input_ids), device_model.max_batch_size)
+
+    def fits() -> bool:
+        """Whether there are pages and slots; what never fits waits for no pages."""
+        slots = device_model.state.slots.room_for(rows, rows if call.processors else 0)
+        return slots and not pool.available < needed <= pool.total
+
     try:
-        # What never fits waits for no pages.
-        with deferred(), call.runtime.loop_lock.taken(lambda: not pool.available < needed <= pool.total):
+        with deferred(), call.runtime.loop_lock.taken(fits):
             try:
                 call.runtime.take_back(needed, pool)
                 check_fits(device_model, call.lengths, most_new, needed, call.config.num_beams or 1)

@@ -1,0 +1,145 @@
+"""Rows with penalties keep their slots until they end: whoever finds none left waits, and fails nobody."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.engine import shortage
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.handle import RequestHandle
+from compiled_llm.engine.params import SamplingParams
+from support.in_threads import start
+from support.parity import alone, assert_account_is_empty
+from support.tiny_models import tiny_qwen3
+
+ROWS = 2
+"""That one loop has at most; there are twice as many slots."""
+WAIT = 60
+PENALTY = 1.3
+
+
+def tiny() -> PreTrainedModel:
+    return tiny_qwen3(eos_token_id=None, num_hidden_layers=1)
+
+
+@pytest.fixture
+def model(one_thread: None) -> Iterator[PreTrainedModel]:
+    options: dict[str, Any] = {"mode": "eager", "max_batch_size": ROWS, "page_size": 4, "progress": False}
+    model = compiled_llm.wrap(tiny(), kv_memory="4000 tokens", **options)
+    yield model
+    assert_account_is_empty(model)
+    slots = model.compiled.device_model().state.slots
+    assert len(slots._free) == slots.padding == 2 * ROWS
+
+
+@pytest.fixture
+def engines(model: PreTrainedModel) -> Iterator[list[Engine]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Engine(model, max_rows=ROWS)) for _ in range(3)]
+
+
+def params(penalty: float, tokens: int = 150) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, repetition_penalty=penalty)
+
+
+def begun(engine: Engine, penalty: float = PENALTY) -> list[RequestHandle]:
+    """As many requests as run at once; each has got a token."""
+    handles = [engine.submit([5, 6, number], params(penalty)) for number in range(ROWS)]
+    for handle in handles:
+        next(iter(handle.tokens()))
+    return handles
+
+
+def assert_right(handles: list[RequestHandle], penalty: float = PENALTY) -> None:
+    plain = tiny()
+    for number, handle in enumerate(handles):
+        expected = alone(plain, [5, 6, number], 150, repetition_penalty=penalty)
+        assert handle.result(timeout=WAIT).token_ids == expected
+
+
+@pytest.mark.parametrize("penalty", [PENALTY, 1.0])
+def test_the_third_of_three_busy_engines_waits(penalty: float, engines: list[Engine]) -> None:
+    handles = [begun(engine) for engine in engines[:2]]
+    late = [engines[2].submit([5, 6, number], params(penalty)) for number in range(ROWS)]
+    assert_right(late, penalty)
+    for each in handles:
+        assert_right(each)
+    assert [engine.stats().preemptions for engine in engines] == [0, 0, 0]
+
+
+def test_rows_that_run_are_left_slots_to_go_on(engines: list[Engine]) -> None:
+    """They give theirs to rows with penalties, which keep them."""
+    plain = begun(engines[0], penalty=1.0)
+    late = [[engine.submit([5, 6, number], params(PENALTY)) for number in range(ROWS)] for engine in engines[1:]]
+    assert_right(plain, penalty=1.0)
+    for each in late:
+        assert_right(each)
+
+
+@pytest.mark.parametrize("penalty", [PENALTY, 1.0])
+def test_a_call_of_generate_waits_too(penalty: float, model: PreTrainedModel, engines: list[Engine]) -> None:
+    handles = [begun(engine) for engine in engines[:2]]
+    never = {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]}  # joins no engine
+    call = start(lambda: alone(model, [5, 6, 7], 20, repetition_penalty=penalty, **never))
+    assert call.result(timeout=WAIT) == alone(tiny(), [5, 6, 7], 20, repetition_penalty=penalty)
+    for each in handles:
+        assert_right(each)
+
+
+def test_whoever_waits_for_engines_that_are_paused_says_so(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shortage, "_LONG", 0.05)
+    said = threading.Event()
+    monkeypatch.setattr(shortage.Shortage, "_say", _then(shortage.Shortage._say, said))
+    handles = [begun(engine) for engine in engines[:2]]
+    with engines[0].paused(weights_stay=True), engines[1].paused(weights_stay=True):
+        late = [engines[2].submit([5, 6, number], params(PENALTY)) for number in range(ROWS)]
+        assert said.wait(WAIT)
+        assert not any(handle.requests[0].tokens for handle in late)
+    for each in (*handles, late):
+        assert_right(each)
+    (message,) = [message for message in caplog.messages if "next request has waited" in message]
+    assert "because of penalties or grammars" in message
+
+
+def _then(say: Any, event: threading.Event) -> Any:
+    def said(*arguments: Any) -> None:
+        say(*arguments)
+        event.set()
+
+    return said
+
+
+@pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=pytest.mark.whole)])
+def test_many_loops_of_all_kinds(rounds: int, model: PreTrainedModel, engines: list[Engine], seed: int) -> None:
+    expected = {
+        (number, penalty): alone(tiny(), [5, 6, number], 60, repetition_penalty=penalty)
+        for number in range(4)
+        for penalty in (1.0, PENALTY)
+    }
+    cases = list(expected)
+
+    def ask(asker: int) -> None:
+        draws = random.Random(f"{seed} {asker}")
+        for _ in range(rounds):
+            number, penalty = draws.choice(cases)
+            tokens = draws.randrange(1, 61)
+            if asker == 0:
+                found = alone(model, [5, 6, number], tokens, repetition_penalty=penalty)
+            else:
+                handle = draws.choice(engines).submit([5, 6, number], params(penalty, tokens))
+                found = handle.result(timeout=WAIT).token_ids
+            assert found == expected[number, penalty][:tokens]
+
+    for call in [start(lambda asker=asker: ask(asker)) for asker in range(9)]:
+        call.result(timeout=WAIT * 5)
