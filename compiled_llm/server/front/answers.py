@@ -193,6 +193,7 @@ class News(NamedTuple):
         finish_reason: why it has ended; None while it has not.
         total: how many tokens the answer has so far, the one that has ended it included.
         ending: the token that has ended it, if one has, and it is not told of.
+        stop_reason: the stop string, or the one of ``stop_token_ids``, that has ended it.
     """
 
     text: str
@@ -201,6 +202,7 @@ class News(NamedTuple):
     finish_reason: FinishReason | None
     total: int = 0
     ending: tuple[int, ...] = ()
+    stop_reason: int | str | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -260,5 +262,5 @@ class Choice:
         self._tokens += len(tokens)
         if not self._over:
             return News(piece, tokens, logprobs, None, self._tokens)
-        ending = tuple(received.tokens[self._tokens :])
-        return News(piece, tokens, logprobs, finish_reason_of(received.finish_reason), len(received.tokens), ending)
+        ending, reason = tuple(received.tokens[self._tokens :]), finish_reason_of(received.finish_reason)
+        return News(piece, tokens, logprobs, reason, len(received.tokens), ending, received.stop_reason)

@@ -113,6 +113,7 @@ class _Told:
             ),
             logprobs=None if completion.logprobs is None else self._logprobs(entries_of(completion.logprobs)),
             finish_reason=reading.reason(reason),
+            stop_reason=completion.stop_reason,
             **self._ids("token_ids", completion.token_ids),
         )
 
@@ -164,6 +165,8 @@ class _Told:
                 first.token_ids = news.token_ids
         if news.finish_reason is not None:
             new[-1].finish_reason = reading.reason(news.finish_reason)
+        if news.stop_reason is not None:
+            new[-1].stop_reason = news.stop_reason
         return [self._chunk([choice], news.total) for choice in new]
 
     @property

@@ -70,6 +70,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: Logprobs | None
     finish_reason: FinishReason
+    stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 
 
@@ -130,6 +131,7 @@ class ChunkChoice(BaseModel):
     delta: Delta
     logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 
 

@@ -79,6 +79,7 @@ class _Told:
             text=self._echo(index) + (completion.text or ""),
             logprobs=self._all_logprobs(index, completion),
             finish_reason=finish_reason_of(completion.finish_reason),
+            stop_reason=completion.stop_reason,
             prompt_logprobs=self._prompt_logprobs(index),
             **self._ids(completion.token_ids, index),
         )
@@ -163,9 +164,11 @@ class _Told:
     def _news(self, choice: Choice, news: News, scores: CompletionScores) -> CompletionChoice:
         logprobs = scores.written(news.logprobs) if news.logprobs else None
         first = choice.index if news.total == len(news.token_ids) and not self._body.echo else None
-        ids = self._ids(news.token_ids, first)
+        others = self._ids(news.token_ids, first)
+        if news.stop_reason is not None:
+            others["stop_reason"] = news.stop_reason
         return CompletionChoice(
-            index=choice.index, text=news.text, logprobs=logprobs, finish_reason=news.finish_reason, **ids
+            index=choice.index, text=news.text, logprobs=logprobs, finish_reason=news.finish_reason, **others
         )
 
     def _scores(self) -> CompletionScores:

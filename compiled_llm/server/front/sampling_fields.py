@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -76,6 +76,7 @@ class SamplingFields(FormFields):
     cache_salt: Annotated[str | None, Field(max_length=_LONGEST_SALT)] = None
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
+    truncation_side: Literal["left", "right"] | None = None
 
     def params(self, **others: Any) -> SamplingParams:
         """Return what the engine is asked for.
@@ -91,7 +92,7 @@ class SamplingFields(FormFields):
         return SamplingParams(**same, logit_bias=self._biases(), **others)
 
     def cut(self, prompt: list[int], room: int) -> list[int]:
-        """Return the last tokens of a prompt, if it is to be cut.
+        """Return the last tokens of a prompt, or the first, if it is to be cut.
 
         Args:
             prompt: token ids.
@@ -105,7 +106,8 @@ class SamplingFields(FormFields):
             return prompt
         if most == 0:
             raise invalid("truncate_prompt_tokens: give 1 or more, or -1 for as many as fit", "truncate_prompt_tokens")
-        return prompt[-(max(1, room) if most == -1 else most) :]
+        kept = max(1, room) if most == -1 else most
+        return prompt[:kept] if self.truncation_side == "right" else prompt[-kept:]
 
     def _biases(self) -> dict[int, float] | None:
         """Return the biases by token; JSON has them by text."""

@@ -178,6 +178,8 @@ def test_a_prompt_is_cut_at_its_beginning(speaking: tuple[Script, RunningFront],
     for most in (1, 3, len(whole), 1000, -1):
         post(front, path, truncate_prompt_tokens=most)
         assert script.asked[-1].prompt == (whole if most == -1 else whole[-most:])
+    post(front, path, truncate_prompt_tokens=3, truncation_side="right")
+    assert script.asked[-1].prompt == whole[:3]
     assert refusal(front, path, truncate_prompt_tokens=0)["param"] == "truncate_prompt_tokens"
     longer = {TEXT: {"prompt": "a " * 9000}, RESPONSES: {"input": "a " * 9000}}.get(
         path, {"messages": [{"role": "user", "content": "a " * 9000}]}
@@ -294,6 +296,18 @@ def test_each_chunk_counts_its_tokens(front: RunningFront, path: str) -> None:
     assert last["choices"] == []
     plain = events(front, path, stream_options={"include_usage": True})
     assert [chunk["usage"] for chunk in plain[:-1]] == [None] * (len(plain) - 1)
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_answers_say_what_has_stopped_them(front: RunningFront, path: str) -> None:
+    one = {"logit_bias": {"70": 100}}
+    letter = chat_tokenizer().decode([70])
+    for given, reason in (({"stop": [letter]}, letter), ({"stop_token_ids": [70]}, 70), ({"max_tokens": 3}, None)):
+        (choice,) = post(front, path, **one, **given)["choices"]
+        assert choice["stop_reason"] == reason
+        choices = [part for chunk in events(front, path, **one, **given) for part in chunk["choices"]]
+        assert [part["stop_reason"] for part in choices if "stop_reason" in part] == [reason] * (reason is not None)
+        assert choices[-1].get("stop_reason") == reason
 
 
 # ---- chats
