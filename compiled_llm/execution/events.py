@@ -59,10 +59,6 @@ class Events:
     preparing: Stopwatch = field(default_factory=Stopwatch)
     _warmed: bool = False
 
-    def steps(self) -> int:
-        """Return how many steps there have been, from any thread."""
-        return sum(list(self.used.values()))
-
     _lost: bool = False
 
     def warmed_up(self) -> None:

@@ -73,7 +73,7 @@ class Runtime:
         self.events = Events()
         self.modules = InnerModules(walked=facts.attention.find_configs)
         self.loop_lock = LoopLock()
-        self.calls = Calls(self.events.steps)
+        self.calls = Calls()
         self.engine: Callable[[], object | None] = _no_engine
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.artifacts = _artifacts_for(facts, config)

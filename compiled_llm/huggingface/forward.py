@@ -41,6 +41,8 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     arguments, runtime = by_name(original, args, kwargs), self.compiled
     runtime.check_process()
     runtime.device_side.check_weights()
+    if current_call.get() is not None:
+        runtime.calls.moved()
     cache = arguments.get("past_key_values")
     if isinstance(cache, StandIn) and cache.prefill is not None:
         return _run_prefill(original, self, arguments, cache)

@@ -121,6 +121,7 @@ def counted(call: Call, sequences: Sequences) -> Iterator[None]:
 
 def append_tokens(call: Call, sequences: Sequences, tokens: Sequence[int]) -> list[int]:
     """Take one token a row; another loop may run meanwhile if it waits, or if code of the user's looks at the token."""
+    call.runtime.calls.moved()
     lock = call.runtime.loop_lock
     if not (sequences.callbacks or lock.wanted):
         return sequences.append(tokens)

@@ -257,12 +257,39 @@ def test_a_call_between_its_beginning_and_its_loop_ends_first(
     sleeping.result(PATIENCE)
 
 
+def test_a_callback_waits_for_anothers_call_while_the_engine_is_busy(
+    plain: list[PreTrainedModel], model: Any, engine: Engine, folder: Path
+) -> None:
+    """Steps of an engine do not bring a call on that waits."""
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            engine.submit(PROMPT, greedy(20)).result(PATIENCE)
+
+    crowd = [start(ask) for _ in range(2)]
+    streamer = Streamer(lambda: start(lambda: alone(model, OTHER, 3)).result(PATIENCE))
+    call = start(lambda: alone(model, PROMPT, 20, streamer=streamer))
+    assert streamer.begun.wait(PATIENCE)
+    updating = start(lambda: engine.update_weights(folder))
+    while not model.compiled.calls.awaited:
+        assert not updating.done()
+    streamer.go_on.set()
+    try:
+        assert call.result(PATIENCE) == alone(plain[0], PROMPT, 20)
+        updating.result(PATIENCE)
+    finally:
+        over.set()
+    for each in crowd:
+        each.result(PATIENCE)
+    assert streamer.found == alone(plain[0], OTHER, 3)
+
+
 # ---- calls in progress
 
 
 def test_calls_wait_for_who_waits_for_others_unless_nothing_moves() -> None:
-    steps = [0]
-    calls = Calls(lambda: steps[0])
+    calls = Calls()
     first, go_on, order = threading.Event(), threading.Event(), list[str]()
 
     def call(name: str, wait: threading.Event | None = None) -> None:
@@ -287,7 +314,7 @@ def test_calls_wait_for_who_waits_for_others_unless_nothing_moves() -> None:
         pass
     late = start(lambda: call("late"))
     for _ in range(15):
-        steps[0] += 1
+        calls.moved()
         threading.Event().wait(0.1)
     assert order == ["early"]
     late.result(PATIENCE)  # nothing moves any more

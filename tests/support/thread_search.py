@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import faulthandler
 import random
+import signal
 import sys
 import threading
 import time
@@ -43,7 +44,8 @@ REFUSALS = (
     "is asleep",
     "the engine is closed",
     "another update is in progress",
-    "caches hold",  # a forward is in progress
+    "caches hold",  # or a forward is in progress
+    "were given back by sleep()",  # in the midst of a forward
 )
 """What a call may be told while another thread stops the model."""
 
@@ -132,9 +134,12 @@ class Schedule:
 
     def run(self, actions: int) -> None:
         """Run so many actions a thread, and check what is left."""
-        before = set(threading.enumerate())
+        before, began = set(threading.enumerate()), time.monotonic()
         users = [start(lambda number=number: self._use(number, actions)) for number in range(THREADS)]
         stopper = start(self._stop)
+        draw = random.Random(f"{self._seed}, main")
+        while not all(user.done() for user in users) and time.monotonic() < began + PATIENCE:
+            self._interrupted(draw)
         _await(users)
         self._over.set()
         _await([stopper])
@@ -149,6 +154,7 @@ class Schedule:
         kinds = [
             *(self._submit, self._submit, self._submit_failing, self._listen_failing, self._text, self._cancel),
             *(self._generate, self._several, self._await, self._stream_into_model, self._criteria),
+            *(self._keep, self._batch),
         ]
         for _ in range(actions):
             self._do(draw.choice(kinds), draw)
@@ -168,6 +174,23 @@ class Schedule:
                 raise
             name += ", refused"
         self.done[name] += 1
+
+    def _interrupted(self, draw: random.Random) -> None:
+        """Press Ctrl-C while this thread, the main one, does what users do."""
+        main = threading.get_ident()
+        timer = threading.Timer(draw.random() * 0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
+        action = draw.choice([self._submit, self._several, self._generate, self._criteria, self._text])
+        try:
+            try:
+                timer.start()
+                self._do(action, draw)
+            finally:
+                while timer.is_alive():
+                    time.sleep(0.001)
+                time.sleep(0.001)
+        except KeyboardInterrupt:
+            self.done["interrupted"] += 1
+        timer.join()
 
     # ---- what users do
 
@@ -258,6 +281,22 @@ class Schedule:
             return torch.zeros(len(ids), dtype=torch.bool)
 
         self._generate(draw, stopping_criteria=[stop])
+
+    def _batch(self, draw: random.Random) -> None:
+        """Rows of different prompts, some of them drawn; whether tokens are right only greedy ones show."""
+        rows, length = draw.randint(1, 4), draw.randint(1, LONGEST)
+        ids = torch.tensor([PROMPTS[2]] * rows)
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": length}
+        for row in self._model.generate(ids, do_sample=False, **options)[:, 3:].tolist():
+            self._expected.check(2, row, length)
+        assert self._model.generate(ids, do_sample=True, **options).shape == (rows, 3 + length)
+
+    def _keep(self, draw: random.Random) -> None:
+        """Hold a cache for a while, which keeps its pages from all others."""
+        with torch.no_grad():
+            kept = self._model(torch.tensor([PROMPTS[0]])).past_key_values
+        time.sleep(draw.random() * 0.05)
+        del kept
 
     def _stream_into_model(self, draw: random.Random) -> None:
         def forward(draw: random.Random) -> None:

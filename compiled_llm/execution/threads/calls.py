@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from compiled_llm.execution.threads.interrupts import check
@@ -12,19 +13,14 @@ from compiled_llm.execution.threads.interrupts import check
 _PATIENCE = 0.2
 """Seconds after which a thread that waits looks whether Ctrl-C has been pressed, and whether anything has moved."""
 _STALLED = 1.0
-"""Seconds without a step after which a call begins that has been waiting: one in progress may wait for it."""
+"""Seconds without a step of a call in progress after which those begin that wait: it may wait for one of them."""
 
 
 class Calls:
     """Counts the calls of a model in progress, one inside another included; safe to use from any thread."""
 
-    def __init__(self, steps: Callable[[], int]) -> None:
-        """Begin without calls.
-
-        Args:
-            steps: returns how many steps there have been, which says whether calls get on.
-        """
-        self._steps = steps
+    def __init__(self) -> None:
+        """Begin without calls."""
         self.forget_other_threads()
 
     def forget_other_threads(self) -> None:
@@ -32,7 +28,8 @@ class Calls:
         here = {call: thread for call, thread in getattr(self, "_running", {}).items() if thread == _this_thread()}
         self._changed = threading.Condition()
         self._running: dict[object, int] = here  # and the thread of each
-        self._ended = self._waiting = self._barring = 0
+        self._moves = self._waiting = self._barring = 0
+        self._let_in = -math.inf  # those that have waited since before that, on ``time.monotonic``'s clock, may begin
 
     @property
     def here(self) -> bool:
@@ -48,8 +45,8 @@ class Calls:
     def begun(self) -> Iterator[None]:
         """Be a call in progress for the block; one that comes while others are awaited begins after those.
 
-        One inside another begins at once; and so does any once nothing moves, since a callback of a call in progress
-        may wait for one of another thread.
+        One inside another begins at once; and so do all once none of those in progress moves, since a callback may
+        wait for a call of another thread.
         """
         call = object()
         try:
@@ -61,20 +58,25 @@ class Calls:
         finally:
             with self._changed:
                 self._running.pop(call, None)
-                self._ended += 1
+                self._moves += 1
                 self._changed.notify_all()
 
     def _wait_for_turn(self) -> None:
-        moved, since = self._moved, time.monotonic()
-        while self._barring or (self._waiting and time.monotonic() - since < _STALLED):
+        moves, since = self._moves, time.monotonic()
+        came = since
+        while self._barring or (self._waiting and came > self._let_in):
             self._changed.wait(_PATIENCE)
             check()
-            if moved != self._moved:
-                moved, since = self._moved, time.monotonic()
+            now = time.monotonic()
+            if moves != self._moves:
+                moves, since = self._moves, now
+            elif now - since > _STALLED:
+                self._let_in = now
+                self._changed.notify_all()
 
-    @property
-    def _moved(self) -> tuple[int, int]:
-        return self._steps(), self._ended
+    def moved(self) -> None:
+        """Note that a call in progress has done a step, so that nothing waits for a later one."""
+        self._moves += 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
