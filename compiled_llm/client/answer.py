@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from compiled_llm.client.errors import GeneratorError
+from compiled_llm.client.errors import GeneratorError, refusal
 from compiled_llm.engine.output import Completion, Logprob
 from compiled_llm.engine.users_code import described, raise_interrupt
 from compiled_llm.protocol.messages import Entry, Update
@@ -49,7 +49,7 @@ class Received:
         self.tokens += update.tokens
         if (ended := update.ended) is not None:
             self.stop_reason = ended.stop_reason
-            self.error = None if ended.error is None else GeneratorError(ended.error)
+            self.error = None if ended.error is None else refusal(ended.kind, ended.error)
             self.finish_reason = ended.finish_reason  # last: whoever sees it finds the rest
 
 

@@ -18,7 +18,7 @@ class GeneratorLostError(GeneratorError):
 
 
 def refusal(kind: Kind, message: str) -> Exception:
-    """Return the error that a refused request ends with."""
+    """Return the error that a request ends with which is refused, or has failed."""
     if kind == "invalid":
         return ValueError(message)
     return (GeneratorBusyError if kind == "full" else GeneratorError)(message)

@@ -50,6 +50,7 @@ from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_QU
 
 if TYPE_CHECKING:
     from compiled_llm.engine.engine import Engine
+    from compiled_llm.engine.grammars.worker_process import WorkerProcess
     from compiled_llm.huggingface.handle import CompiledModel
     from compiled_llm.protocol.messages import Ready
     from compiled_llm.server.generator.generator import Generator
@@ -237,6 +238,7 @@ def _prepared(
     served: Served, source: Source, report: Callable[[str], None], kept: KeptProfile | None
 ) -> tuple[Engine, Ready]:
     report(IMPORTING)
+    worker = _grammar_worker()
     with importing(not served.quiet):
         import compiled_llm
         from compiled_llm.commands.loading import fetched, load
@@ -246,12 +248,21 @@ def _prepared(
     source = fetched(source, progress=not served.quiet)
     loaded, tokenizer = load(source, served.dtype, served.device, progress=not served.quiet)
     model = compiled_llm.wrap(loaded, **served.wrap_options())
-    engine = compiled_llm.Engine(model, tokenizer=tokenizer, watch_model=False, **served.engine_options())
+    options = {"watch_model": False, "grammar_worker": worker, **served.engine_options()}
+    engine = compiled_llm.Engine(model, tokenizer=tokenizer, **options)
     ready = ready_of(model, engine, source.name, tokenizer, source.location, source.gguf_file)
     served.prepare(engine, bool(ready.form_ends), report)
     if kept is not None:
         kept.begin(cast("CompiledModel", model.compiled))
     return engine, ready
+
+
+def _grammar_worker() -> WorkerProcess | None:
+    """Start what compiles grammars; None if nothing is installed that could."""
+    from compiled_llm.engine.grammars.source import is_installed
+    from compiled_llm.engine.grammars.worker_process import WorkerProcess
+
+    return WorkerProcess() if is_installed() else None
 
 
 def _absolute(path: Path | None) -> Path | None:

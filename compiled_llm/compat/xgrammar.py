@@ -1,19 +1,30 @@
-"""xgrammar's logits processor for HuggingFace, by what is known of its class; xgrammar itself is never imported here.
+"""What is known of xgrammar: its logits processor for HuggingFace, and which of its modules compile grammars.
 
-Its ``__call__`` takes in the last token of each row, fills ``token_bitmask``, and applies it to the scores. Called with
-scores of no tokens it does all but the last. That attribute is not documented: if it goes, or the class does more, no
-processor is recognised (``tests/test_xgrammar_compat.py`` tells), and such calls are slower, and right. Ends when
-xgrammar offers the mask by itself.
+Importing this module imports neither xgrammar nor torch. The processor's ``__call__`` takes in the last token of each
+row, fills ``token_bitmask``, and applies it to the scores. Called with scores of no tokens it does all but the last.
+That attribute is not documented: if it goes, or the class does more, no processor is recognised
+(``tests/test_xgrammar_compat.py`` tells), and such calls are slower, and right. Ends when xgrammar offers the mask by
+itself.
+
+``import xgrammar`` imports torch and transformers, in 2 seconds and 300 MB, for matchers and tokenizers that a process
+which only compiles has no use for. ``import_compiler`` imports the modules that compile, in a tenth of both. Which
+they are is not documented: if one needs more, that process imports all of it (``tests/test_xgrammar_compat.py`` tells),
+and starts later. Ends when xgrammar imports them lazily.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 
 def is_grammar(processor: Any) -> bool:
@@ -37,6 +48,27 @@ def masks_of(processor: Any, ids: torch.Tensor) -> NDArray[np.int32]:
         AssertionError: a token does not follow the grammar.
         RuntimeError: the processor has served a batch of another size.
     """
+    import torch
+
     processor(ids, torch.empty(len(ids), 0, device="cpu"))
     masks: NDArray[np.int32] = processor.token_bitmask.numpy()
     return masks
+
+
+def import_compiler() -> None:
+    """Have ``xgrammar`` be only what compiles grammars, in a process that imports neither torch nor transformers.
+
+    Raises:
+        Exception: this version of xgrammar does not come apart; the process can import nothing of it any more.
+    """
+    found = importlib.util.find_spec("xgrammar")
+    assert found is not None, "xgrammar is not installed"
+    package = ModuleType("xgrammar")
+    package.__path__ = list(found.submodule_search_locations or ())
+    tokenizers: Any = ModuleType("transformers")
+    tokenizers.PreTrainedTokenizerBase = type("PreTrainedTokenizerBase", (), {})
+    tokenizers.PreTrainedTokenizerFast = type("PreTrainedTokenizerFast", (), {})
+    # torch: tvm_ffi, which calls the library, takes it as missing
+    sys.modules |= {"xgrammar": package, "transformers": tokenizers, "torch": None}  # type: ignore[dict-item]
+    for module in ("exception", "load_binding", "compiler", "grammar", "structural_tag", "tokenizer_info"):
+        vars(package).update(vars(importlib.import_module(f"xgrammar.{module}")))

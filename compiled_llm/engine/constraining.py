@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,7 +22,7 @@ def constraints_for(
         tokenizer: whose tokens grammars are about; None if there is none.
 
     Raises:
-        ValueError: there is no grammar of what is given, no tokenizer, or no token that would end an answer.
+        ValueError: there is no tokenizer, or no token that would end an answer.
         RuntimeError: xgrammar is missing.
     """
     source = _source(params, tokenizer)
@@ -47,11 +46,6 @@ def _source(params: SamplingParams, tokenizer: Any) -> GrammarSource | None:
     if form is None:
         return None
     check_tokenizer(tokenizer)
-    try:
-        form.source.check()
-    except ValueError as error:
-        value = reprlib.repr(getattr(form, form.name))
-        raise ValueError(f"structured_outputs: {form.name}={value}: there is no grammar of it: {error}") from error
     return form.source
 
 

@@ -17,7 +17,9 @@ from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.engine_options import check_options, is_count
+from compiled_llm.engine.grammars.compilers import compilers_of
 from compiled_llm.engine.grammars.compiling import Grammars
+from compiled_llm.engine.grammars.worker_process import WorkerProcess
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError as QueueFullError
 from compiled_llm.engine.intake import requests_for
@@ -56,6 +58,7 @@ class Engine:
         max_queue: int | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         grammar_timeout: float = 30.0,
+        grammar_worker: WorkerProcess | None = None,
         watch_model: bool = True,
     ) -> None:
         """Serve a wrapped model; nothing runs yet.
@@ -72,6 +75,8 @@ class Engine:
                 ``"processed_logprobs"``, what tokens are drawn from: after penalties, biases, barred tokens, the
                 temperature and filters.
             grammar_timeout: seconds that a request with ``structured_outputs`` waits for its grammar to be compiled.
+            grammar_worker: compiles grammars in a process of its own, where one that crashes or takes too much memory
+                ends its requests alone; None for threads of this process. It ends with the engine.
             watch_model: look with each request whether the model was moved, hooked or set to train meanwhile. False
                 saves that time where nobody but this engine has the model.
 
@@ -89,8 +94,9 @@ class Engine:
         self._max_queue = max_queue
         settings = LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode, watch_model)
         self._driver = Driver(model, self._runtime, settings)
+        compilers = compilers_of(tokenizer, grammar_worker, float(grammar_timeout))
         self._grammars = Grammars(
-            tokenizer, float(grammar_timeout), self._driver.handles.held.arrive, self._driver.cancel
+            compilers, float(grammar_timeout), self._driver.handles.held.arrive, self._driver.cancel
         )
         self._runtime.engine = weakref.ref(self._driver)
         self._runtime.engines.add(self._driver)
@@ -188,7 +194,7 @@ class Engine:
         requests = requests_for(
             prompt, params, self._driver.check.tokens, device_model, self._tokenizer, choosings=choosings, **waiting
         )
-        self._grammars.begin(requests)
+        self._grammars.begin(requests, params.structured_outputs)
         if (constraint := requests[0].constraint) is not None and constraint.processors:
             names = ", ".join(processor.name for processor in constraint.processors)
             self._runtime.counters.took_request(Reason("processors", names))

@@ -13,7 +13,7 @@ from compiled_llm.compilation.sampling import NOT_A_TOKEN
 from compiled_llm.engine.grammars.constraint import Constraint, MaskWriter, accept
 from compiled_llm.engine.logprobs import Arriving, ArrivingPrompt, Watch
 from compiled_llm.engine.processors import edited_logits
-from compiled_llm.engine.request import Request, RequestError
+from compiled_llm.engine.request import InvalidRequestError, Request, RequestError
 from compiled_llm.execution.deferred_choice import Masks
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.persistent_batch import PersistentBatch
@@ -204,7 +204,7 @@ def _masks(requests: Constrained, staging: Staging, writer: MaskWriter) -> Masks
 
 
 def _lost(request: Request) -> RequestError:
-    return RequestError(
+    return InvalidRequestError(
         f"structured_outputs: no token is left after {len(request.tokens)} new ones; see whether the "
         "model's tokens can spell the form, and whether allowed_token_ids, bad_words and "
         "logits_processors leave some that it allows"

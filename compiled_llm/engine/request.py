@@ -24,6 +24,10 @@ class RequestError(RuntimeError):
     """What one request has failed of; the others go on."""
 
 
+class InvalidRequestError(RequestError):
+    """What a request asks for turns out to be impossible: it would fail again."""
+
+
 _arrivals = itertools.count()
 
 

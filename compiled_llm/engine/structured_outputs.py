@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from compiled_llm.engine.grammars.bounds import check_json, check_length, check_parts, check_pattern, check_rules
 from compiled_llm.engine.grammars.json_schema import schema_text
 from compiled_llm.engine.grammars.source import GrammarSource
 
@@ -39,7 +40,7 @@ class StructuredOutputsParams:
             number, which small models may write until ``max_tokens``.
 
     Raises:
-        ValueError: none or several forms are given, or what is given is impossible.
+        ValueError: none or several forms are given, or what is given is impossible or too large.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -72,6 +73,8 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             self._check(name, value is None or (isinstance(value, str) and value != ""), "must be a string")
+        self._keep("regex", _pattern)
+        self._keep("grammar", _rules)
         self._keep("choice", _texts)
         self._keep("json", schema_text)
         self._keep("structural_tag", _tag_text)
@@ -85,7 +88,7 @@ class StructuredOutputsParams:
         if self.regex is not None:
             return GrammarSource("regex", self.regex)
         if self.choice is not None:
-            return GrammarSource("ebnf", "root ::= " + " | ".join(map(_literal, self.choice)))
+            return GrammarSource("ebnf", _one_of(self.choice))
         if self.grammar is not None:
             return GrammarSource("ebnf" if "::=" in self.grammar else "lark", self.grammar)
         if isinstance(self.structural_tag, str):
@@ -112,23 +115,43 @@ class StructuredOutputsParams:
             raise ValueError(f"StructuredOutputsParams: {name}={reprlib.repr(getattr(self, name))} {must}")
 
 
+def _pattern(pattern: str) -> str:
+    check_pattern(pattern)
+    return pattern
+
+
+def _rules(rules: str) -> str:
+    check_rules(rules)
+    return rules
+
+
 def _texts(choice: Any) -> tuple[str, ...]:
     texts = () if isinstance(choice, (str, Mapping)) or not isinstance(choice, Iterable) else tuple(choice)
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise ValueError("must be texts, one at least, none of them empty")
+    check_length(_one_of(texts))
     return texts
 
 
 def _tag_text(tag: Any) -> str:
-    if hasattr(tag, "model_dump_json"):
-        return str(tag.model_dump_json())
+    text = tag.model_dump_json() if hasattr(tag, "model_dump_json") else tag
+    if isinstance(text, str):
+        check_json(text)
     try:
-        found = json.loads(tag) if isinstance(tag, str) else tag
-        if isinstance(found, Mapping):
-            return json.dumps(found)
+        found = json.loads(text) if isinstance(text, str) else text
+        if not isinstance(found, Mapping):
+            raise ValueError("must be a structural tag: a dict, its JSON, or an object of xgrammar's")
+        check_parts(found)
+        text = json.dumps(found)
     except (TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"is no JSON: {error}") from error
-    raise ValueError("must be a structural tag: a dict, its JSON, or an object of xgrammar's")
+    check_length(text)
+    return text
+
+
+def _one_of(texts: Iterable[str]) -> str:
+    """Return the rules of texts one of which an answer is."""
+    return "root ::= " + " | ".join(map(_literal, texts))
 
 
 def _literal(text: str) -> str:

@@ -120,11 +120,13 @@ class Ended(Struct, array_like=True, frozen=True, gc=False):
         finish_reason: as of a ``Completion``.
         stop_reason: the stop string or token that has ended it.
         error: what has, in a sentence, with ``"error"``.
+        kind: of that error.
     """
 
     finish_reason: Literal["stop", "length", "cancelled", "timeout", "error"]
     stop_reason: int | str | None = None
     error: str | None = None
+    kind: Kind = "failed"
 
 
 class Update(Struct, array_like=True, frozen=True, gc=False):

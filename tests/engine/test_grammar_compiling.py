@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.grammars import compiling
+from compiled_llm.engine.grammars import compilers, compiling
+from compiled_llm.engine.grammars.compilers import CompilersHere
 from compiled_llm.engine.grammars.constraint import Constraint
 from compiled_llm.engine.grammars.source import GrammarSource
 from compiled_llm.engine.params import SamplingParams
@@ -74,6 +75,12 @@ def matching(regex: str, **others: Any) -> SamplingParams:
     return SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex), max_tokens=20, seed=1, **others)
 
 
+def made_of(engine: Engine) -> dict[Any, Any]:
+    """The compilers that an engine has, by what they are for."""
+    assert isinstance(engine._grammars._compilers, CompilersHere)
+    return engine._grammars._compilers._compilers._made
+
+
 def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, compiler: Compiler) -> None:
     waiting = engine.submit([5, 6], matching("slow[ab]", n=2))
     assert compiler.begun.wait(PATIENCE)
@@ -114,7 +121,7 @@ def test_equal_forms_are_compiled_once(engine: Engine, compiler: Compiler) -> No
 def test_grammars_that_are_kept_are_bounded(
     engine: Engine, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_KEPT", 1)
+    monkeypatch.setattr(compiling, "KEPT", 1)
     for regex in ("a", "b", "b", "a"):
         assert engine.generate([5], matching(regex))[0].text == regex
     assert compiler.compiled == ["a", "b", "a"]
@@ -128,8 +135,8 @@ def test_compilers_are_bounded_and_go_with_their_engine(
     with Engine(model, tokenizer=endless) as engine:
         for stop in range(200, 206):
             assert engine.generate([5], matching("a", stop_token_ids=[stop]))[0].token_ids[-1] == stop
-        assert len(engine._grammars._compilers) == compiling._MOST_COMPILERS
-    assert not engine._grammars._compilers
+        assert len(made_of(engine)) == compilers.MOST_VOCABULARIES
+    assert not made_of(engine)
     assert not engine._grammars._kept
 
 
@@ -197,7 +204,7 @@ def test_an_engine_that_nobody_holds_goes(model: PreTrainedModel, compiler: Comp
 
 def test_warmup_learns_the_tokens(engine: Engine) -> None:
     engine.warmup([1], structured=True)
-    assert list(engine._grammars._compilers) == [(380, frozenset({1}), False)]
+    assert list(made_of(engine)) == [(380, frozenset({1}), False)]
     assert engine.generate([5], matching("ab"))[0].text == "ab"
 
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import reprlib
 import threading
 import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from compiled_llm.engine.grammars.compilers import KEPT, Compilers, most_at_once
 from compiled_llm.engine.grammars.constraint import Constraint
 from compiled_llm.engine.grammars.source import GrammarSource, said
-from compiled_llm.engine.request import FinishReason, Request, RequestError
+from compiled_llm.engine.grammars.worker_messages import UnwantedError
+from compiled_llm.engine.request import FinishReason, InvalidRequestError, Request, RequestError
+from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     import xgrammar
 
-_KEPT = 2**28
-"""Bytes of compiled grammars that are kept, and of parts that they share with later ones."""
-_MOST_COMPILERS = 4
-"""Of a model there is one, and one for tags; others, if the tokens that end answers are those that users name."""
 _MOST_THREADS = 16
 _LONG = 0.5
 """Seconds after which another thread compiles the next grammar, beside one that takes longer."""
@@ -44,16 +43,22 @@ class _Job:
     started: float | None = None
     long: bool = False
 
+    @property
+    def wanted(self) -> bool:
+        """Whether a request still waits for it."""
+        return any(not request.done for request in self.waiting)
+
 
 class Grammars:
     """Compiles an engine's grammars, and knows the latest ones.
 
-    Nothing can stop a thread that compiles. So one that takes long does not count any more, and another one is started.
+    A thread that compiles need not stop when it is told to. So one that takes long does not count any more, and another
+    one is started.
     """
 
     def __init__(
         self,
-        tokenizer: Any,
+        compilers: Compilers,
         timeout: float,
         arrive: Callable[[Sequence[Request]], None],
         end: Callable[[Sequence[Request], FinishReason, BaseException | None], None],
@@ -61,17 +66,15 @@ class Grammars:
         """Begin with none, and without a thread.
 
         Args:
-            tokenizer: of HuggingFace's, whose tokens grammars are about.
+            compilers: what compiles them.
             timeout: seconds that a request waits for its grammar.
             arrive: a method that lets requests wait for their turn; its object is not kept alive.
             end: a method that ends requests; neither is its object.
         """
-        self._tokenizer = tokenizer
+        self._compilers = compilers
         self._timeout = timeout
         self._arrive, self._end = weakref.WeakMethod(arrive), weakref.WeakMethod(end)
         self._kept: OrderedDict[_Key, xgrammar.CompiledGrammar] = OrderedDict()
-        self._compilers: OrderedDict[tuple[int, frozenset[int], bool], xgrammar.GrammarCompiler] = OrderedDict()
-        self._making = threading.Lock()
         self._changed = threading.Condition()
         self._jobs: dict[_Key, _Job] = {}
         self._queue: deque[_Job] = deque()
@@ -85,12 +88,20 @@ class Grammars:
                 job.waiting.clear()
             self._kept.clear()
             self._changed.notify_all()
-        self._compilers.clear()
+        self._compilers.close()
 
     # ---- requests
 
-    def begin(self, requests: Sequence[Request]) -> None:
-        """Give the answers to one prompt their grammar, if it was compiled before."""
+    def begin(self, requests: Sequence[Request], form: StructuredOutputsParams | None) -> None:
+        """Give the answers to one prompt their grammar, if it was compiled before.
+
+        Args:
+            requests: the answers.
+            form: what their user says of it.
+
+        Raises:
+            ValueError: there is no grammar of it, as far as that is told at once.
+        """
         constraint = requests[0].constraint
         if constraint is None or constraint.source is None:
             return
@@ -100,6 +111,15 @@ class Grammars:
                 self._kept.move_to_end(_key(constraint))
         if grammar is not None:
             _begin(requests, grammar)
+        elif form is not None:
+            self._check(constraint.source, form)
+
+    def _check(self, source: GrammarSource, form: StructuredOutputsParams) -> None:
+        try:
+            self._compilers.check(source)
+        except ValueError as error:
+            value = reprlib.repr(getattr(form, form.name))
+            raise ValueError(f"structured_outputs: {form.name}={value}: there is no grammar of it: {error}") from error
 
     def await_grammar(self, requests: Sequence[Request]) -> None:
         """Have the grammar of the answers to one prompt compiled, and let them arrive then."""
@@ -120,7 +140,7 @@ class Grammars:
 
     def prepare(self, vocabulary: int, stops: frozenset[int]) -> None:
         """Learn the tokenizer's tokens, which the first grammar has to wait for otherwise."""
-        self._compiler(vocabulary, stops)
+        self._compilers.prepare(vocabulary, stops)
 
     # ---- threads
 
@@ -131,22 +151,31 @@ class Grammars:
 
     @property
     def _limit(self) -> int:
-        return min(_most_at_once() + self._long, _MOST_THREADS)
+        return min(most_at_once() + self._long, _MOST_THREADS)
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
             try:
-                grammar, error = self._compiled(job.constraint), None
+                grammar, error = self._compiled(job), None
             except BaseException as failure:  # of the tokenizer, too, whose library may panic
                 grammar, error = None, failure
             self._finish(job, grammar, error)
+
+    def _compiled(self, job: _Job) -> xgrammar.CompiledGrammar:
+        grammar = self._compilers.compile(job.constraint, lambda: self._is_wanted(job))
+        job.constraint.begin(grammar)  # what does not go here would go for none of those that wait
+        return grammar
+
+    def _is_wanted(self, job: _Job) -> bool:
+        with self._changed:
+            return job.wanted
 
     def _next(self) -> _Job | None:
         """Return the next job that somebody waits for; None if this thread, or one too many, is to end."""
         with self._changed:
             while self._queue and self._threads <= self._limit:
                 job = self._queue.popleft()
-                if any(not request.done for request in job.waiting):
+                if job.wanted:
                     job.started = time.monotonic()
                     self._changed.notify_all()
                     return job
@@ -156,15 +185,18 @@ class Grammars:
 
     def _finish(self, job: _Job, grammar: xgrammar.CompiledGrammar | None, error: BaseException | None) -> None:
         with self._changed:
-            del self._jobs[_key(job.constraint)]
             self._long -= job.long
+            if isinstance(error, UnwantedError) and job.wanted:  # again, by a request that has come meanwhile
+                job.started, job.long = None, False
+                self._queue.append(job)
+                return
+            del self._jobs[_key(job.constraint)]
             waiting = list(job.waiting)
             if grammar is not None:
                 self._keep(_key(job.constraint), grammar)
             self._changed.notify_all()
         if grammar is None:
-            why = said(error) if isinstance(error, (RuntimeError, ValueError)) else repr(error)
-            self._give_up(waiting, "error", RequestError(f"structured_outputs: no grammar could be compiled: {why}"))
+            self._give_up(waiting, "error", _failure(error))
         elif waiting and (arrive := self._arrive()) is not None:
             _begin(waiting, grammar)
             with contextlib.suppress(RuntimeError):  # the engine is closed
@@ -172,7 +204,7 @@ class Grammars:
 
     def _keep(self, key: _Key, grammar: xgrammar.CompiledGrammar) -> None:
         self._kept[key] = grammar
-        while len(self._kept) > 1 and sum(kept.memory_size_bytes for kept in self._kept.values()) > _KEPT:
+        while len(self._kept) > 1 and sum(kept.memory_size_bytes for kept in self._kept.values()) > KEPT:
             self._kept.popitem(last=False)
 
     # ---- the clock
@@ -191,7 +223,7 @@ class Grammars:
                 f"structured_outputs: the grammar was not compiled within grammar_timeout={self._timeout:g} s; "
                 "simplify it, or give the engine more time"
             )
-            self._give_up(late, "error", RequestError(message))
+            self._give_up(late, "error", InvalidRequestError(message))
             if due is None:
                 return
 
@@ -218,46 +250,12 @@ class Grammars:
         if requests and (end := self._end()) is not None:
             end(requests, reason, error)
 
-    # ---- compile
 
-    def _compiled(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
-        assert constraint.source is not None, "there is no grammar"
-        tags = constraint.source.kind == "structural_tag"
-        grammar = constraint.source.compiled(self._compiler(constraint.vocabulary, constraint.stops, tags))
-        constraint.begin(grammar)  # what does not go here would go for none of those that wait
-        return grammar
-
-    def _compiler(self, vocabulary: int, stops: frozenset[int], tags: bool = False) -> xgrammar.GrammarCompiler:
-        """Return what compiles for a vocabulary, which may have more tokens than the tokenizer."""
-        from xgrammar import GrammarCompiler
-
-        with self._making:
-            if (compiler := self._compilers.get((vocabulary, stops, tags))) is None:
-                tokens = self._tokens(vocabulary, sorted(stops), tags)
-                compiler = GrammarCompiler(tokens, max_threads=_most_at_once(), cache_limit_bytes=_KEPT)
-                while len(self._compilers) >= _MOST_COMPILERS:
-                    self._compilers.popitem(last=False)
-                self._compilers[vocabulary, stops, tags] = compiler
-            return compiler
-
-    def _tokens(self, vocabulary: int, stops: list[int], tags: bool) -> xgrammar.TokenizerInfo:
-        """Return what the tokens spell; special ones, which are left out of texts, only tags may have."""
-        from xgrammar import TokenizerInfo, VocabType
-
-        tokens = TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=vocabulary, stop_token_ids=stops)
-        special = [token for token in self._tokenizer.all_special_ids if token < vocabulary]
-        if tags or not special:
-            return tokens
-        spelled = tokens.decoded_vocab
-        for token in special:
-            spelled[token] = b""
-        return TokenizerInfo(
-            spelled,
-            VocabType.RAW,
-            vocab_size=vocabulary,
-            stop_token_ids=stops,
-            add_prefix_space=tokens.add_prefix_space,
-        )
+def _failure(error: BaseException | None) -> RequestError:
+    """Return what requests have failed of whose grammar was not compiled."""
+    why = said(error) if isinstance(error, (OSError, RuntimeError, ValueError)) else repr(error)
+    kind = InvalidRequestError if isinstance(error, (RuntimeError, ValueError)) else RequestError
+    return kind(f"structured_outputs: no grammar could be compiled: {why}")
 
 
 _Key = tuple[GrammarSource | None, int, frozenset[int]]
@@ -271,8 +269,3 @@ def _begin(requests: Sequence[Request], grammar: xgrammar.CompiledGrammar) -> No
     for request in requests:
         if request.constraint is not None:
             request.constraint.begin(grammar)
-
-
-def _most_at_once() -> int:
-    """Return how many grammars are compiled at once: others need the cores, too."""
-    return max(1, min(4, (os.cpu_count() or 1) // 2))

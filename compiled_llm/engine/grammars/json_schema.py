@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from compiled_llm.engine.grammars.bounds import check_json, check_length, check_parts
+
 _ONE = ("additionalProperties", "items", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
 _SEVERAL = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
@@ -27,7 +29,7 @@ _FORMATS = (
 
 _LONGEST_PATTERN = 128
 """Characters: to match a pattern takes milliseconds a token beyond that."""
-_NEGATED = re.compile(r"\[\^(\\.|[^\]\\])*\]")
+_NEGATED = re.compile(r"\[\^(?:\\.|[^\]\\])*\]?")
 
 
 def schema_text(schema: Any) -> str:
@@ -37,17 +39,20 @@ def schema_text(schema: Any) -> str:
         schema: a mapping, its JSON, or a class of pydantic's.
 
     Raises:
-        ValueError: it is none of these, or has a keyword that a grammar does not follow; says where.
+        ValueError: it is none of these, is too large, or has a keyword that a grammar does not follow; says where.
     """
     found = _parsed(schema)
     if not isinstance(found, Mapping):
         raise ValueError("must be a JSON schema: a dict, its JSON, or a model class of pydantic's")
+    check_parts(found)
     for place, what in _not_followed(found, "#"):
         raise ValueError(f"has {what} at {place}, which grammars do not follow; leave it out")
     try:
-        return json.dumps(_without_control_characters(found))
+        text = json.dumps(_without_control_characters(found))
     except TypeError as error:
         raise ValueError(f"is no JSON: {error}") from error
+    check_length(text)
+    return text
 
 
 def _parsed(schema: Any) -> Any:
@@ -55,6 +60,7 @@ def _parsed(schema: Any) -> Any:
         return schema.model_json_schema()
     if not isinstance(schema, str):
         return schema
+    check_json(schema)
     try:
         return json.loads(schema)
     except json.JSONDecodeError as error:

@@ -87,13 +87,18 @@ def _read(source: GrammarSource) -> xgrammar.Grammar:
     return Grammar.from_lark(source.text) if source.kind == "lark" else Grammar.from_ebnf(source.text)
 
 
+def is_installed() -> bool:
+    """Whether there is something to compile grammars with."""
+    return importlib.util.find_spec("xgrammar") is not None
+
+
 def check_installed() -> None:
     """Check that there is something to compile grammars with.
 
     Raises:
         GrammarsMissingError: there is not.
     """
-    if importlib.util.find_spec("xgrammar") is None:
+    if not is_installed():
         raise GrammarsMissingError(
             "structured_outputs: a grammar needs xgrammar to be compiled: pip install '.[structured]' in the checkout"
         )

@@ -15,9 +15,9 @@ from compiled_llm.engine.intake import QueueFullError
 from compiled_llm.engine.logprobs import Logprobs, token_logprobs
 from compiled_llm.engine.output import Logprob
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.request import RequestError
+from compiled_llm.engine.request import InvalidRequestError, RequestError
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
-from compiled_llm.protocol.messages import Ended, Entry, PromptScores, Refused, Submit, Summary, Update
+from compiled_llm.protocol.messages import Ended, Entry, Kind, PromptScores, Refused, Submit, Summary, Update
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -154,7 +154,9 @@ def _entries(logprobs: dict[int, Logprob]) -> list[Entry]:
 
 def _ended(answer: Answer) -> Ended:
     error = answer.error
-    return Ended(answer.finish_reason or "cancelled", answer.stop_reason, None if error is None else _sentence(error))
+    kind: Kind = "invalid" if isinstance(error, InvalidRequestError) else "failed"
+    sentence = None if error is None else _sentence(error)
+    return Ended(answer.finish_reason or "cancelled", answer.stop_reason, sentence, kind)
 
 
 def _sentence(error: BaseException) -> str:

@@ -1,0 +1,106 @@
+"""What an engine and the worker process that compiles its grammars tell each other."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from compiled_llm.engine.grammars.source import GrammarSource
+from compiled_llm.protocol.frames import Frames
+
+NEXT = b"n"
+"""To the worker, with one end of a pair of sockets: a message waits there, and its answer goes back there."""
+MOST_BYTES = 2**25
+"""Of a compiled grammar, and of the tokens of a tokenizer: to read one takes six times as much memory for a moment."""
+_AT_ONCE = 2**20
+
+
+class Vocabulary(Struct, tag="vocabulary", frozen=True):
+    """Tokens that grammars are compiled for.
+
+    Attributes:
+        number: the place that they have, in that of others.
+        info: a ``TokenizerInfo``, serialised.
+        threads: how many compile one grammar.
+    """
+
+    number: int
+    info: str
+    threads: int
+
+
+class Compile(Struct, tag="compile", frozen=True):
+    """A grammar to compile.
+
+    Attributes:
+        vocabulary: the number of its tokens.
+        source: what it is compiled from.
+        seconds: of processor time that it may take.
+        memory: bytes that it may take, beside what the worker has.
+    """
+
+    vocabulary: int
+    source: GrammarSource
+    seconds: int
+    memory: int
+
+
+class Learned(Struct, tag="learned", frozen=True):
+    """The tokens are known."""
+
+
+class Compiled(Struct, tag="compiled", frozen=True):
+    """A ``CompiledGrammar``, serialised."""
+
+    grammar: str
+
+
+class Failed(Struct, tag="failed", frozen=True):
+    """There is no grammar, and why.
+
+    Attributes:
+        kind: ``"invalid"``, xgrammar says so; ``"limit"`` or ``"crash"``, what has happened meanwhile, and would again;
+            ``"lost"``, something else has ended its process.
+        message: in words.
+    """
+
+    kind: Literal["invalid", "limit", "crash", "lost"]
+    message: str
+
+
+FromEngine = Vocabulary | Compile
+FromWorker = Learned | Compiled | Failed
+
+
+class UnwantedError(Exception):
+    """No request waits for a grammar any more."""
+
+
+def received(end: socket.socket, message: Any, wanted: Callable[[], bool] = lambda: True) -> Any:
+    """Wait for one message; None if the other end has gone.
+
+    Args:
+        end: of a pair; its timeout is how often ``wanted`` is asked.
+        message: its type, or a union.
+        wanted: whether it still is.
+
+    Raises:
+        FrameError: it is none of these, or too long.
+        UnwantedError: it is not wanted any more.
+    """
+    frames: Frames[Any] = Frames(message, MOST_BYTES)
+    while wanted():
+        try:
+            data = end.recv(_AT_ONCE)
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return None
+        if not data:
+            return None
+        for found in frames.feed(data):
+            return found
+    raise UnwantedError
