@@ -12,6 +12,7 @@ from compiled_llm.engine.output import Completion
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.protocol.messages import Entry
 from compiled_llm.server.front.answer_form import with_form
+from compiled_llm.server.front.answer_parts import Parts
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
 from compiled_llm.server.front.beside import beside
@@ -35,7 +36,7 @@ from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.openapi_responses import ANSWERS
 from compiled_llm.server.front.reading import Reading
 from compiled_llm.server.front.token_bytes import TokenNames
-from compiled_llm.server.front.usage import Usage, finish_reason_of, usage_so_far
+from compiled_llm.server.front.usage import FinishReason, Usage, finish_reason_of, usage_so_far
 
 router = APIRouter()
 
@@ -102,7 +103,7 @@ class _Told:
     def _choice(self, index: int, completion: Completion) -> ChatChoice:
         reading = self._readings[index]
         reason = finish_reason_of(completion.finish_reason)
-        parts = reading.read(completion.text or "", reason)
+        parts = self._read(index, completion.text or "", reason)
         calls, content = [CalledTool.of(call) for call in parts.calls], self._body.echoed + parts.content
         return ChatChoice(
             index=index,
@@ -116,6 +117,13 @@ class _Told:
             stop_reason=completion.stop_reason,
             **self._ids("token_ids", completion.token_ids),
         )
+
+    def _read(self, index: int, text: str, reason: FinishReason | None) -> Parts:
+        """Return what is to be told by the next piece of an answer's text."""
+        parts = self._readings[index].read(text, reason)
+        if self._body.include_reasoning is False:
+            parts.reasoning = ""
+        return parts
 
     def _usage(self) -> Usage:
         return self._answers.usage(sum(reading.reasoning_tokens(self._model.vocabulary) for reading in self._readings))
@@ -152,7 +160,7 @@ class _Told:
     def _news(self, index: int, news: News, text: TextEvent) -> list[bytes]:
         """Return an event for each part of which there is something new; the last one says why the answer has ended."""
         reading, over = self._readings[index], news.finish_reason is not None
-        parts = reading.read(news.text, news.finish_reason)
+        parts = self._read(index, news.text, news.finish_reason)
         if news.is_text and parts.is_content and not self._tells_of_tokens:
             return [text(parts.content)] if parts.content else []
         deltas = reading.deltas(parts, over)

@@ -56,8 +56,11 @@ class ChatRequest(ChoiceFields):
     web_search_options: Annotated[Any, Refused("nothing is searched")] = None
     functions: Annotated[Any, Refused("give tools", ([],))] = None
     function_call: Annotated[Any, Refused("give tool_choice", ("none", "auto"))] = None
+    chat_template: Annotated[Any, Refused("the model's own is used; another one could run for ever")] = None
+    documents: Annotated[Any, Refused("give chat_template_kwargs, if the model's template reads them")] = None
 
     echo: bool | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -27,6 +27,7 @@ class CompletionRequest(ChoiceFields):
     response_format: ResponseFormat | None = None
     best_of: Annotated[int | None, NoEffect("it has to be n: no answers are drawn and left out")] = None
 
+    prompt_embeds: Annotated[Any, Refused("a prompt is text, or token ids")] = None
     suffix: Annotated[Any, Refused("text is continued, and not filled in", ("",))] = None
 
     def prompts(self) -> list[str] | list[list[int]]:

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
-from compiled_llm.server.front.fields import Body, Entries, NoEffect
+from compiled_llm.server.front.fields import Body, Entries, NoEffect, Refused
 from compiled_llm.server.front.form_fields import FormFields
 
 T = TypeVar("T")
@@ -77,6 +77,9 @@ class SamplingFields(FormFields):
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
     truncation_side: Literal["left", "right"] | None = None
+
+    use_beam_search: Annotated[Any, Refused("answers are drawn one token after another", (False,))] = None
+    length_penalty: Annotated[Any, Refused("it is for beam search", (1.0, 1))] = None
 
     def params(self, **others: Any) -> SamplingParams:
         """Return what the engine is asked for.

@@ -162,6 +162,15 @@ def test_thinking_is_counted(client: openai.OpenAI, script: Script) -> None:
     assert whole(client).usage.completion_tokens_details.reasoning_tokens == 0
 
 
+def test_thinking_is_left_out_if_nobody_wants_it(client: openai.OpenAI, script: Script) -> None:
+    script.text = "<think>one two three</think>four"
+    for ask in (whole, streamed):
+        message = ask(client, extra_body={"include_reasoning": False}).choices[0].message
+        assert (getattr(message, "reasoning_content", None), message.content) == (None, "four")
+    usage = whole(client, extra_body={"include_reasoning": False}).usage
+    assert usage.completion_tokens_details.reasoning_tokens > 0
+
+
 def test_thinking_that_the_prompt_has_begun(client: openai.OpenAI, script: Script) -> None:
     script.text = "Hm.\n</think>\n\nHello."
     for ask in (whole, streamed):
