@@ -26,6 +26,7 @@ from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.frames import Frames, frame_of
 from compiled_llm.protocol.messages import (
+    VERSION,
     AskStats,
     Ended,
     FromClient,
@@ -43,7 +44,7 @@ from compiled_llm.protocol.messages import (
 )
 from support.characters import character_tokenizer
 
-WELCOME, READY = Welcome(1, "a test", 1), Ready("a model", 100, [2], 1000, 8)
+WELCOME, READY = Welcome(VERSION, "a test", 1), Ready("a model", 100, [2], 1000, 8)
 
 LIGHT = """
 import sys

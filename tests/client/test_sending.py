@@ -16,7 +16,7 @@ import pytest
 
 from compiled_llm.client import AsyncClient, GeneratorError, connection
 from compiled_llm.protocol.frames import Frames, frame_of
-from compiled_llm.protocol.messages import Cancel, FromClient, Ready, Refused, Submit, Welcome
+from compiled_llm.protocol.messages import VERSION, Cancel, FromClient, Ready, Refused, Submit, Welcome
 
 READY = Ready("a model", 2**30, [2], 10**9, 8)
 PATIENCE = 60.0
@@ -37,7 +37,7 @@ class Deaf:
         peer, _ = self._listening.accept()
         frames: Frames[Any] = Frames(FromClient)
         list(frames.feed(peer.recv(2**16)))
-        peer.sendall(frame_of(Welcome(1, "a test", 1)) + frame_of(READY))
+        peer.sendall(frame_of(Welcome(VERSION, "a test", 1)) + frame_of(READY))
         self.listens.wait(PATIENCE)
         with suppress(OSError):  # its client may have left
             while data := peer.recv(2**16):

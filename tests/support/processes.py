@@ -26,3 +26,15 @@ def files_of(pid: int) -> list[str]:
 def threads_of(pid: int) -> int:
     """How many threads it has."""
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def memory_of(pid: int, peak: bool = False) -> int:
+    """How many bytes it has in memory, or had at most."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM" if peak else "VmRSS"))
+    return 1024 * int(line.split()[1])
+
+
+def forget_peak(pid: int) -> None:
+    """Count the most that it has in memory anew."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")

@@ -9,15 +9,26 @@ from typing import TypeVar
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from compiled_llm.server.front.memory import Memory
+
 T = TypeVar("T")
 
 _LONG = 20_000
 """Characters from which on a text is made tokens beside the event loop: others would wait for milliseconds."""
+_HUGE = 2**17
+"""Characters from which on megabytes are left."""
+_memory = Memory()
 
 
 async def beside(function: Callable[[], T], characters: int) -> T:
     """Return what a function makes of so many characters; beside the event loop if they are many."""
-    return function() if characters < _LONG else await asyncio.to_thread(function)
+    if characters < _LONG:
+        return function()
+    try:
+        return await asyncio.to_thread(function)
+    finally:
+        if characters >= _HUGE:
+            _memory.give_back_soon()
 
 
 async def written(made: Callable[[], BaseModel], characters: int) -> Response:

@@ -20,7 +20,7 @@ from compiled_llm.server.front.completion_logprobs import CompletionScores
 from compiled_llm.server.front.completion_request import CompletionRequest
 from compiled_llm.server.front.completion_response import CompletionChoice, CompletionLogprobs, TextCompletion
 from compiled_llm.server.front.events import TextEvent, event
-from compiled_llm.server.front.front import front_of, new_id
+from compiled_llm.server.front.front import check_length, front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.openapi_responses import ANSWERS
 from compiled_llm.server.front.prompt_response import PromptPlace
@@ -39,8 +39,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
 
     def prepared() -> tuple[list[list[int]], SamplingParams]:
         params = body.sampling()
-        room = model.ready.max_tokens - (params.max_tokens or 0)
-        return [body.cut(_tokens(prompt, model, body), room) for prompt in body.prompts()], params
+        return [_tokens(prompt, params, model, body) for prompt in body.prompts()], params
 
     prompts, params = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
@@ -49,9 +48,12 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
     return await answered(told, answers, bool(body.stream))
 
 
-def _tokens(prompt: str | list[int], model: Model, body: CompletionRequest) -> list[int]:
+def _tokens(prompt: str | list[int], params: SamplingParams, model: Model, body: CompletionRequest) -> list[int]:
     special = body.add_special_tokens is not False
-    return model.vocabulary.of_text(prompt, special) if isinstance(prompt, str) else prompt
+    tokens = model.vocabulary.of_text(prompt, special) if isinstance(prompt, str) else prompt
+    tokens = body.cut(tokens, model.ready.max_tokens - (params.max_tokens or 0))
+    check_length(tokens, params, "prompt", model.ready)  # here, before the next one is made tokens
+    return tokens
 
 
 class _Told:

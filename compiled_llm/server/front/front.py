@@ -148,14 +148,23 @@ def _check(prompts: Sequence[Sequence[int]], params: SamplingParams, param: str,
             "logprobs",
         )
     for prompt in prompts:
-        if len(prompt) + (params.max_tokens != 0) > ready.max_tokens:
-            raise invalid(
-                f"{param}: {len(prompt)} tokens, and with the answer there can be {ready.max_tokens}; shorten it",
-                param,
-                "context_length_exceeded",
-            )
+        check_length(prompt, params, param, ready)
         if prompt and (min(prompt) < 0 or max(prompt) >= ready.vocabulary):
             raise invalid(f"{param}: tokens of the model are from 0 to {ready.vocabulary - 1}", param)
+
+
+def check_length(prompt: Sequence[int], params: SamplingParams, param: str, ready: Ready) -> None:
+    """Check that there is room for an answer to a prompt.
+
+    Raises:
+        ApiError: there is none.
+    """
+    if len(prompt) + (params.max_tokens != 0) > ready.max_tokens:
+        raise invalid(
+            f"{param}: {len(prompt)} tokens, and with the answer there can be {ready.max_tokens}; shorten it",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def front_of(request: Request) -> Front:

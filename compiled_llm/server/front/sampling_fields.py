@@ -15,7 +15,7 @@ from compiled_llm.server.front.form_fields import FormFields
 T = TypeVar("T")
 Several = Annotated[Entries[T], Field(max_length=256)]
 """Things that each take time in every step, or in each answer."""
-MOST_CHARACTERS = 2**14
+MOST_CHARACTERS = 2**13
 """Of a request's stop strings together, and of its bad words."""
 _MOST_TOKENS = 2**18
 """That a request can name; the largest vocabularies have as many."""

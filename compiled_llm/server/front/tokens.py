@@ -20,8 +20,8 @@ from compiled_llm.server.front.vocabulary import Vocabulary
 
 router = APIRouter()
 
-_MOST_TOKENS = 2**20
-"""That are made text at once: a tenth of a second, in which nothing else has the GIL."""
+_MOST_TOKENS = 2**18
+"""That are made text at once: that takes some hundredths of a second, and nothing else has the GIL meanwhile."""
 
 
 class TokenizeRequest(Body):

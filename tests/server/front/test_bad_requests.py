@@ -66,7 +66,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (CHAT, {"messages": HI, "x" * 2000: 1}, "x" * 1000 + "…"),
     (CHAT, {"messages": [{"role": "user", "content": "a" * 2**16}]}, "messages"),
     (TEXT, {"prompt": "a" * 2**16}, "prompt"),
-    (TEXT, {"prompt": [[1] * 3900] * 4, "echo": True, "logprobs": 20, "max_tokens": 1}, "logprobs"),
+    (TEXT, {"prompt": [[1] * 1000] * 16, "echo": True, "logprobs": 20, "max_tokens": 1}, "logprobs"),
     (CHAT, {"messages": HI, "response_format": LONG_SCHEMA}, "response_format"),
     (CHAT, {"messages": HI, "max_tokens": 10**30}, "max_tokens"),
     (CHAT, {"messages": HI, "top_k": 10**30}, "top_k"),

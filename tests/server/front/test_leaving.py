@@ -14,6 +14,10 @@ import openai
 import pytest
 
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.loop import Loop as EngineLoop
+from compiled_llm.engine.plan import Chunk
+from compiled_llm.engine.request import Request
+from compiled_llm.engine.scheduler import Scheduler
 from compiled_llm.server.generator.facts import ready_of
 from support.fronts import RunningFront, chat_tokenizer, fronting
 from support.generators import Loop
@@ -124,3 +128,37 @@ def test_a_stream_ends_with_its_text_and_not_with_its_last_token(speaking: tuple
     choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
     assert "".join(choice["text"] for choice in choices) == script.text
     assert choices[-1]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2}, {"echo": True, "logprobs": 0, "max_tokens": 0}])
+def test_a_prefill_whose_client_has_left_ends_at_its_next_chunk(
+    front: RunningFront, engine: Engine, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(Scheduler, "_chunk", _chunk_of_four)
+    step, steps = EngineLoop.step, 0
+    body = json.dumps({"prompt": [[5 + 7 * place % 90 for place in range(300)]], "max_tokens": 3, **more}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", front.port)) as peer:
+
+        def leaving(loop: EngineLoop, unchanged: bool = False) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                peer.close()
+                while not engine._driver._inbox:
+                    time.sleep(0.002)
+            return step(loop, unchanged)
+
+        monkeypatch.setattr(EngineLoop, "step", leaving)
+        peer.sendall(f"{head}\r\n\r\n".encode() + body)
+        while steps < 3:
+            time.sleep(0.002)
+        until_idle(engine)
+    assert steps <= 4  # of seventy-five
+    engine.reset_prefix_cache()
+
+
+def _chunk_of_four(scheduler: Scheduler, request: Request, room: int) -> Chunk:
+    start = request.running_row.length
+    ids = request.known[start : start + 4]
+    return Chunk(request, ids, start + len(ids) == len(request.known), request.unscored(start))

@@ -1,0 +1,198 @@
+"""Requests that would take long, or much memory, and how they are to be answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+HI = [{"role": "user", "content": "hi"}]
+SIZE = 8_000_000
+"""Bytes of a body, of 8 MiB that it can have."""
+ENTRIES = "texts, arrays and objects"
+
+
+class Bomb(NamedTuple):
+    """A request.
+
+    Attributes:
+        name: of what it tries.
+        path: where it goes.
+        body: makes it.
+        status: of the answer.
+        message: in the answer; nothing of one that is answered.
+    """
+
+    name: str
+    path: str
+    body: Callable[[], bytes]
+    status: int = 400
+    message: str = ""
+
+
+def whole(**body: Any) -> Callable[[], bytes]:
+    return lambda: json.dumps(body).encode()
+
+
+def long(
+    field: str, entry: str, size: int = SIZE, before: str = "", after: str = "", **others: Any
+) -> Callable[[], bytes]:
+    """A body with a list of as many entries as have room."""
+    rest = json.dumps(others)[1:-1]
+
+    def made() -> bytes:
+        entries = ",".join([entry] * (size // (len(entry) + 1)))
+        return f'{{"{field}": {before}[{entries}]{after}{", " if rest else ""}{rest}}}'.encode()
+
+    return made
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"id": "a", "type": "function", "function": {"name": "a", "arguments": arguments}}
+
+
+def names(count: int, value: str) -> str:
+    return "{" + ",".join(f'"{number:x}":{value}' for number in range(count)) + "}"
+
+
+def form(schema: str) -> Callable[[], bytes]:
+    return lambda: f"""{{"messages": {json.dumps(HI)}, "response_format":
+        {{"type": "json_schema", "json_schema": {{"name": "a", "schema": {schema}}}}}}}""".encode()
+
+
+STOPS = ["ab" * 15 + f"{number:02x}" for number in range(256)]
+TOOL = {"type": "function", "function": {"name": "a", "description": "a" * 60_000}}
+
+BOMBS = [
+    Bomb("messages that are numbers", CHAT, long("messages", "0"), 400, "messages[0]"),
+    Bomb("messages without fields", CHAT, long("messages", "{}"), 400, ENTRIES),
+    Bomb("messages without fields, few enough", CHAT, long("messages", "{}", 190_000), 400, "messages[0].role"),
+    Bomb("many messages", CHAT, long("messages", '{"role":"user","content":"a b"}'), 400, ENTRIES),
+    Bomb("many messages, few enough", CHAT, long("messages", '{"role":"user","content":"a"}', 370_000), 400, "tokens"),
+    Bomb("parts that are numbers", CHAT, long("messages", "0", before='[{"role":"user","content":', after="}]"), 400),
+    Bomb("one letter a prompt", TEXT, long("prompt", '"a"'), 400, ENTRIES),
+    Bomb("one letter a prompt, few enough", TEXT, long("prompt", '"a"', 260_000), 400, "65000 prompts with 1"),
+    Bomb("one token a prompt", TEXT, long("prompt", "[1]", 250_000), 400, "prompts with 1"),
+    Bomb("a prompt of many tokens", TEXT, long("prompt", "1"), 400, "4000000 tokens"),
+    Bomb("a prompt of wrong tokens", TEXT, long("prompt", "1.5"), 400, "prompt"),
+    Bomb("prompts of wrong tokens", TEXT, long("prompt", '""', before="[", after="]"), 400, ENTRIES),
+    Bomb("a prompt of short words", TEXT, whole(prompt="a b " * (SIZE // 4)), 400, "characters are more"),
+    Bomb("a prompt of short words that might fit", TEXT, whole(prompt="a b " * 500_000), 400, "characters are more"),
+    Bomb("128 such prompts", TEXT, whole(prompt=["a b " * 15_000] * 128), 400, "60000 tokens"),
+    Bomb(
+        "a message of short words", CHAT, whole(messages=[{"role": "user", "content": "a b " * 500_000}]), 400, "more"
+    ),
+    Bomb("a long input", RESPONSES, whole(input="a b " * 500_000), 400, "characters are more"),
+    Bomb("input of wrong items", RESPONSES, long("input", "{}", 190_000), 400, "input"),
+    Bomb(
+        "input of many thoughts",
+        RESPONSES,
+        long("input", f'{{"type":"reasoning","content":[{{"type":"reasoning_text","text":"{"a" * 900}"}}]}}'),
+        400,
+        "more",
+    ),
+    Bomb("lists in what the template reads", CHAT, long("a", "[]", before="", messages=HI), 400, ENTRIES),
+    Bomb(
+        "lists in a call's arguments",
+        CHAT,
+        lambda: json.dumps(
+            {"messages": [{"role": "assistant", "tool_calls": [call('{"a": [' + ",".join(["[]"] * 2_000_000) + "]}")]}]}
+        ).encode(),
+        400,
+        ENTRIES,
+    ),
+    Bomb(
+        "lists in the arguments of many calls",
+        CHAT,
+        lambda: json.dumps(
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [call('{"a": [' + ",".join(["[]"] * 20_000) + "]}")] * 100}
+                ]
+            }
+        ).encode(),
+        400,
+        ENTRIES,
+    ),
+    Bomb("fields that nobody knows", CHAT, lambda: names(60_000, "1").encode(), 400, "missing"),
+    Bomb(
+        "biases that are texts",
+        CHAT,
+        lambda: f'{{"messages": {json.dumps(HI)}, "logit_bias": {names(30_000, chr(34) * 2)}}}'.encode(),
+        400,
+        "logit_bias",
+    ),
+    Bomb(
+        "many biases",
+        CHAT,
+        whole(messages=HI, logit_bias={str(number): 1 for number in range(60_000)}),
+        400,
+        "logit_bias",
+    ),
+    Bomb(
+        "many stop strings that nearly repeat", TEXT, whole(prompt="a", stop=STOPS, max_tokens=50, ignore_eos=True), 200
+    ),
+    Bomb(
+        "longer stop strings",
+        TEXT,
+        whole(prompt="a", stop=["a" * 2000 + str(number) for number in range(256)]),
+        400,
+        "stop: has",
+    ),
+    Bomb("many stop tokens", TEXT, long("stop_token_ids", "1", prompt="a"), 400, "stop_token_ids"),
+    Bomb(
+        "bad words that are texts",
+        TEXT,
+        whole(prompt="a", bad_words=["a b " * 8 for _ in range(256)]),
+        400,
+        "bad_words",
+    ),
+    Bomb("many tokens that are allowed", TEXT, long("allowed_token_ids", "1", 500_000, prompt="a", max_tokens=1), 200),
+    Bomb(
+        "too many tokens that are allowed", TEXT, long("allowed_token_ids", "1", prompt="a"), 400, "allowed_token_ids"
+    ),
+    Bomb("tools that are numbers", CHAT, long("tools", "0", messages=HI), 400, "tools[0]"),
+    Bomb("long tools", CHAT, whole(messages=HI, tools=[TOOL] * 128, tool_choice="none"), 400, "two have the name"),
+    Bomb("a long number", CHAT, lambda: b'{"top_k": ' + b"1" * SIZE + b"}", 400, "digits"),
+    Bomb(
+        "a long fraction",
+        CHAT,
+        lambda: b'{"temperature": 0.' + b"1" * SIZE + f', "messages": {json.dumps(HI)}, "max_tokens": 1}}'.encode(),
+        200,
+    ),
+    Bomb("levels", CHAT, lambda: b'{"chat_template_kwargs": ' + b'{"a":' * 60_000, 400),
+    Bomb("more levels", CHAT, lambda: b"[" * SIZE, 400, ENTRIES),
+    Bomb("quotes", CHAT, lambda: b'"' * SIZE, 400, ENTRIES),
+    Bomb("backslashes", CHAT, lambda: b'"' + b"\\" * SIZE, 400, "no JSON"),
+    Bomb("a long name of a model", CHAT, whole(messages=HI, model="a" * SIZE), 404, "model"),
+    Bomb("a long salt", TEXT, whole(prompt="a", cache_salt="a" * SIZE), 400, "cache_salt"),
+    Bomb("a long user", TEXT, whole(prompt="a", user="a" * SIZE, max_tokens=1), 200),
+    Bomb(
+        "a schema of many choices",
+        CHAT,
+        form('{"enum": [' + ",".join(f'"{number}"' for number in range(6_000)) + "]}"),
+        200,
+    ),
+    Bomb("a long schema", CHAT, form('{"enum": ["' + "a" * SIZE + '"]}'), 400, "response_format"),
+    Bomb("text to be made tokens", TOKENIZE, whole(prompt="a b " * 500_000), 400, "characters are more"),
+    Bomb("messages to be made tokens", TOKENIZE, long("messages", "0"), 400, "messages[0]"),
+    Bomb("tokens to be made text", DETOKENIZE, long("tokens", "99"), 400, "tokens"),
+    Bomb("tokens to be made text, few enough", DETOKENIZE, long("tokens", "99", 780_000), 200),
+    Bomb("tokens that are texts", DETOKENIZE, long("tokens", '""', 190_000), 400, "tokens[0]"),
+    Bomb(
+        "log-probabilities of long prompts",
+        TEXT,
+        whole(prompt=[[5] * 3000] * 5, echo=True, logprobs=20),
+        400,
+        "logprobs",
+    ),
+    Bomb("log-probabilities of a prompt", TEXT, whole(prompt=[5] * 3000, echo=True, logprobs=20, max_tokens=1), 200),
+    Bomb(
+        "log-probabilities of many answers",
+        CHAT,
+        whole(messages=HI, n=32, max_tokens=30, logprobs=True, top_logprobs=20),
+        200,
+    ),
+]

@@ -1,0 +1,213 @@
+"""Random calls from several threads on one model and its engines, with everything that may go wrong in a request."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from compiled_llm import Engine, RequestError, SamplingParams
+from compiled_llm.engine.handle import RequestHandle
+
+THREADS = 8
+VOCABULARY = 128
+ERRORS: tuple[type[BaseException], ...] = (SystemExit, asyncio.CancelledError, GeneratorExit, MemoryError, ValueError)
+SELDOM = 0.01
+"""How often a call stops the whole model: sleep, new weights, a pause."""
+
+
+class Fails:
+    """A logits processor that raises after some tokens."""
+
+    def __init__(self, error: type[BaseException], after: int) -> None:
+        self.error, self.after = error, after
+
+    def __call__(self, tokens: list[int], logits: Tensor) -> Tensor:
+        if len(tokens) >= self.after:
+            raise self.error("planted")
+        return logits
+
+
+class CallsTheModel(BaseStreamer):
+    """A streamer that calls the model that it listens to."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.left = model, 2
+
+    def put(self, value: Tensor) -> None:
+        if value.dim() == 1 and self.left:
+            self.left -= 1
+            with torch.no_grad():
+                self.model(torch.tensor([[5, 6, 7]], device=self.model.device))
+
+    def end(self) -> None:
+        pass
+
+
+class Soak:
+    """The calls, by name; each is given a source of chance, and raises if its answer is not what it should be."""
+
+    def __init__(self, model: PreTrainedModel, weights: Path, max_rows: int = 4) -> None:
+        self.model: Any = model
+        self.weights = weights
+        self.engines = [Engine(model, max_rows=max_rows), Engine(model, max_rows=max_rows, prefix_cache=False)]
+        self.counts: Counter[str] = Counter()
+        self._alone = threading.Lock()
+        self._often: list[Callable[[random.Random], None]] = [
+            *(self.greedy, self.sampled, self.streamed, self.forward),
+            *(self.answers, self.penalised, self.logprobs, self.abandoned, self.failing),
+        ]
+        self._seldom = [self.sleep, self.update, self.pause, self.forget]
+
+    # ---- calls
+
+    def greedy(self, chance: random.Random) -> None:
+        self._generated(chance, do_sample=False)
+
+    def sampled(self, chance: random.Random) -> None:
+        self._generated(chance, do_sample=True, temperature=0.8, top_p=0.9)
+
+    def streamed(self, chance: random.Random) -> None:
+        self._generated(chance, rows=1, do_sample=False, streamer=CallsTheModel(self.model))
+
+    def _generated(self, chance: random.Random, rows: int = 0, **options: Any) -> None:
+        rows, length, new = rows or chance.randint(1, 3), chance.randint(1, 40), chance.randint(1, 12)
+        ids = torch.tensor([prompt(chance, length) for _ in range(rows)], device=self.model.device)
+        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)
+        assert out.shape == (rows, length + new)
+
+    def forward(self, chance: random.Random) -> None:
+        ids = torch.tensor([prompt(chance, chance.randint(1, 30))], device=self.model.device)
+        with torch.no_grad():
+            logits = self.model(ids).logits
+        assert logits.shape == (*ids.shape, VOCABULARY)
+        assert logits.isfinite().all()
+
+    def answers(self, chance: random.Random) -> None:
+        self._answered(chance, SamplingParams(seed=chance.randrange(9), n=chance.randint(1, 2), **self._length(chance)))
+
+    def penalised(self, chance: random.Random) -> None:
+        self._answered(chance, SamplingParams(presence_penalty=1.0, repetition_penalty=1.2, **self._length(chance)))
+
+    def logprobs(self, chance: random.Random) -> None:
+        params = SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=1, **self._length(chance))
+        for output in self._answered(chance, params):
+            assert all(len(answer.logprobs or ()) == len(answer.token_ids) for answer in output.outputs)
+
+    def abandoned(self, chance: random.Random) -> None:
+        """Requests that are cancelled while they run, or that time out."""
+        engine = chance.choice(self.engines)
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        handle = self._submitted(engine, prompt(chance, 20), params, timeout=chance.choice([None, 0.02]))
+        if handle is None:
+            return
+        time.sleep(chance.random() * 0.02)
+        handle.cancel()
+        assert handle.result(300).outputs[0].finish_reason in ("cancelled", "timeout", "length")
+
+    def failing(self, chance: random.Random) -> None:
+        """A request that its own processor ends, in the midst of others."""
+        params = SamplingParams(
+            logits_processors=[Fails(chance.choice(ERRORS), chance.randint(0, 3))], max_tokens=8, ignore_eos=True
+        )
+        handle = self._submitted(chance.choice(self.engines), prompt(chance, 9), params)
+        if handle is None:
+            return
+        try:
+            reason = handle.result(300).outputs[0].finish_reason
+        except (RequestError, RuntimeError):
+            return
+        assert reason in ("error", "cancelled"), reason  # an update or a sleep of other threads may come before
+
+    # ---- what stops the whole model, one at a time
+
+    def sleep(self, chance: random.Random) -> None:
+        engine = chance.choice(self.engines)
+        engine.sleep(requests=chance.choice(["park", "end"]))
+        time.sleep(0.01)
+        engine.wake()
+
+    def update(self, chance: random.Random) -> None:
+        chance.choice(self.engines).update_weights(self.weights, requests=chance.choice(["wait", "keep", "end"]))
+
+    def pause(self, chance: random.Random) -> None:
+        with chance.choice(self.engines).paused():
+            time.sleep(0.01)
+
+    def forget(self, chance: random.Random) -> None:
+        chance.choice(self.engines).reset_prefix_cache()
+
+    # ---- all of them
+
+    def run(self, calls: int, seed: int) -> None:
+        """Make so many calls from `THREADS` threads; the first that fails is raised once all have ended."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            futures = [pool.submit(self._call, seed * 1_000_003 + number) for number in range(calls)]
+        for future in futures:
+            future.result()
+
+    def _call(self, seed: int) -> None:
+        chance = random.Random(seed)
+        if chance.random() < SELDOM:
+            call = chance.choice(self._seldom)
+            with self._alone:
+                call(chance)
+        else:
+            call = chance.choice(self._often)
+            call(chance)
+        self.counts[call.__name__] += 1
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    # ---- help
+
+    def _length(self, chance: random.Random) -> dict[str, Any]:
+        return {"max_tokens": chance.randint(1, 12), "ignore_eos": True}
+
+    def _answered(self, chance: random.Random, params: SamplingParams) -> list[Any]:
+        prompts = [prompt(chance, chance.randint(1, 40)) for _ in range(chance.randint(1, 2))]
+        outputs: list[Any] = []
+        with unless_asleep():
+            outputs = chance.choice(self.engines).generate(prompts, params)
+        for output in outputs:
+            for answer in output.outputs:
+                assert answer.finish_reason in ("length", "cancelled"), (answer.finish_reason, answer.error)
+                assert answer.finish_reason == "cancelled" or len(answer.token_ids) == params.max_tokens
+        return outputs
+
+    def _submitted(
+        self, engine: Engine, ids: list[int], params: SamplingParams, **waiting: Any
+    ) -> RequestHandle | None:
+        with unless_asleep():
+            return engine.submit(ids, params, **waiting)
+        return None
+
+
+@contextmanager
+def unless_asleep() -> Iterator[None]:
+    """An engine takes no requests while its model sleeps, and says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "asleep" not in str(error):
+            raise
+
+
+def prompt(chance: random.Random, length: int) -> list[int]:
+    """Token ids that begin like those of other prompts, as texts of one system prompt do."""
+    shared = list(range(3, 3 + min(length, chance.choice([0, 8, 16]))))
+    return shared + [chance.randrange(3, VOCABULARY) for _ in range(length - len(shared))]
