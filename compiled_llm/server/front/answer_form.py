@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.engine.structured_outputs import MOST_BLANKS, StructuredOutputsParams
 from compiled_llm.server.front.api_error import ApiError, invalid
 from compiled_llm.server.front.call_form import CallForm
 from compiled_llm.server.front.chat_prompt import ChatPrompt
@@ -18,26 +18,29 @@ Format = dict[str, Any]
 """A part of a structural tag of xgrammar's."""
 
 
-def with_form(params: SamplingParams, wanted: Form | None, prompt: ChatPrompt) -> SamplingParams:
+def with_form(
+    params: SamplingParams, wanted: Form | None, prompt: ChatPrompt, blanks: int | None = MOST_BLANKS
+) -> SamplingParams:
     """Return settings by which answers have their form.
 
     Args:
         params: settings.
         wanted: the form of what is no call; None for any text.
         prompt: with the tools that may be, or have to be, called.
+        blanks: how many calls may have in a row; None for any number.
 
     Raises:
         ApiError: this model's answers cannot be held to the form.
         ValueError: there is no such form.
     """
-    changed = _form(wanted, prompt)
+    changed = _form(wanted, prompt, blanks)
     if prompt.template is not None and prompt.template.needs_special_tokens:
         changed["skip_special_tokens"] = False
     return replace(params, **changed) if changed else params
 
 
-def _form(wanted: Form | None, prompt: ChatPrompt) -> dict[str, Any]:
-    calls = _calls(wanted, prompt)
+def _form(wanted: Form | None, prompt: ChatPrompt, blanks: int | None) -> dict[str, Any]:
+    calls = _calls(wanted, prompt, blanks)
     thinking = None if prompt.template is None else prompt.template.begun(prompt.text)
     if calls is None and (wanted is None or thinking is None):
         return {} if wanted is None else {"structured_outputs": wanted.params}
@@ -48,28 +51,28 @@ def _form(wanted: Form | None, prompt: ChatPrompt) -> dict[str, Any]:
     return {"structured_outputs": StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": found})}
 
 
-def _calls(wanted: Form | None, prompt: ChatPrompt) -> Format | None:
+def _calls(wanted: Form | None, prompt: ChatPrompt, blanks: int | None) -> Format | None:
     """Return the form of an answer as far as it calls tools; None if that is free."""
     offer = prompt.offer
     if offer.called is not None:
-        form = _call_form(prompt, "tool_choice", "give 'auto'")
+        form = _call_form(prompt, blanks, "tool_choice", "give 'auto'")
         return form.several(offer.called, offer.several)
     if offer.functions and wanted is not None:
-        form = _call_form(prompt, wanted.field, "give it without tools")
+        form = _call_form(prompt, blanks, wanted.field, "give it without tools")
         return {"type": "or", "elements": [form.several(offer.functions, offer.several), as_format(wanted)]}
     if offer.strict:
-        form = _call_form(prompt, "tools", "give functions without strict")
+        form = _call_form(prompt, blanks, "tools", "give functions without strict")
         return form.beside_text(offer.functions, offer.several)
     return None
 
 
-def _call_form(prompt: ChatPrompt, param: str, instead: str) -> CallForm:
+def _call_form(prompt: ChatPrompt, blanks: int | None, param: str, instead: str) -> CallForm:
     if len(json.dumps(prompt.offer.plain())) > MOST_SCHEMA:
         raise invalid(f"tools: the schemas have more than {MOST_SCHEMA:,} characters; {instead}", "tools")
     form = prompt.vocabulary.call_form
     if form is None:
         raise _not_held(f"{param}: is not served: calls of this model cannot be held to a form; {instead}", param)
-    return form
+    return replace(form, blanks=blanks)
 
 
 def _after(thinking: str, form: Format) -> Format:

@@ -44,6 +44,7 @@ class CallForm:
         end: ends a call.
         separator: stands between two calls; None if an answer cannot have several.
         style: of the arguments, as xgrammar calls it.
+        blanks: how many they may have in a row; None for any number.
     """
 
     before_name: str
@@ -51,6 +52,7 @@ class CallForm:
     end: str
     separator: str | None
     style: str = "json"
+    blanks: int | None = MOST_BLANKS
 
     def several(self, functions: Sequence[Function], several: bool) -> dict[str, Any]:
         """Return calls, one at least, as a structural tag of xgrammar's has them.
@@ -91,7 +93,7 @@ class CallForm:
 
     def _arguments(self, function: Function) -> dict[str, Any]:
         schema = function.schema_of_arguments
-        return {"type": "json_schema", "json_schema": schema, "style": self.style, "max_whitespace_cnt": MOST_BLANKS}
+        return {"type": "json_schema", "json_schema": schema, "style": self.style, "max_whitespace_cnt": self.blanks}
 
 
 def call_form(prompt: str, one: str, two: str | None, ends: Sequence[str], read: Read) -> CallForm | None:

@@ -51,7 +51,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     def prepared() -> tuple[list[int], SamplingParams, list[Reading]]:
         params = body.sampling()
         prompt = prompt_of(body, model)
-        params = with_form(params, body.form, prompt)
+        params = with_form(params, body.form, prompt, body.most_blanks)
         tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
         return tokens, params, [Reading(prompt.reader()) for _ in range(body.answers)]
 

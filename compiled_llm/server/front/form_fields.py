@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.engine.structured_outputs import MOST_BLANKS, StructuredOutputsParams
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.fields import Body, NoEffect, Refused
 from compiled_llm.server.front.response_format import MOST_SCHEMA, AnyFormat, form_of
@@ -82,6 +82,13 @@ class FormFields(Body):
     ebnf: str | None = None
     guided_decoding_backend: Annotated[str | None, NoEffect("xgrammar compiles all forms")] = None
     guided_whitespace_pattern: Annotated[Any, _NOT_FOLLOWED] = None
+
+    @property
+    def most_blanks(self) -> int | None:
+        """How many blanks JSON may have in a row; None for any number."""
+        said = {} if self.structured_outputs is None else self.structured_outputs.blanks
+        most: int | None = said.get("max_whitespace_cnt", MOST_BLANKS)
+        return most
 
     def form_beside(self, wanted: AnyFormat | None) -> Form | None:
         """Return the form of an answer; None for any text.

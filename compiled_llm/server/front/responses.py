@@ -46,7 +46,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
         messages, kwargs = body.messages(), body.template_kwargs
         prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, add_generation_prompt=True)
         tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
-        return tokens, with_form(params, body.form, prompt), Reading(prompt.reader())
+        return tokens, with_form(params, body.form, prompt, body.most_blanks), Reading(prompt.reader())
 
     tokens, params, reading = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt

@@ -35,10 +35,14 @@ BLANKS = [ROME.replace('{"city"', "{" + " " * count + '"city"') for count in (32
 NOW = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 
+ANY_BLANKS = {"structured_outputs": {"max_whitespace_cnt": None}}
+
+
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"tool_choice": "required"}, [ROME, NOW, f"{NOW}\n{ROME}"], ["hi", "", BERN, f"{ROME}{NOW}", f"hi {ROME}"]),
     ({"tool_choice": "required", "parallel_tool_calls": False}, [ROME, NOW], [f"{NOW}\n{ROME}"]),
     ({"tool_choice": NAMED}, [ROME, BLANKS[0]], [NOW, "hi", f"{ROME}\n{ROME}", BLANKS[1]]),
+    ({"tool_choice": NAMED, **ANY_BLANKS}, [ROME, *BLANKS], [NOW]),
     ({"tool_choice": "required", **THINKS}, [f"Hm, {BERN}</think>\n\n{ROME}"], [ROME, "</think>hi"]),
     ({"response_format": JSON}, ['"one"', ROME, f"{NOW}\n{ROME}"], ["one", BERN, '"three"']),
     ({"response_format": JSON, "tools": None, **THINKS}, ['Hm.</think>"one"'], ['"one"']),
