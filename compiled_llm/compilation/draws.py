@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm.compilation.sampling import SamplingTables, choose_at, uniform
+from compiled_llm.compilation.sampling import SamplingTables, choose_with
 
 
 class Draws:
     """Draws tokens from scores that processors have finished with, one step after the other, without a wait.
 
-    A step's numbers are those that ``choose`` would take: the same functions of a row's seed and a token's position.
+    The tokens are those that ``choose`` would draw for the same seeds and positions.
     """
 
     def __init__(self, seeds: Tensor | None, positions: Tensor) -> None:
@@ -42,7 +42,7 @@ class Draws:
         if self._tables is None:
             self._tables = SamplingTables.allocate(0, scores.shape[1], scores.device)
             self._tables.temperature.fill_(1.0)
-        numbers, positions = uniform(self._seeds, self._positions), self._positions
+        positions = self._positions
         self._positions = positions + 1
         slots = torch.zeros_like(positions)  # one for all rows, since nothing is counted
-        return choose_at(numbers, scores, slots, positions, self._tables)
+        return choose_with(self._seeds, scores, slots, positions, self._tables)

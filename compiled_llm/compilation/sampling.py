@@ -1,8 +1,10 @@
 """Choosing the next token inside the graph, with settings and random numbers for each row.
 
-A draw inverts the cumulative distribution at a uniform number. That comes from a counter-based generator keyed by the
-row's seed and counted by the token's position. So a replayed graph draws another number each step (positions advance in
-the graph), and a row draws the same tokens whatever else runs in its batch.
+A draw is a race: each token of the vocabulary has an exponential random number, and the one whose number divided by its
+probability is the smallest is drawn. The numbers come from a counter-based generator keyed by the row's seed and counted
+by the position and the token. So a replayed graph draws with other numbers each step (positions advance in the graph),
+and a row draws the same tokens whatever else runs in its batch: logits that are rounded otherwise there change a draw
+only where two tokens are nearly level.
 
 Shapes: B rows, V vocabulary, X rows with settings of their own.
 """
@@ -34,8 +36,6 @@ from compiled_llm_ops import (
     PROMPTED,
     Seldom,
     sample_tokens,
-    uniform_numbers,
-    uniform_of,
 )
 from compiled_llm_ops import NOT_A_TOKEN as NOT_A_TOKEN
 
@@ -241,30 +241,16 @@ def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTab
         ``[B]`` int64; ``NOT_A_TOKEN`` for a row of the other kind, whose slot keeps any token until it is chosen, and
         for one that is drawn and whose logits are NaN, +inf or all -inf.
     """
-    chosen = choose_at(uniform(tables.seed[slots], positions), logits, slots, positions, tables, deferred)
+    chosen = choose_with(tables.seed[slots], logits, slots, positions, tables, deferred)
     tables.next_token.index_put_((slots,), chosen.clamp(min=0))
     return chosen
 
 
-def choose_at(
-    numbers: Tensor, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False
+def choose_with(
+    seeds: Tensor, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False
 ) -> Tensor:
-    """Choose each row's next token with these random numbers, ``[B]`` float64; otherwise as ``choose``."""
+    """Choose each row's next token with these seeds, ``[B]`` int64, and keep it nowhere; otherwise as ``choose``."""
     filters = (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
     penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
     wide = (tables.counts, tables.allowed, tables.biases, tables.recent, tables.seldom, tables.growing)
-    return sample_tokens(logits, numbers, slots, positions, *filters, tables.edits, *penalties, *wide, deferred)
-
-
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return ``[B]`` float64 in [0, 1), a function of its arguments alone.
-
-    Args:
-        seeds: ``[B]`` int64, not negative.
-        positions: ``[B]`` int64, not negative; another position gives another number.
-    """
-    # The CPU's compiler takes seconds over the rounds, in each program; and without one, each of their hundred
-    # operations would be a kernel.
-    if seeds.device.type == "cpu" or not torch.compiler.is_compiling():
-        return uniform_numbers(seeds, positions)
-    return uniform_of(seeds, positions)
+    return sample_tokens(logits, seeds, slots, positions, *filters, tables.edits, *penalties, *wide, deferred)

@@ -30,7 +30,6 @@ from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
 from compiled_llm_ops.logprobs import top_logprobs
 from compiled_llm_ops.sampling import NOT_A_TOKEN, build_sampling, sample_tokens
-from compiled_llm_ops.uniform import uniform_numbers, uniform_of
 
 __all__ = [
     "BIASED",
@@ -61,6 +60,4 @@ __all__ = [
     "sample_tokens",
     "skinny_linear",
     "top_logprobs",
-    "uniform_numbers",
-    "uniform_of",
 ]

@@ -264,7 +264,7 @@ class SampleTokens(NamedTuple):
     """What ``sample_tokens`` takes."""
 
     logits: Tensor
-    uniform: Tensor
+    seeds: Tensor
     slots: Tensor
     positions: Tensor
     temperature: Tensor
@@ -290,10 +290,3 @@ class TopLogprobs(NamedTuple):
     logits: Tensor
     tokens: Tensor
     most: int
-
-
-class UniformNumbers(NamedTuple):
-    """What ``uniform_numbers`` takes."""
-
-    seeds: Tensor
-    positions: Tensor

@@ -1,6 +1,6 @@
 """Choosing the next tokens, with settings for each row.
 
-A draw inverts the cumulative distribution at one uniform number a row, tokens in the order of their numbers.
+A draw is a race among the tokens that the filters keep, see ``race``.
 
 Shapes: B rows, V vocabulary, X entries of the tables of settings.
 """
@@ -30,6 +30,7 @@ from compiled_llm_ops.contracts import (
 from compiled_llm_ops.edits import EditTables, Places, edited
 from compiled_llm_ops.filters import Filters, filtered
 from compiled_llm_ops.library import define
+from compiled_llm_ops.race import TILE, winners
 
 NOT_A_TOKEN = -1
 """Stands for the next token of a row that is to be drawn from logits that are NaN, +inf or all -inf: none can be."""
@@ -41,12 +42,11 @@ _builds: list[Future[None]] = []  # that a launch has not waited for yet
 
 # So many of the likeliest tokens are searched for a nucleus before the whole vocabulary is sorted.
 _LIKELY = 1024
-_TILE = 64  # neighbouring tokens, of which the largest score says whether any can be kept
 
 
 def sample_tokens(
     logits: Tensor,
-    uniform: Tensor,
+    seeds: Tensor,
     slots: Tensor,
     positions: Tensor,
     temperature: Tensor,
@@ -76,9 +76,9 @@ def sample_tokens(
 
     Args:
         logits: ``[B, V]`` of any floating dtype, computed with in float32, with any stride between rows.
-        uniform: ``[B]`` float64 in [0, 1), where the cumulative distributions are inverted.
+        seeds: ``[B]`` int64, not negative: with the position it decides the row's random numbers.
         slots: ``[B]`` int64, each row's entry in the tables; several rows may have one whose edits are 0.
-        positions: ``[B]`` int64, the position of the token that is chosen, which says which biases hold.
+        positions: ``[B]`` int64, the position of the token that is chosen, which says which biases hold; not negative.
         temperature: ``[X]`` float32, divides; 0.0 takes the likeliest token, the first of several, as ``argmax`` does:
             of +inf as well, before that of NaN, and the first one if all are -inf.
         top_k: ``[X]`` int32, keep the k largest; 0 keeps all.
@@ -123,7 +123,7 @@ def sample_tokens(
     """
     numbers = (repetition_penalty, presence_penalty, frequency_penalty)
     chosen: Tensor = _sample_tokens(
-        logits, uniform, slots, positions, temperature, top_k, top_p, min_p, edits, *numbers, counts, allowed, biases,
+        logits, seeds, slots, positions, temperature, top_k, top_p, min_p, edits, *numbers, counts, allowed, biases,
         recent, seldom, growing, deferred,
     )  # fmt: skip
     return chosen
@@ -177,7 +177,7 @@ def _check(args: SampleTokens) -> None:
 def _shapes(rows: int, entries: int, vocabulary: int) -> dict[str, tuple[list[int], torch.dtype]]:
     """Return the shape and dtype of each tensor but the logits."""
     return {
-        "uniform": ([rows], torch.float64),
+        "seeds": ([rows], torch.int64),
         "slots": ([rows], torch.int64),
         "positions": ([rows], torch.int64),
         "temperature": ([entries], torch.float32),
@@ -204,7 +204,7 @@ def _cpu(args: SampleTokens) -> Tensor:
         return _choose(args)
     chosen = torch.full_like(args.slots, NOT_A_TOKEN)
     if bool(served.any()):
-        columns = {name: getattr(args, name)[served] for name in ("logits", "uniform", "slots", "positions")}
+        columns = {name: getattr(args, name)[served] for name in ("logits", "seeds", "slots", "positions")}
         chosen[served] = _choose(args._replace(**columns))
     return chosen
 
@@ -219,8 +219,7 @@ def _choose(args: SampleTokens) -> Tensor:
     greedy = temperature == 0
     usable = greedy | ((best > -math.inf) & (best < math.inf))  # both are False for NaN
     if not bool(greedy.all()):
-        drawn = _draw(scores, best, args.uniform, args.top_k[slots], args.top_p[slots], args.min_p[slots])
-        chosen = torch.where(greedy, chosen, _drawn_of_few(drawn, scores, args, edits))
+        chosen = torch.where(greedy, chosen, _drawn_of_few(_draw(args, scores), scores, args, edits))
     chosen = torch.where(usable, chosen, NOT_A_TOKEN)
     _count(args.counts, slots, chosen, usable & (edits & COUNTED != 0))
     remembered = usable & (edits // FOLLOWING & MOST_FOLLOWED > 0)
@@ -251,22 +250,15 @@ def _edited(args: SampleTokens, edits: Tensor) -> Tensor:
 # ---- the draw
 
 
-def _draw(scores: Tensor, best: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    tokens = None
+def _draw(args: SampleTokens, scores: Tensor) -> Tensor:
+    """Return ``[B]`` int64, drawn from ``scores`` ``[B, V]`` with the filters that many rows have."""
+    top_k, top_p, min_p = (table[args.slots] for table in (args.top_k, args.top_p, args.min_p))
+    tiles, numbers = _tiled(scores), torch.arange(-(-scores.shape[1] // TILE))[None]
     if bool(((top_k > 0) & (top_k < scores.shape[1])).all()):
-        scores, tokens = _candidates(scores, top_k)
-    weights = (scores - best[:, None]).exp_()
-    smallest = smallest_kept(scores, weights, top_k, top_p, min_p)
-    weights.masked_fill_(scores < smallest[:, None], 0)
-    found = _found_at(uniform, weights)
-    return (found if tokens is None else tokens.gather(1, found.clamp(max=tokens.shape[1] - 1)))[:, 0]
-
-
-def _found_at(uniform: Tensor, weights: Tensor) -> Tensor:
-    """Return ``[B, 1]``, the places of ``weights`` ``[B, C]`` at ``uniform`` ``[B]`` of their sums."""
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    # Less than the last sum, and right of every sum it equals: what is found has a weight.
-    return torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+        tiles, numbers = _candidates(tiles, top_k)
+    smallest = smallest_kept(tiles.flatten(1), top_k, top_p, min_p)
+    tiles = tiles.masked_fill(tiles < smallest[:, None, None], -math.inf)
+    return winners(tiles, numbers, args.seeds, args.positions)
 
 
 def _drawn_of_few(drawn: Tensor, scores: Tensor, args: SampleTokens, edits: Tensor) -> Tensor:
@@ -276,33 +268,35 @@ def _drawn_of_few(drawn: Tensor, scores: Tensor, args: SampleTokens, edits: Tens
         return drawn
     slots = args.slots[rows]
     filters = Filters(args.top_k[slots], args.top_p[slots], args.min_p[slots], args.seldom[slots])
-    kept = filtered(scores[rows], filters)
-    weights = (kept - kept.amax(dim=-1, keepdim=True)).exp_()
-    return drawn.index_copy(0, rows, _found_at(args.uniform[rows], weights)[:, 0])
+    tiles = _tiled(filtered(scores[rows], filters))
+    numbers = torch.arange(tiles.shape[1])[None]
+    return drawn.index_copy(0, rows, winners(tiles, numbers, args.seeds[rows], args.positions[rows]))
 
 
-def _candidates(scores: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores ``[B, C]`` and tokens of the tiles that top-k can keep tokens of, in the tokens' order.
+def _tiled(scores: Tensor) -> Tensor:
+    """Return ``scores`` ``[B, V]`` as ``[B, C, TILE]``, -inf for tokens that the vocabulary lacks."""
+    rows, vocabulary = scores.shape
+    return torch.nn.functional.pad(scores, (0, -vocabulary % TILE), value=-math.inf).view(rows, -1, TILE)
+
+
+def _candidates(tiles: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return those of ``tiles`` ``[B, C, TILE]`` that top-k can keep tokens of, and their numbers, in order.
 
     As many tiles as top-k wants tokens reach the k-th largest maximum of a tile, so the k-th largest score does.
     """
-    rows, vocabulary = scores.shape
-    tiles = torch.nn.functional.pad(scores, (0, -vocabulary % _TILE), value=-math.inf).view(rows, -1, _TILE)
     peaks = tiles.amax(dim=-1)
     most = min(int(top_k.max()), peaks.shape[1])
     kth = peaks.topk(most).values.gather(1, (top_k.long() - 1).clamp(max=most - 1)[:, None])
     width = max(1, int((peaks >= kth).sum(dim=-1).max()))
-    likely = peaks.topk(width).indices.sort(dim=-1).values[:, :, None]
-    tokens = (likely * _TILE + torch.arange(_TILE, device=peaks.device)).flatten(1)
-    return tiles.gather(1, likely.expand(-1, -1, _TILE)).flatten(1), tokens
+    likely = peaks.topk(width).indices.sort(dim=-1).values
+    return tiles.gather(1, likely[:, :, None].expand(-1, -1, TILE)), likely
 
 
-def smallest_kept(scores: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def smallest_kept(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return ``[B]`` float32, the score from which on a row's tokens are kept; -inf where all are.
 
     Args:
         scores: ``[B, V]`` float32, divided by the temperature.
-        weights: ``[B, V]`` float32, ``exp(score - largest score)``.
         top_k: ``[B]`` int32.
         top_p: ``[B]`` float32.
         min_p: ``[B]`` float32.
@@ -316,15 +310,15 @@ def smallest_kept(scores: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor,
         smallest = torch.where(limited, kth[:, 0], smallest)
     if bool(nucleus.any()):
         likely = most if bool(limited[nucleus].all()) else max(most, _LIKELY)
-        smallest = torch.where(nucleus, _nucleus(scores, weights, smallest, top_p, likely), smallest)
+        smallest = torch.where(nucleus, _nucleus(scores, smallest, top_p, likely), smallest)
     if bool((min_p > 0).any()):
         smallest = smallest.maximum(scores.amax(dim=-1) + min_p.log())
     return smallest
 
 
-def _nucleus(scores: Tensor, weights: Tensor, smallest: Tensor, top_p: Tensor, likely: int) -> Tensor:
+def _nucleus(scores: Tensor, smallest: Tensor, top_p: Tensor, likely: int) -> Tensor:
     """Return ``[B]``, the largest score that together with all larger ones has top-p of what is kept so far."""
-    kept = weights.masked_fill(scores < smallest[:, None], 0)
+    kept = (scores - scores.amax(dim=-1, keepdim=True)).exp_().masked_fill_(scores < smallest[:, None], 0)
     needed = kept.sum(dim=-1, dtype=torch.float64) * top_p.double()
     likely = min(likely, scores.shape[1])
     largest, order = scores.topk(likely)
@@ -333,7 +327,7 @@ def _nucleus(scores: Tensor, weights: Tensor, smallest: Tensor, top_p: Tensor, l
     found = largest.gather(1, short.clamp(max=likely - 1)[:, None])[:, 0].maximum(smallest)
     missing = (short == likely) & (found > smallest) & (top_p < 1)
     if likely < scores.shape[1] and bool(missing.any()):
-        return _nucleus(scores, weights, smallest, top_p, scores.shape[1])
+        return _nucleus(scores, smallest, top_p, scores.shape[1])
     return found
 
 

@@ -90,7 +90,6 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, m
     from triton.compiler import ASTSource, compile
 
     from compiled_llm_ops.kernels import sampling as kernels
-    from compiled_llm_ops.kernels import uniform as uniform_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     int32 = dict.fromkeys(("top_k", "found", "candidates", "edits", "allowed", "biases", "recent", "growing"), "*i32")
@@ -99,9 +98,6 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, m
     types = {
         "logits": f"*{dtype}",
         "counts": "*i16",
-        "uniform": "*fp64",
-        "numbers": "*fp64",
-        "count": "i32",
         **int32,
         **int64,
         **scalars,
@@ -109,7 +105,6 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, m
     for kernel, constants in (
         (kernels._summarise_for_sampling, {}),
         (kernels._sample_rows, {"padded_tiles": tiles}),
-        (uniform_kernels._philox, {"block": 128}),
     ):
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}

@@ -249,13 +249,13 @@ def tables_of(settings: Sequence[Sampling], vocabulary: int, device: str = "cpu"
     return slots.tables
 
 
-def arguments(logits: Tensor, uniform: Tensor, settings: Sequence[Sampling], position: int = 1000) -> SampleTokens:
+def arguments(logits: Tensor, seeds: Tensor, settings: Sequence[Sampling], position: int = 1000) -> SampleTokens:
     """Those of `sample_tokens`, on the device of the logits, rows' entries in reverse order."""
     device = logits.device
     tables = tables_of(list(reversed(settings)), logits.shape[1], str(device))
     slots = torch.arange(len(settings), device=device).flip(0)
     named = {name: table for name, table in tables._asdict().items() if name not in ("next_token", "seed")}
-    return SampleTokens(logits, uniform.to(device), slots, torch.full_like(slots, position), **named)
+    return SampleTokens(logits, seeds.to(device), slots, torch.full_like(slots, position), **named)
 
 
 def counted_after(given: SampleTokens) -> Callable[[Tensor], Tensor]:

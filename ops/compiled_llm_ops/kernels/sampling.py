@@ -2,7 +2,8 @@
 
 The first kernel reads the logits once, with the whole device, and leaves the largest score and the mass of each tile of
 neighbouring tokens. The second chooses, one program a row, and branches on the row's settings on the device, so that
-neither the host nor a captured graph has to know them. If few tokens can be kept, it reads only the tiles they lie in.
+neither the host nor a captured graph has to know them. It reads only the tiles in which tokens can win the race by which
+one is drawn (see ``race``), and if few tokens can be kept, those in which they lie.
 
 Scores are multiplied by reciprocals, as PyTorch does when it divides by a number on CUDA.
 
@@ -39,8 +40,10 @@ from compiled_llm_ops.contracts import (
     SampleTokens,
     Seldom,
 )
+from compiled_llm_ops.kernels.race import exponentials, least_of_tiles
+from compiled_llm_ops.race import TILE
 
-_TILE = tl.constexpr(64)
+_TILE = tl.constexpr(TILE)
 _SPAN = tl.constexpr(2048)
 _CHUNK = tl.constexpr(4096)
 _CANDIDATES = tl.constexpr(256)
@@ -48,6 +51,8 @@ _CANDIDATES = tl.constexpr(256)
 _LIKELY_TILES = tl.constexpr(128)
 # exp(-104) is 0 in float32: a token whose score is further below the largest is never drawn.
 _REACH = tl.constexpr(104.0)
+# The winner of a race is that far behind the logarithm of the mass in one race of 1,600.
+_BEHIND = tl.constexpr(2.0)
 _COUNTED, _MASKED, _CLEANED, _BIASED = (tl.constexpr(kind) for kind in (COUNTED, MASKED, CLEANED, BIASED))
 _FOLLOWING, _FILTERED = tl.constexpr(FOLLOWING), tl.constexpr(FILTERED)
 _GROWING, _PROMPTED = tl.constexpr(GROWING), tl.constexpr(PROMPTED)
@@ -127,7 +132,7 @@ def _launches(args: SampleTokens, chosen: Tensor, not_a_token: int) -> Iterable[
     shared = (logits, logits.stride(0), *tables, int(args.deferred), vocabulary, largest, mass, tiles)
     wide = {"num_warps": _WIDE_WARPS, "maxnreg": _WIDE_REGISTERS}
     yield _Launch(_summarise_for_sampling, (rows, triton.cdiv(vocabulary, _SPAN.value)), shared, wide)
-    settings = (args.top_k, args.top_p, args.min_p, args.uniform)
+    settings = (args.top_k, args.top_p, args.min_p, args.seeds)
     results = (found, candidates, candidate_scores, chosen, not_a_token)
     narrow = {"padded_tiles": triton.next_power_of_2(tiles), "num_warps": _ROW_WARPS}
     yield _Launch(_sample_rows, (rows,), (*shared, *settings, *results), narrow)
@@ -296,7 +301,7 @@ def _summarise_for_sampling(
 def _sample_rows(
     logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
     recent, seldom, growing, deferred, vocabulary,
-    largest, mass, tiles, top_k, top_p, min_p, uniform,
+    largest, mass, tiles, top_k, top_p, min_p, seeds,
     found, candidates, candidate_scores, chosen, not_a_token, padded_tiles: tl.constexpr,
 ):  # fmt: skip
     """Choose one row's token and count it; grid ``(B,)``."""
@@ -310,12 +315,13 @@ def _sample_rows(
     token = not_a_token
     usable = (row_temperature == 0.0) | ((peak > float("-inf")) & (peak < float("inf")))
     if _is_served(source, deferred) & usable:
-        mass += row * tiles
-        place = tl.load(uniform + row)
+        found += row * tiles
+        race = (tl.load(seeds + row), tl.load(positions + row), peak)
         k, p, m = tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot)
         k = tl.where(k < vocabulary, k, 0)  # the whole vocabulary: no limit
         # Each tile's mass is relative to its own largest score; from here on all are relative to the row's.
-        masses = tl.load(mass + tile, mask=tile < tiles, other=0.0) * tl.exp(tops - peak)
+        masses = tl.load(mass + row * tiles + tile, mask=tile < tiles, other=0.0) * tl.exp(tops - peak)
+        total = tl.sum(masses, axis=0)
         smallest, centre, furthest = peak - _REACH, peak, tl.abs(peak) + float("inf")
         token = -1
         if row_temperature == 0.0:
@@ -323,36 +329,19 @@ def _sample_rows(
             if peak == float("inf"):
                 token = _first_nan(source, token)
         elif (k > 0) | (p < 1.0) | (m > 0.0) | ((source[1] & _FILTERED) != 0):
-            total = tl.sum(masses, axis=0)
             floor = tl.where(m > 0.0, peak + tl.log(m), smallest)
             bound = _bound(tops, tiles, peak, floor, k, p)
-            scratch = (
-                found + row * tiles, candidates + row * _CANDIDATES, candidate_scores + row * _CANDIDATES,
-            )  # fmt: skip
+            scratch = (found, candidates + row * _CANDIDATES, candidate_scores + row * _CANDIDATES)
             # Mostly the candidates fit into one block; only rows that keep many tokens are passed over as a whole, and
             # those with filters that few have.
             if (source[1] & _FILTERED) == 0:
-                token = _choose_of_few(source, scratch, tops, bound, peak, total, floor, k, p, place, padded_tiles)
+                token = _choose_of_few(source, scratch, tops, bound, race, total, floor, k, p, padded_tiles)
             if token < 0:
                 smallest, centre, furthest = _band(source, peak, total, bound, floor, k, p)
-                masses = _weigh(source, mass, tiles, smallest, centre, furthest, peak, padded_tiles)
         if token < 0:
-            token = _choose_of_all(source, masses, smallest, centre, furthest, peak, place, padded_tiles)
+            token = _choose_of_all(source, found, tops, race, total, smallest, centre, furthest, padded_tiles)
         _count(source, token)
     tl.store(chosen + row, token.to(tl.int64))
-
-
-@triton.jit
-def _invert(weights, target, size: tl.constexpr):
-    """Return where the running sum of ``weights`` ``[size]`` float64 passes ``target``, and the sum before that place.
-
-    The place has a weight above zero, however the sums were rounded. In float64, as on the CPU: over a whole vocabulary
-    float32 may round by more than the weight of a token.
-    """
-    place = tl.arange(0, size)
-    before = tl.cumsum(weights, axis=0) - weights
-    found = tl.max(tl.where((weights > 0) & (before <= target), place, 0), axis=0)
-    return found, tl.sum(tl.where(place == found, before, 0.0), axis=0)
 
 
 @triton.jit
@@ -376,16 +365,68 @@ def _first_nan(source, otherwise):
     return tl.where(first < vocabulary, first, otherwise)
 
 
+# ---- the race
+
+
 @triton.jit
-def _choose_of_all(source, masses, smallest, centre, furthest, peak, place, padded_tiles: tl.constexpr):
-    """Return the token at ``place`` of the distribution over all that the band keeps."""
-    masses = masses.to(tl.float64)
-    target = place * tl.sum(masses, axis=0)
-    tile, before = _invert(masses, target, padded_tiles)
-    scores = _scores(source, tile * _TILE + tl.arange(0, _TILE))
-    weights = tl.where(_is_kept(scores, smallest, centre, furthest), tl.exp(scores - peak), 0.0)
-    lane, _ = _invert(weights.to(tl.float64), target - before, _TILE)
-    return tile * _TILE + lane
+def _keys(race, token, scores):
+    """Return how far tokens get: the logarithms of their probabilities over their random numbers, but for a constant."""
+    seed, position, peak = race
+    return scores - peak - tl.log(exponentials(seed, position, token))
+
+
+@triton.jit
+def _choose_of_all(source, found, tops, race, total, smallest, centre, furthest, padded_tiles: tl.constexpr):
+    """Return the token that wins the race among all that the band keeps.
+
+    No token of a tile gets further than its largest score with its least number would. So tiles are looked at that can
+    get as far as the winner does almost always, and more of them if none of their tokens has.
+    """
+    seed, position, peak = race
+    least, _ = least_of_tiles(seed, position, tl.arange(0, padded_tiles))
+    reach = tl.where(tops >= smallest, tops - peak - tl.log(least), float("-inf"))
+    goal = tl.log(total) - _BEHIND
+    token, behind = -1, True
+    while behind:
+        token, best = _leader(source, found, reach >= goal, race, smallest, centre, furthest, padded_tiles)
+        behind = (best < goal) & (goal > -2.0 * _REACH)  # further back there is no token
+        goal -= 2.0 * _BEHIND
+    return tl.maximum(token, 0)
+
+
+@triton.jit
+def _leader(source, found, selected, race, smallest, centre, furthest, padded_tiles: tl.constexpr):
+    """Return which token of the selected tiles that the band keeps gets furthest, and how far."""
+    count = _list_tiles(found, selected, padded_tiles)
+    leader, best = -1, race[2] - float("inf")
+    for first in range(0, count, _CHUNK // _TILE):
+        token = _listed_tokens(source, found, first, count)
+        scores = _scores(source, token)
+        keys = tl.where(_is_kept(scores, smallest, centre, furthest), _keys(race, token, scores), float("-inf"))
+        furthest_key = tl.max(keys, axis=0)
+        if furthest_key > best:
+            best = furthest_key
+            leader = tl.min(tl.where(keys >= best, token, _NO_TOKEN), axis=0)
+    return leader, best
+
+
+@triton.jit
+def _list_tiles(found, selected, padded_tiles: tl.constexpr):
+    """Write the numbers of the selected tiles, in order; return how many they are."""
+    entries = tl.cumsum(selected.to(tl.int32), axis=0) - 1
+    tl.debug_barrier()  # an earlier list has been read
+    tl.store(found + entries, tl.arange(0, padded_tiles), mask=selected)
+    tl.debug_barrier()  # written before other threads read it
+    return tl.sum(selected.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _listed_tokens(source, found, first, count):
+    """Return a chunk of tokens of the tiles that are listed from ``first`` on; none stands after the last of them."""
+    lane = tl.arange(0, _CHUNK)
+    entry = first + lane // _TILE
+    tile = tl.load(found + entry, mask=entry < count, other=0)
+    return tl.where(entry < count, tile * _TILE + lane % _TILE, source[2])
 
 
 # ---- if few tokens can be kept
@@ -419,11 +460,10 @@ def _bound(tops, tiles, peak, floor, k, p):
 
 @triton.jit
 def _choose_of_few(
-    source, scratch, tops, bound, peak, total, floor, k, p, place,
-    padded_tiles: tl.constexpr,
+    source, scratch, tops, bound, race, total, floor, k, p, padded_tiles: tl.constexpr,
 ):  # fmt: skip
     """Return the chosen token, or -1 if the tokens that score at least ``bound`` are too many, or too few to decide."""
-    candidates, candidate_scores = scratch[1], scratch[2]
+    candidates, candidate_scores, peak = scratch[1], scratch[2], race[2]
     token = -1
     size = _gather(source, scratch, tops, bound, padded_tiles)
     if size <= _CANDIDATES:
@@ -437,9 +477,9 @@ def _choose_of_few(
         # The candidates decide if they are all that can be kept, or have the mass that top-p needs.
         if (k > 0) | (bound <= floor) | (reached >= needed):
             kept = within & (scores >= floor) & ((above < needed) | (rank == 0))
-            left = tl.where(kept, weights, 0.0).to(tl.float64)
-            drawn, _ = _invert(left, place * tl.sum(left, axis=0), _CANDIDATES)
-            token = tl.load(candidates + drawn)
+            tokens = tl.load(candidates + lane, mask=lane < size, other=_NO_TOKEN)
+            keys = tl.where(kept, _keys(race, tokens, scores), float("-inf"))
+            token = tl.min(tl.where(keys >= tl.max(keys, axis=0), tokens, _NO_TOKEN), axis=0)
     return token
 
 
@@ -448,18 +488,12 @@ def _gather(source, scratch, tops, bound, padded_tiles: tl.constexpr):
     """Write the tokens that score at least ``bound``, in order; return how many there are, or more than fit."""
     found, candidates, candidate_scores = scratch
     selected = tops >= bound
-    count = tl.sum(selected.to(tl.int32), axis=0)
-    size = count
-    if count <= _CANDIDATES:
-        entries = tl.cumsum(selected.to(tl.int32), axis=0) - 1
-        tl.store(found + entries, tl.arange(0, padded_tiles), mask=selected)
-        tl.debug_barrier()  # written before other threads read it
+    size = tl.sum(selected.to(tl.int32), axis=0)
+    if size <= _CANDIDATES:
+        count = _list_tiles(found, selected, padded_tiles)
         size = 0
-        lane = tl.arange(0, _CHUNK)
         for first in range(0, count, _CHUNK // _TILE):
-            entry = first + lane // _TILE
-            tile = tl.load(found + entry, mask=entry < count, other=0)
-            token = tl.where(entry < count, tile * _TILE + lane % _TILE, source[2])
+            token = _listed_tokens(source, found, first, count)
             scores = _scores(source, token)
             kept = scores >= bound
             offs = size + tl.cumsum(kept.to(tl.int32), axis=0) - 1
@@ -628,18 +662,3 @@ def _search(source, low, high, peak, needed, turn, total, smallest, centre):
             low = tl.where(at_third, third, tl.where(at_second, second, tl.where(at_first, first, low)))
             low = tl.maximum(low, bottom)
     return low
-
-
-@triton.jit
-def _weigh(source, mass, tiles, smallest, centre, furthest, peak, padded_tiles: tl.constexpr):
-    """Write and return the mass of each tile's tokens that the band keeps."""
-    lane = tl.arange(0, _CHUNK)
-    for start in range(0, source[2], _CHUNK):
-        scores = _scores(source, start + lane)
-        weights = tl.where(_is_kept(scores, smallest, centre, furthest), tl.exp(scores - peak), 0.0)
-        sums = tl.sum(tl.reshape(weights, (_CHUNK // _TILE, _TILE)), axis=1)
-        tile = start // _TILE + tl.arange(0, _CHUNK // _TILE)
-        tl.store(mass + tile, sums, mask=tile < tiles)
-    tl.debug_barrier()  # written before other threads read it
-    tile = tl.arange(0, padded_tiles)
-    return tl.load(mass + tile, mask=tile < tiles, other=0.0)
