@@ -52,9 +52,24 @@ def exponentials(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
         Philox4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011),
         https://doi.org/10.1145/2063384.2063405.
     """
-    least, first = _of_tiles(seeds, positions, tokens // TILE)
+    least, first = of_tiles(seeds, positions, tokens // TILE)
     high, low, _, _ = _words(seeds, positions, tokens, OF_TOKENS)
     return least + torch.where(tokens % TILE == first, 0.0, _exponential(high, low))
+
+
+def of_tiles(seeds: Tensor, positions: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, of tiles, the least exponential number, and the place of the token that has it.
+
+    Args:
+        seeds: ``[B]`` int64.
+        positions: ``[B]`` int64.
+        numbers: ``[B, C]`` int64, or ``[1, C]``, which tiles these are: the first has tokens 0 to ``TILE - 1``.
+
+    Returns:
+        ``[B, C]`` float64, and ``[B, C]`` int64.
+    """
+    high, low, place, _ = _words(seeds, positions, numbers, OF_TILES)
+    return _exponential(high, low) / TILE, torch.from_numpy((place % np.uint64(TILE)).astype(np.int64))
 
 
 def winners(tiles: Tensor, numbers: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -62,7 +77,7 @@ def winners(tiles: Tensor, numbers: Tensor, seeds: Tensor, positions: Tensor) ->
 
     Args:
         tiles: ``[B, C, TILE]`` float32, the tokens' scores; -inf for those that do not take part.
-        numbers: ``[B, C]`` int64, or ``[1, C]``, which tiles these are: the first has tokens 0 to TILE - 1.
+        numbers: ``[B, C]`` int64, or ``[1, C]``, which tiles these are.
         seeds: ``[B]`` int64.
         positions: ``[B]`` int64.
 
@@ -71,7 +86,7 @@ def winners(tiles: Tensor, numbers: Tensor, seeds: Tensor, positions: Tensor) ->
     """
     numbers = numbers.expand(tiles.shape[:2])
     # No token of a tile gets further than its largest score with its least number would.
-    reach = tiles.amax(dim=-1).double() - _of_tiles(seeds, positions, numbers)[0].log()
+    reach = tiles.amax(dim=-1).double() - of_tiles(seeds, positions, numbers)[0].log()
     looked_at, wanted = 0, min(_LOOKED_AT, tiles.shape[1])
     while wanted > looked_at:
         looked_at = wanted
@@ -93,12 +108,6 @@ def philox(counter: Words, key: Words) -> Words:
         third, fourth = (product >> _HALF) ^ fourth ^ right, product & _MASK
         left, right = (left + _WEYL[0]) & _MASK, (right + _WEYL[1]) & _MASK
     return first, second, third, fourth
-
-
-def _of_tiles(seeds: Tensor, positions: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, of tiles ``[B, C]``, the least exponential number and the place of the token that has it."""
-    high, low, place, _ = _words(seeds, positions, numbers, OF_TILES)
-    return _exponential(high, low) / TILE, torch.from_numpy((place % np.uint64(TILE)).astype(np.int64))
 
 
 def _words(seeds: Tensor, positions: Tensor, numbers: Tensor, kind: int) -> Words:

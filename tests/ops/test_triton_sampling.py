@@ -17,8 +17,9 @@ from torch import Tensor
 
 from compiled_llm.compilation.masks import mask_of
 from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
-from compiled_llm_ops import build_sampling, sample_tokens, uniform_numbers
-from compiled_llm_ops.contracts import SampleTokens, UniformNumbers
+from compiled_llm_ops import build_sampling, sample_tokens
+from compiled_llm_ops.contracts import SampleTokens
+from compiled_llm_ops.race import exponentials
 from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 from support.sampling_cases import (
     BRANCHES,
@@ -26,10 +27,11 @@ from support.sampling_cases import (
     EVERYTHING,
     FILTERED,
     SINGLE_EDITS,
+    UNFILTERED,
     arguments,
-    assert_at,
+    assert_wins,
     distribution,
-    middles,
+    favouring,
     unusual_logits,
 )
 
@@ -75,8 +77,7 @@ def test_what_is_built_early_is_what_is_launched(tmp_path: Path, monkeypatch: py
     sampling._wait_for_builds()
     assert built == ["_summarise_for_sampling", "_sample_rows"]
     for rows in (1, 3):
-        uniform = torch.rand(rows, dtype=torch.float64)
-        kernels.build(arguments(torch.randn(rows, 262_145), uniform, [Sampling()] * rows), NOT_A_TOKEN)
+        kernels.build(arguments(torch.randn(rows, 262_145), some_seeds(rows), [Sampling()] * rows), NOT_A_TOKEN)
     assert len(built) == 2
 
 
@@ -118,6 +119,10 @@ def launch(*given: Any) -> Tensor:
     return triton_sampling.sample_tokens(SampleTokens(*given), NOT_A_TOKEN)
 
 
+def some_seeds(rows: int) -> Tensor:
+    return torch.randint(2**62, (rows,))
+
+
 SETTINGS = BRANCHES + EDITED + FILTERED
 COUNTING = Sampling(presence_penalty=0.5)
 
@@ -133,10 +138,10 @@ SIZES_AND_SPREADS = [
 @pytest.mark.parametrize(("vocabulary", "spread", "dtype"), SIZES_AND_SPREADS, ids=str)
 def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, dtype: torch.dtype, seed: int) -> None:
     logits = (torch.randn(len(SETTINGS), vocabulary) * spread).to(dtype)
-    uniform = torch.rand(len(SETTINGS), dtype=torch.float64)
-    given, same = (arguments(logits, uniform, SETTINGS) for _ in range(2))
+    seeds = some_seeds(len(SETTINGS))
+    given, same = (arguments(logits, seeds, SETTINGS) for _ in range(2))
     chosen = launch(*given)
-    assert_at(chosen, uniform, logits, SETTINGS, 1e-5)
+    assert_wins(chosen, seeds, logits, SETTINGS, 1e-5)
     differ = int((chosen != sample_tokens(*same)).sum())
     assert differ <= 1, "other tokens than the CPU's, and not for rounding"
     if not differ:
@@ -150,22 +155,23 @@ def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, d
     ids=lambda own: f"edits {own.edits}",
 )
 def test_sets_are_exact(setting: Sampling, seed: int) -> None:
-    """One more token, or one less, would move all others."""
+    """The rarest token that is kept would win, and so would the likeliest that is not."""
     logits = torch.randn(1, 901) * 2
     setting = replace(setting, top_k=setting.top_k and min(setting.top_k, 300))
-    tokens, uniform = middles(distribution(logits[0], setting))
-    picked = torch.randperm(len(tokens))[:3]
-    chosen = launch(*arguments(logits.expand(len(picked), -1), uniform[picked], [setting] * len(picked)))
-    assert torch.equal(chosen, tokens[picked])
+    chances = distribution(logits[0], setting)
+    before = distribution(logits[0], replace(setting, **UNFILTERED))
+    rarest, barred = torch.where(chances > 0, before, math.inf).argmin(), torch.where(chances > 0, 0, before).argmax()
+    seeds = favouring(901)[torch.stack([rarest, barred])]
+    logits, settings = logits.expand(2, -1), [setting] * 2
+    assert_wins(launch(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-5)
 
 
 @interpreted
 @pytest.mark.parametrize("vocabulary", [64, 20_000])
-def test_equal_logits_are_all_kept(vocabulary: int) -> None:
+def test_equal_logits_are_all_kept(vocabulary: int, seed: int) -> None:
     settings = [Sampling(top_k=3), Sampling(top_p=0.5), Sampling(top_k=3, top_p=0.1, min_p=0.9), Sampling(min_p=1.0)]
-    uniform = torch.tensor([0.1, 0.4, 0.6, 0.999], dtype=torch.float64)
-    chosen = launch(*arguments(torch.full((4, vocabulary), -2.5), uniform, settings))
-    assert chosen.tolist() == [int(u * vocabulary) for u in uniform.tolist()]
+    logits, seeds = torch.full((4, vocabulary), -2.5), some_seeds(4)
+    assert_wins(launch(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-5)
 
 
 @interpreted
@@ -173,8 +179,8 @@ def test_ties_with_the_kth_are_kept(seed: int) -> None:
     logits = torch.randn(8, 5000).clamp(max=0)  # half of all are the largest
     logits[:, 70:75] = 1.0
     settings = [Sampling(top_k=k, top_p=p) for k in (5, 6, 50, 400) for p in (1.0, 0.9)]
-    uniform = torch.linspace(0.05, 0.99, 8).double()
-    assert_at(launch(*arguments(logits, uniform, settings)), uniform, logits, settings, 1e-5)
+    seeds = some_seeds(8)
+    assert_wins(launch(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-5)
 
 
 @interpreted
@@ -183,7 +189,7 @@ def test_rows_without_a_usable_logit_are_told_apart(setting: Sampling, seed: int
     logits = torch.randn(5, 3000)
     logits[0, 2999], logits[1, 70], logits[2] = math.nan, math.inf, -math.inf
     logits[3, :2990] = -math.inf
-    given = arguments(logits, torch.rand(5, dtype=torch.float64), [setting] * 5)
+    given = arguments(logits, some_seeds(5), [setting] * 5)
     chosen = launch(*given)
     assert chosen[:3].tolist() == [NOT_A_TOKEN] * 3
     assert 2990 <= chosen[3] < 3000
@@ -196,7 +202,7 @@ def test_rows_without_a_usable_logit_are_told_apart(setting: Sampling, seed: int
 @pytest.mark.parametrize("vocabulary", [1, 2, 64, 65, 4200])
 def test_greedy_rows_take_what_argmax_takes(vocabulary: int, dtype: torch.dtype, seed: int) -> None:
     logits, settings = unusual_logits(vocabulary).to(dtype), [Sampling(temperature=0.0)] * 7
-    given = arguments(logits, torch.rand(7, dtype=torch.float64), settings)
+    given = arguments(logits, some_seeds(7), settings)
     assert launch(*given).tolist() == logits.argmax(dim=-1).tolist()
 
 
@@ -211,8 +217,8 @@ def test_unusual_logits_are_edited_as_on_the_cpu(temperature: float, seed: int) 
     ]
     logits = unusual_logits(130).repeat(len(edits), 1)
     settings = [Sampling(**edit, temperature=temperature) for edit in edits for _ in range(7)]
-    given, same = (arguments(logits, torch.rand(len(settings), dtype=torch.float64), settings) for _ in range(2))
-    same = same._replace(uniform=given.uniform)
+    seeds = some_seeds(len(settings))
+    given, same = (arguments(logits, seeds, settings) for _ in range(2))
     assert launch(*given).tolist() == sample_tokens(*same).tolist()
     assert torch.equal(given.counts, same.counts)
 
@@ -221,7 +227,7 @@ def test_unusual_logits_are_edited_as_on_the_cpu(temperature: float, seed: int) 
 @pytest.mark.parametrize("before", [0, 1, 32764, 32765, 32766, 32767])
 def test_counts_stay_in_their_range(before: int) -> None:
     for choose in (launch, sample_tokens):
-        given = arguments(torch.zeros(1, 3), torch.zeros(1, dtype=torch.float64), [replace(COUNTING, temperature=0.0)])
+        given = arguments(torch.zeros(1, 3), torch.tensor([0]), [replace(COUNTING, temperature=0.0)])
         given.counts[0] = before
         choose(*given)
         assert given.counts[0].tolist() == [before + 2 * (before < 32766), before, before]
@@ -232,10 +238,10 @@ def test_counts_stay_in_their_range(before: int) -> None:
 def test_a_launch_serves_rows_of_one_kind_and_leaves_the_others_as_they_are(choose: Any, seed: int) -> None:
     kinds = [Sampling(temperature=0.0), COUNTING, SETTINGS[4], Sampling(**EVERYTHING)]
     settings = [replace(own, deferred=deferred) for own in kinds for deferred in (False, True)]
-    logits, uniform = torch.randn(len(settings), 777), torch.rand(len(settings), dtype=torch.float64)
-    whole = launch(*arguments(logits, uniform, [own for own in kinds for _ in range(2)]))
+    logits, seeds = torch.randn(len(settings), 777), some_seeds(len(settings))
+    whole = launch(*arguments(logits, seeds, [own for own in kinds for _ in range(2)]))
     for deferred in (False, True):
-        given = arguments(logits, uniform, settings)
+        given = arguments(logits, seeds, settings)
         before = given.counts.clone(), given.recent.clone()
         chosen = choose(*given._replace(deferred=deferred))
         here = torch.tensor([own.deferred == deferred for own in settings])
@@ -248,18 +254,27 @@ def test_a_launch_serves_rows_of_one_kind_and_leaves_the_others_as_they_are(choo
 
 
 @interpreted
-def test_uniform_numbers(seed: int) -> None:
-    from compiled_llm_ops.kernels.uniform import uniform_numbers as launched
-
-    seeds, positions = torch.randint(2**62, (300,)), torch.randint(2**40, (300,))
-    seeds[:2], positions[0] = torch.tensor([0, 2**62 - 1]), 0
-    assert torch.equal(launched(UniformNumbers(seeds, positions)), uniform_numbers(seeds, positions))
+def test_random_numbers_are_those_of_the_cpu(seed: int) -> None:
+    """Of a row whose logits are equal, the one with the smallest wins; large vocabularies, positions and seeds."""
+    settings, seeds = [Sampling()] * 4, torch.tensor([0, 2**32 - 1, 2**32, 2**62 - 1])
+    for position in (0, 2**31 - 1, 2**40):
+        given = arguments(torch.zeros(4, 262_145), seeds, settings, position)
+        numbers = exponentials(seeds, given.positions, torch.arange(262_145)[None])
+        assert launch(*given).tolist() == numbers.argmin(dim=1).tolist()
 
 
 @interpreted
-def test_strides_and_the_ends_of_the_distribution(seed: int) -> None:
+def test_a_race_whose_winner_is_far_behind_is_looked_at_again(seed: int) -> None:
+    """Most of the mass is filtered, so that none of those who take part gets as far as a winner does almost always."""
+    logits = torch.full((8, 20_000), -0.7)
+    logits[:, torch.randperm(20_000)[:300]] = 0.0
+    seeds, settings = some_seeds(8), [Sampling(min_p=0.6)] * 8
+    assert_wins(launch(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-5)
+
+
+@interpreted
+def test_rows_of_logits_may_have_any_stride(seed: int) -> None:
     logits = torch.randn(3, 2 * 1500)[:, :1500]
     for given in (logits, torch.randn(1500, 3).T):
-        uniform = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
-        settings = [Sampling(), Sampling(), Sampling()]
-        assert_at(launch(*arguments(given, uniform, settings)), uniform, given, settings, 1e-5)
+        seeds, settings = some_seeds(3), [Sampling()] * 3
+        assert_wins(launch(*arguments(given, seeds, settings)), seeds, given, settings, 1e-5)

@@ -5,6 +5,7 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ from compiled_llm.execution.slot_settings import SlotSettings
 from compiled_llm.execution.staging import Staging
 from compiled_llm_ops import COUNTED
 from compiled_llm_ops.contracts import SampleTokens
+from compiled_llm_ops.race import TILE, exponentials, of_tiles
 
 BRANCHES = [
     Sampling(temperature=0.0),
@@ -136,6 +138,17 @@ FILTERED = [
     Sampling(**EVERYTHING, temperature=0.8, top_h=0.8, typical_p=0.8, eta_cutoff=1e-3),
 ]
 """Filters that few rows have."""
+
+UNFILTERED: dict[str, Any] = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "top_h": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+"""None of the filters."""
 
 EDITED = [
     *(Sampling(**edit, temperature=0.7) for edit in SINGLE_EDITS.values()),
@@ -270,20 +283,32 @@ def counted_after(given: SampleTokens) -> Callable[[Tensor], Tensor]:
     return after
 
 
-def assert_at(chosen: Tensor, uniform: Tensor, logits: Tensor, settings: Sequence[Sampling], slack: float) -> None:
-    """Each row's token is the one at `uniform` of its distribution, but for sums in other orders."""
-    for row, setting in enumerate(settings):
-        probabilities, token = distribution(logits[row].cpu(), setting), int(chosen[row])
-        above = float(probabilities[: token + 1].sum())
-        where = f"row {row}, {setting}: token {token} at {float(uniform[row])}"
-        assert probabilities[token] > 0, f"{where} was filtered"
-        assert above - float(probabilities[token]) - slack <= float(uniform[row]) <= above + slack, f"{where}: {above}"
+def lengths(logits: Tensor, seeds: Tensor, settings: Sequence[Sampling], position: int = 1000) -> Tensor:
+    """`[B, V]` float64: how far each token gets in its row's race, -inf for those that are filtered."""
+    tokens = torch.arange(logits.shape[1])[None]
+    chances = torch.stack([distribution(row, own) for row, own in zip(logits.cpu(), settings, strict=True)])
+    return chances.log() - exponentials(seeds, torch.full_like(seeds, position), tokens).log()
 
 
-def middles(probabilities: Tensor, least: float = 1e-5) -> tuple[Tensor, Tensor]:
-    """The tokens that are not rarer than `least`, and numbers in the middle of their parts of the distribution."""
-    tokens = (probabilities > least).nonzero()[:, 0]
-    return tokens, (probabilities.cumsum(dim=0) - probabilities / 2)[tokens]
+def assert_wins(chosen: Tensor, seeds: Tensor, logits: Tensor, settings: Sequence[Sampling], slack: float) -> None:
+    """Each row's token wins the race among those that its filters keep, but for near ties."""
+    reached = lengths(logits, seeds, settings)
+    for row, (token, setting) in enumerate(zip(chosen.tolist(), settings, strict=True)):
+        where = f"row {row}, {setting}: token {token} under seed {int(seeds[row])}"
+        assert reached[row, token] > -math.inf, f"{where} was filtered"
+        assert reached[row, token] >= reached[row].max() - slack, f"{where} loses against {int(reached[row].argmax())}"
+
+
+@functools.cache
+def favouring(vocabulary: int, position: int = 1000) -> Tensor:
+    """`[V]` seeds: each makes its token's number so small that it wins unless it is filtered, or likelier ones are."""
+    tries = torch.arange(2**17)
+    seeds = []
+    for tile in range(-(-vocabulary // TILE)):
+        least, first = of_tiles(tries, torch.full_like(tries, position), torch.tensor([[tile]]))
+        of_token = torch.where(first == torch.arange(TILE), least, math.inf)
+        seeds.append(of_token.argmin(dim=0))
+    return torch.cat(seeds)[:vocabulary]
 
 
 def unusual_logits(vocabulary: int) -> Tensor:
