@@ -13,7 +13,8 @@ Shapes: B rows, C tiles, N tokens, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+
+import math
 
 import numpy as np
 import torch
@@ -26,15 +27,13 @@ TILE = 64
 OF_TILES, OF_TOKENS = 0, 1
 """What a number is drawn for: a part of the generator's counter."""
 
-Words = tuple[NDArray[np.uint64], ...]
-
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
+_WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
 _ROUNDS = 10
 _LARGEST_SHARE = 1.0 - 2.0**-24
-_LOOKED_AT = 16
+_LOOKED_AT = 16  # tiles of each row, before their winner says which others can still win
 
 
 def exponentials(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
@@ -52,9 +51,7 @@ def exponentials(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
         Philox4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011),
         https://doi.org/10.1145/2063384.2063405.
     """
-    least, first = of_tiles(seeds, positions, tokens // TILE)
-    high, low, _, _ = _words(seeds, positions, tokens, OF_TOKENS)
-    return least + torch.where(tokens % TILE == first, 0.0, _exponential(high, low))
+    return _numbers(of_tiles(seeds, positions, tokens // TILE), seeds, positions, tokens)
 
 
 def of_tiles(seeds: Tensor, positions: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,37 +82,51 @@ def winners(tiles: Tensor, numbers: Tensor, seeds: Tensor, positions: Tensor) ->
         ``[B]`` int64; any of the tokens for a row whose scores are NaN, or all -inf.
     """
     numbers = numbers.expand(tiles.shape[:2])
+    tops = tiles.amax(dim=-1)
+    peaks = tops.amax(dim=-1, keepdim=True).double()  # taken off: next to huge scores the numbers would be rounded away
+    least, first = of_tiles(seeds, positions, numbers)
     # No token of a tile gets further than its largest score with its least number would.
-    reach = tiles.amax(dim=-1).double() - of_tiles(seeds, positions, numbers)[0].log()
-    looked_at, wanted = 0, min(_LOOKED_AT, tiles.shape[1])
-    while wanted > looked_at:
-        looked_at = wanted
-        some = reach.topk(looked_at).indices
-        tokens = (numbers.gather(1, some)[:, :, None] * TILE + torch.arange(TILE)).flatten(1)
-        scores = tiles.gather(1, some[:, :, None].expand(-1, -1, TILE)).flatten(1)
-        lead, place = (scores.double() - exponentials(seeds, positions, tokens).log()).max(dim=-1)
-        wanted = int((reach >= lead[:, None]).sum(dim=-1).max())
-    return tokens.gather(1, place[:, None])[:, 0]
+    reach = tops.double() - peaks - least.log()
+    furthest, tokens = torch.full_like(reach, -math.inf), numbers * TILE
+    columns = reach.topk(min(_LOOKED_AT, reach.shape[1])).indices.flatten()
+    rows = torch.arange(len(reach)).repeat_interleave(len(columns) // len(reach))
+    while len(rows):
+        at = rows, columns
+        own = numbers[at][:, None] * TILE + torch.arange(TILE)
+        drawn = _numbers((least[at][:, None], first[at][:, None]), seeds[rows], positions[rows], own)
+        furthest[at], places = (tiles[at].double() - peaks[rows] - drawn.log()).max(dim=-1)
+        tokens[at] += places
+        lead = furthest.amax(dim=-1, keepdim=True)
+        rows, columns = ((reach >= lead) & (furthest == -math.inf)).nonzero(as_tuple=True)
+    return tokens.gather(1, furthest.argmax(dim=-1, keepdim=True))[:, 0]
 
 
-def philox(counter: Words, key: Words) -> Words:
-    """Return the four words of Philox4x32-10 of a counter of four words under a key of two; 32 bits each."""
-    first, second, third, fourth = counter
-    left, right = key
+def philox(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the words of Philox4x32-10, ``[4, ...]``, of a counter ``[4, ...]`` under a key ``[2, ...]``."""
+    column = (2, *(1 for _ in counter.shape[1:]))
+    multipliers, weyl = _MULTIPLIERS.reshape(column), _WEYL.reshape(column)
+    even, odd = counter[::2], counter[1::2]
     for _ in range(_ROUNDS):
-        product, other = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
-        first, second = (other >> _HALF) ^ second ^ left, other & _MASK
-        third, fourth = (product >> _HALF) ^ fourth ^ right, product & _MASK
-        left, right = (left + _WEYL[0]) & _MASK, (right + _WEYL[1]) & _MASK
-    return first, second, third, fourth
+        product = (even * multipliers)[::-1]
+        even, odd = (product >> _HALF) ^ odd ^ key, product & _MASK
+        key = (key + weyl) & _MASK
+    return np.stack([even[0], odd[0], even[1], odd[1]])
 
 
-def _words(seeds: Tensor, positions: Tensor, numbers: Tensor, kind: int) -> Words:
-    """Return four words of ``[B, N]`` of 32 bits, for ``numbers`` ``[B, N]`` of tiles or tokens."""
-    columns: tuple[Any, ...] = (seeds[:, None], positions[:, None], numbers)
+def _numbers(of_tiles: tuple[Tensor, Tensor], seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Return the exponential numbers of tokens ``[B, N]``, given those of their tiles ``[B, N]`` or ``[B, 1]``."""
+    least, first = of_tiles
+    high, low, _, _ = _words(seeds, positions, tokens, OF_TOKENS)
+    return least + torch.where(tokens % TILE == first, 0.0, _exponential(high, low))
+
+
+def _words(seeds: Tensor, positions: Tensor, numbers: Tensor, kind: int) -> NDArray[np.uint64]:
+    """Return ``[4, B, N]``, four words of 32 bits for each of ``numbers`` ``[B, N]`` of tiles or tokens."""
+    columns = (seeds[:, None], positions[:, None], numbers)
     seed, position, number = (column.numpy().astype(np.uint64) for column in columns)
-    counter = (number, np.full_like(position, kind), position & _MASK, position >> _HALF)
-    return philox(counter, (seed & _MASK, seed >> _HALF))
+    counter = np.empty((4, *np.broadcast_shapes(seed.shape, number.shape)), dtype=np.uint64)
+    counter[0], counter[1], counter[2], counter[3] = number, kind, position & _MASK, position >> _HALF
+    return philox(counter, np.stack([seed & _MASK, seed >> _HALF]))
 
 
 def _exponential(high: NDArray[np.uint64], low: NDArray[np.uint64]) -> Tensor:

@@ -257,7 +257,8 @@ def _draw(args: SampleTokens, scores: Tensor) -> Tensor:
     if bool(((top_k > 0) & (top_k < scores.shape[1])).all()):
         tiles, numbers = _candidates(tiles, top_k)
     smallest = smallest_kept(tiles.flatten(1), top_k, top_p, min_p)
-    tiles = tiles.masked_fill(tiles < smallest[:, None, None], -math.inf)
+    if bool((smallest > -math.inf).any()):
+        tiles = tiles.masked_fill(tiles < smallest[:, None, None], -math.inf)
     return winners(tiles, numbers, args.seeds, args.positions)
 
 

@@ -37,9 +37,8 @@ def engine() -> Any:
 
 def drawn(probabilities: list[float], **settings: Any) -> set[int]:
     """The tokens that can be drawn."""
-    uniform = torch.linspace(0, 0.9999, 500, dtype=torch.float64)
     logits = torch.tensor([probabilities]).log().expand(500, -1)
-    return set(sample_tokens(*arguments(logits, uniform, [Sampling(**settings)] * 500)).tolist())
+    return set(sample_tokens(*arguments(logits, torch.arange(500), [Sampling(**settings)] * 500)).tolist())
 
 
 def min_p_comes_last(engine: Engine) -> None:

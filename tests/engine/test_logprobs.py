@@ -217,7 +217,7 @@ def huggingfaces_scores(
 def test_scores_are_those_that_tokens_were_drawn_from(settings, seed):
     """Of tables that the choice has already counted its tokens in."""
     logits = torch.randn(len(settings), 901) * 2
-    given = arguments(logits, torch.rand(len(settings), dtype=torch.float64), settings)
+    given = arguments(logits, torch.randint(2**62, (len(settings),)), settings)
     tokens = sample_tokens(*given)
     for own, setting, scores in zip(logits, settings, processed(logits, tokens, draws_of(given)), strict=True):
         torch.testing.assert_close(scores.double().softmax(dim=0), chosen_from(own, setting))
@@ -249,7 +249,7 @@ def test_ranks_of_tokens_that_are_equally_likely(vocabulary, seed):
 @pytest.mark.parametrize("drawn", [False, True])
 def test_many_rows_are_computed_some_at_a_time(drawn, monkeypatch, seed):
     logits = torch.randn(len(EDITED), 500)
-    given = arguments(logits, torch.rand(len(EDITED), dtype=torch.float64), EDITED)
+    given = arguments(logits, torch.randint(2**62, (len(EDITED),)), EDITED)
     tokens, draws = sample_tokens(*given), draws_of(given) if drawn else None
     whole = score_tokens(logits, tokens, 3, draws)
     for module in ("compiled_llm.compilation.logprobs", "compiled_llm_ops.logprobs"):

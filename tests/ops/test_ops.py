@@ -389,7 +389,7 @@ def test_normed_linear_refuses_what_does_not_fit(place, wrong, message):
     [
         ("logits", torch.zeros(11), r"logits must be \[B, V\]"),
         ("logits", torch.zeros(2, 11, dtype=torch.int64), r"logits must be.*int64"),
-        ("uniform", torch.zeros(2), r"uniform must be \[2\] torch.float64.*float32"),
+        ("seeds", torch.zeros(2), r"seeds must be \[2\] torch.int64.*float32"),
         ("slots", torch.zeros(3, dtype=torch.int64), r"slots must be \[2\]"),
         ("top_k", torch.zeros(3, dtype=torch.int64), r"top_k must be \[3\] torch.int32"),
         ("counts", torch.zeros(3, 12, dtype=torch.int16), r"counts must be \[3, 11\] torch.int16"),

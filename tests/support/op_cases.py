@@ -228,9 +228,9 @@ def sample_cases() -> list[SampleTokens]:
             "seldom": torch.tensor([[0.5, 0.6, 0.1, 0.1, 1.2, 0.5]] * 3),
         }
 
-    uniform, slots, positions = torch.rand(2, dtype=torch.float64), torch.tensor([2, 1]), torch.tensor([0, 9])
+    seeds, slots, positions = torch.randint(2**62, (2,)), torch.tensor([2, 1]), torch.tensor([0, 9])
     logits = (torch.randn(2, 11), torch.randn(11, 2).T, torch.randn(2, 11).bfloat16())
-    return [SampleTokens(own, uniform, slots, positions, **tables()) for own in logits]
+    return [SampleTokens(own, seeds, slots, positions, **tables()) for own in logits]
 
 
 def linear_cases() -> list[tuple[Any, ...]]:
@@ -254,10 +254,6 @@ def logprob_cases() -> list[tuple[Any, ...]]:
     return [(torch.randn(rows, 40), torch.randint(40, (rows,)), most) for rows, most in ((1, 0), (3, 5))]
 
 
-def uniform_cases() -> list[tuple[Any, ...]]:
-    return [(torch.randint(2**62, (count,)), torch.randint(4096, (count,))) for count in (1, 5)]
-
-
 CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "add_rms_norm": norm_cases,
     "append_paged_kv": append_cases,
@@ -270,5 +266,4 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "sample_tokens": sample_cases,
     "skinny_linear": linear_cases,
     "top_logprobs": logprob_cases,
-    "uniform_numbers": uniform_cases,
 }

@@ -283,16 +283,20 @@ def counted_after(given: SampleTokens) -> Callable[[Tensor], Tensor]:
     return after
 
 
-def lengths(logits: Tensor, seeds: Tensor, settings: Sequence[Sampling], position: int = 1000) -> Tensor:
-    """`[B, V]` float64: how far each token gets in its row's race, -inf for those that are filtered."""
-    tokens = torch.arange(logits.shape[1])[None]
-    chances = torch.stack([distribution(row, own) for row, own in zip(logits.cpu(), settings, strict=True)])
+def distributions(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """`[B, V]` float64 probabilities of rows, on the CPU."""
+    return torch.stack([distribution(row, own) for row, own in zip(logits.cpu(), settings, strict=False)])
+
+
+def lengths(chances: Tensor, seeds: Tensor, position: int = 1000) -> Tensor:
+    """`[B, V]` float64: how far tokens of these probabilities get in each row's race, -inf for those that are left out."""
+    tokens = torch.arange(chances.shape[1])[None]
     return chances.log() - exponentials(seeds, torch.full_like(seeds, position), tokens).log()
 
 
 def assert_wins(chosen: Tensor, seeds: Tensor, logits: Tensor, settings: Sequence[Sampling], slack: float) -> None:
     """Each row's token wins the race among those that its filters keep, but for near ties."""
-    reached = lengths(logits, seeds, settings)
+    reached = lengths(distributions(logits, settings), seeds)
     for row, (token, setting) in enumerate(zip(chosen.tolist(), settings, strict=True)):
         where = f"row {row}, {setting}: token {token} under seed {int(seeds[row])}"
         assert reached[row, token] > -math.inf, f"{where} was filtered"
