@@ -249,6 +249,13 @@ MOST_OF_TOP_H = 100
 """How many of the largest scores top-h looks at, as HuggingFace's does."""
 
 
+TILE = 64
+"""So many neighbouring tokens have the least of their random numbers from one number."""
+
+OF_TILES, OF_TOKENS = 0, 1
+"""What a random number is for: a part of the generator's counter."""
+
+
 class Seldom(NamedTuple):
     """The columns of ``seldom``: numbers that few rows have, and what they are without."""
 

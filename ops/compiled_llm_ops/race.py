@@ -13,7 +13,6 @@ Shapes: B rows, C tiles, N tokens, V vocabulary.
 
 from __future__ import annotations
 
-
 import math
 
 import numpy as np
@@ -21,11 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-TILE = 64
-"""So many neighbouring tokens have the least of their numbers from one random number."""
-
-OF_TILES, OF_TOKENS = 0, 1
-"""What a number is drawn for: a part of the generator's counter."""
+from compiled_llm_ops.contracts import OF_TILES, OF_TOKENS, TILE
 
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)

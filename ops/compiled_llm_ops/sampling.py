@@ -24,13 +24,14 @@ from compiled_llm_ops.contracts import (
     MOST_BIASES,
     MOST_FOLLOWED,
     MOST_GROWING,
+    TILE,
     SampleTokens,
     Seldom,
 )
 from compiled_llm_ops.edits import EditTables, Places, edited
 from compiled_llm_ops.filters import Filters, filtered
 from compiled_llm_ops.library import define
-from compiled_llm_ops.race import TILE, winners
+from compiled_llm_ops.race import winners
 
 NOT_A_TOKEN = -1
 """Stands for the next token of a row that is to be drawn from logits that are NaN, +inf or all -inf: none can be."""

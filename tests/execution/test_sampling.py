@@ -39,7 +39,7 @@ from support.sampling_cases import (
     distribution,
     distributions,
     favouring,
-    lengths,
+    reached_by,
     unusual_logits,
     warped,
 )
@@ -149,7 +149,7 @@ def test_each_token_is_drawn_if_huggingfaces_filters_keep_it_and_no_other_is(set
     """Each token has a row whose seed lets it win, as far as any does."""
     logits, seeds = torch.randn(901) * 2, favouring(901)
     chosen = sample_tokens(*arguments(logits.expand(901, -1), seeds, [setting] * 901))
-    reached = lengths(distribution(logits, setting)[None], seeds)
+    reached = reached_by(distribution(logits, setting)[None], seeds)
     assert (reached.gather(1, chosen[:, None])[:, 0] >= reached.amax(dim=-1) - 1e-6).all()
     if setting.temperature:
         likely = distribution(logits, setting) > 1e-4
@@ -333,7 +333,7 @@ def test_logits_that_are_rounded_otherwise_change_near_ties_alone(thousands, set
         rows = (first != second).nonzero()[:, 0]
         changed += len(rows)
         if len(rows):
-            reached = lengths(distributions(logits[rows], settings), seeds[rows])
+            reached = reached_by(distributions(logits[rows], settings), seeds[rows])
             ends = reached.gather(1, torch.stack([first[rows], second[rows]], dim=1))
             assert (ends[:, 0] - ends[:, 1]).max() < 20 * noise
     assert changed <= 3

@@ -94,9 +94,7 @@ def test_opcheck(name):
         assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in CASES if name not in ("append_paged_kv", "plan_paged_attention")]
-)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("append_paged_kv", "plan_paged_attention")])
 def test_fakes_have_the_strides_and_types_of_the_real_outputs(name):
     op = getattr(torch.ops.compiled_llm, name).default
     for case in CASES[name]():

@@ -21,7 +21,7 @@ from support.sampling_cases import (
     counted_after,
     distributions,
     favouring,
-    lengths,
+    reached_by,
     tables_of,
 )
 
@@ -66,7 +66,7 @@ def test_sampled_sets_are_exact(setting: Sampling, seed: int) -> None:
     """Each token has a row whose seed lets it win, as far as any does: another one more or less would show."""
     logits, seeds = normal_logits(1, 901, 2.0, torch.float32, seed), favouring(901)
     chosen = sample_tokens(*arguments(logits.expand(901, -1), seeds, [setting] * 901)).cpu()
-    reached = lengths(distributions(logits, [setting]), seeds)
+    reached = reached_by(distributions(logits, [setting]), seeds)
     assert (reached.gather(1, chosen[:, None])[:, 0] >= reached.amax(dim=-1) - SLACK).all()
 
 

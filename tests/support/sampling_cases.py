@@ -39,8 +39,8 @@ from compiled_llm.execution.arena import Arena
 from compiled_llm.execution.slot_settings import SlotSettings
 from compiled_llm.execution.staging import Staging
 from compiled_llm_ops import COUNTED
-from compiled_llm_ops.contracts import SampleTokens
-from compiled_llm_ops.race import TILE, exponentials, of_tiles
+from compiled_llm_ops.contracts import TILE, SampleTokens
+from compiled_llm_ops.race import exponentials, of_tiles
 
 BRANCHES = [
     Sampling(temperature=0.0),
@@ -288,15 +288,15 @@ def distributions(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
     return torch.stack([distribution(row, own) for row, own in zip(logits.cpu(), settings, strict=False)])
 
 
-def lengths(chances: Tensor, seeds: Tensor, position: int = 1000) -> Tensor:
-    """`[B, V]` float64: how far tokens of these probabilities get in each row's race, -inf for those that are left out."""
+def reached_by(chances: Tensor, seeds: Tensor, position: int = 1000) -> Tensor:
+    """`[B, V]` float64: how far tokens of these probabilities get in a race, -inf for those left out."""
     tokens = torch.arange(chances.shape[1])[None]
     return chances.log() - exponentials(seeds, torch.full_like(seeds, position), tokens).log()
 
 
 def assert_wins(chosen: Tensor, seeds: Tensor, logits: Tensor, settings: Sequence[Sampling], slack: float) -> None:
     """Each row's token wins the race among those that its filters keep, but for near ties."""
-    reached = lengths(distributions(logits, settings), seeds)
+    reached = reached_by(distributions(logits, settings), seeds)
     for row, (token, setting) in enumerate(zip(chosen.tolist(), settings, strict=True)):
         where = f"row {row}, {setting}: token {token} under seed {int(seeds[row])}"
         assert reached[row, token] > -math.inf, f"{where} was filtered"

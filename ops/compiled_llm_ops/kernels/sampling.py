@@ -2,8 +2,8 @@
 
 The first kernel reads the logits once, with the whole device, and leaves the largest score and the mass of each tile of
 neighbouring tokens. The second chooses, one program a row, and branches on the row's settings on the device, so that
-neither the host nor a captured graph has to know them. It reads only the tiles in which tokens can win the race by which
-one is drawn (see ``race``), and if few tokens can be kept, those in which they lie.
+neither the host nor a captured graph has to know them. A token is drawn by a race (see ``race``): only tiles are read
+in which a token can win, and if few tokens can be kept, those in which they lie.
 
 Scores are multiplied by reciprocals, as PyTorch does when it divides by a number on CUDA.
 
@@ -37,11 +37,11 @@ from compiled_llm_ops.contracts import (
     MOST_GROWING,
     MOST_OF_TOP_H,
     PROMPTED,
+    TILE,
     SampleTokens,
     Seldom,
 )
 from compiled_llm_ops.kernels.race import exponentials, least_of_tiles
-from compiled_llm_ops.race import TILE
 
 _TILE = tl.constexpr(TILE)
 _SPAN = tl.constexpr(2048)
@@ -370,7 +370,7 @@ def _first_nan(source, otherwise):
 
 @triton.jit
 def _keys(race, token, scores):
-    """Return how far tokens get: the logarithms of their probabilities over their random numbers, but for a constant."""
+    """Return how far tokens get: the logarithm of a token's probability over its number, but for a constant."""
     seed, position, peak = race
     return scores - peak - tl.log(exponentials(seed, position, token))
 
