@@ -51,8 +51,10 @@ _CANDIDATES = tl.constexpr(256)
 _LIKELY_TILES = tl.constexpr(128)
 # exp(-104) is 0 in float32: a token whose score is further below the largest is never drawn.
 _REACH = tl.constexpr(104.0)
-# The winner of a race is that far behind the logarithm of the mass in one race of 1,600.
-_BEHIND = tl.constexpr(2.0)
+# Six winners of seven get at most that far behind the logarithm of the mass.
+_BEHIND = tl.constexpr(0.7)
+# How much further behind tokens are looked for if none takes part that gets so far; and what rounding can hide.
+_FURTHER, _ROUNDED = tl.constexpr(4.0), tl.constexpr(1e-4)
 _COUNTED, _MASKED, _CLEANED, _BIASED = (tl.constexpr(kind) for kind in (COUNTED, MASKED, CLEANED, BIASED))
 _FOLLOWING, _FILTERED = tl.constexpr(FOLLOWING), tl.constexpr(FILTERED)
 _GROWING, _PROMPTED = tl.constexpr(GROWING), tl.constexpr(PROMPTED)
@@ -380,7 +382,7 @@ def _choose_of_all(source, found, tops, race, total, smallest, centre, furthest,
     """Return the token that wins the race among all that the band keeps.
 
     No token of a tile gets further than its largest score with its least number would. So tiles are looked at that can
-    get as far as the winner does almost always, and more of them if none of their tokens has.
+    get as far as most winners do, and if none of their tokens has, those that can get as far as the best of these.
     """
     seed, position, peak = race
     least, _ = least_of_tiles(seed, position, tl.arange(0, padded_tiles))
@@ -390,7 +392,7 @@ def _choose_of_all(source, found, tops, race, total, smallest, centre, furthest,
     while behind:
         token, best = _leader(source, found, reach >= goal, race, smallest, centre, furthest, padded_tiles)
         behind = (best < goal) & (goal > -2.0 * _REACH)  # further back there is no token
-        goal -= 2.0 * _BEHIND
+        goal = tl.where(best > float("-inf"), best - _ROUNDED, goal - _FURTHER)
     return tl.maximum(token, 0)
 
 
