@@ -12,6 +12,8 @@ from compiled_llm.server.front.json_value import JsonValue
 
 _MEMBER = r'\s*{}\s*"(?P<key>(?:[^"\\]|\\.)*)"\s*:\s*(?=\S)'
 _FIRST, _NEXT = (regex.compile(_MEMBER.format(before), regex.DOTALL) for before in (r"\{", ","))
+_LONGEST_NAME = 1024
+"""Characters of a member's name with the blanks around it; each piece of it has all of it looked at again."""
 _END = regex.compile(r"\s*\}")
 
 
@@ -56,7 +58,7 @@ class JsonCall:
 
     def read(self, text: str) -> str:
         """Return what is new of the arguments; they wait for the name."""
-        self._rest += text
+        self._rest = "" if self._over else self._rest + text
         while self._rest and not self._over and self._step():
             pass
         if self._called is None or self._new is None:
@@ -90,6 +92,8 @@ class JsonCall:
             self._over = True
             if self._new is None and self._before is _NEXT and _END.match(self._rest):
                 self._new = "{}"  # a call of what takes nothing may have none
+        elif found.end() > _LONGEST_NAME:
+            self._over = True
         elif not found.partial:
             key, self._rest = found["key"], self._rest[found.end() :]
             self._member = _Member(key, self._is_arguments(key) and self._rest[0] == "{")

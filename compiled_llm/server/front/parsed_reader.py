@@ -14,6 +14,9 @@ from compiled_llm.server.front.delimiters import Delimiters
 
 _PIECES = re.compile(r"(?=[<\[{\n])|(?<=[>\]}\n])")
 
+_LOOKS, _SHORT = 8, 1024
+"""How often a text that has become no part is looked at while it doubles, and how long it is to be for that."""
+
 BeginCall = Callable[[str, dict[str, str]], CallText]
 """Returns what reads a call, by the text that begins it and what the template has found there."""
 
@@ -49,6 +52,7 @@ class ParsedReader:
         self._most_calls = None if several_calls else 1
         self._calls = 0
         self._untold = ""  # what was fed and has become no part yet
+        self._later = ""  # what was not fed yet
         self._delimiters = delimiters
         self._implicit = CONTENT if _is_implicit(fields.get(CONTENT)) else None
         self._part: str | None = self._implicit
@@ -74,6 +78,7 @@ class ParsedReader:
         for piece in [text] if self._delimiters.are_far_from(text) else _PIECES.split(text):
             self._feed(piece, parts)
         if over:
+            self._feed_later(parts)
             (self._cut if cut else self._finish)(parts)
         return parts
 
@@ -81,6 +86,13 @@ class ParsedReader:
         if self._part in self._texts and self._holds_nothing and self._delimiters.are_far_from(piece):
             self._add(self._part, piece, parts)  # the parser would find nothing in it, and takes longer
             return
+        self._later += piece
+        if len(self._later) * _LOOKS >= len(self._untold) - _SHORT:
+            self._feed_later(parts)
+
+    def _feed_later(self, parts: Parts) -> None:
+        """Feed what waits; the parser looks again at all that it does not understand yet, blanks for instance."""
+        piece, self._later = self._later, ""
         self._has_fed |= bool(piece)
         self._untold += piece
         if self._parser is not None:

@@ -21,6 +21,9 @@ _PATTERN = re.compile(
 """Patterns of tags that can be found as they come: a name between two texts, and a value that a text ends."""
 _SPACES = "".join(space for space in map(chr, range(0x3001)) if regex.match(r"\s", space))
 
+_LONGEST_TAG = 1024
+"""Characters of what begins an argument, with its name."""
+
 
 @dataclass(frozen=True)
 class XmlTags:
@@ -98,6 +101,7 @@ class XmlArguments:
     def _begin(self) -> str | None:
         found = self._tags.begin.search(self._rest)
         if found is None:
+            self._rest = self._rest[-_LONGEST_TAG:]  # all of which is looked at again with each piece
             return None
         key = str(found["key"])
         self._key, self._tag, self._rest = key, found.group(), self._rest[found.end() :]

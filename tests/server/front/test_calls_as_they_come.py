@@ -12,7 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from compiled_llm.compat.response_templates import known_response_template
+from compiled_llm.server.front.call_text import JsonCall
 from compiled_llm.server.front.response_template import ResponseTemplate
+from compiled_llm.server.front.vocabulary import Vocabulary
 from support.answer_reading import Told, read_in_pieces
 from support.scripted import RESPONSES, tool_tokenizer
 
@@ -252,3 +254,25 @@ def test_a_call_that_the_prompt_has_begun(style: str) -> None:
         prompt = f"<|im_start|>assistant\n{other}\n{text[:end]}"
         told = read_in_pieces(ResponseTemplate(tool_tokenizer(), SPECS[style]).reader(prompt, TOOLS), list(text[end:]))
         assert told == Told("", "", [("look", '{"text": "a"}', True)]), text[:end]
+
+
+LONG = 2**14
+
+
+@pytest.mark.parametrize("text", [" ", "\n", '<tool_call>\n{"', "<tool_call>\n{"])
+def test_what_may_become_something_is_not_read_again_for_each_piece(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blanks may begin a call, and a name in a call may end: both are looked at again, but not for each token."""
+    looked: list[int] = []
+    reader = Vocabulary(tool_tokenizer()).response_template
+    assert reader is not None
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    reading = reader.reader("<|im_start|>assistant\n", [tool])
+    feed, begin = reading._parser.feed, JsonCall._begin_member
+    monkeypatch.setattr(reading._parser, "feed", lambda piece: (looked.append(len(reading._untold)), feed(piece))[1])
+    monkeypatch.setattr(JsonCall, "_begin_member", lambda call: (looked.append(len(call._rest)), begin(call))[1])
+    reading.read(text, over=False)
+    for _ in range(LONG // 4):
+        reading.read(4 * (text[-1] if text.isspace() else "a" if text[-1] == '"' else " "), over=False)
+    assert sum(looked) < 100 * LONG
+    said = reading.read("", over=True)
+    assert not said.calls
