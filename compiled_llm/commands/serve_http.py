@@ -126,6 +126,7 @@ def run_with_front(
         if say is not None:
             show_log()
             _introduce(settings, listening.getsockname()[1], uds, say)
+            _warn(flags, say)
         serving = _serving(settings, flags.api_server_count or 1, listening, path, folder.figures, say is not None)
         generator = GeneratorProcess([*arguments, "--uds", str(path), "--leashed", "--drain-seconds", _DRAIN_SECONDS])
         if (why := asyncio.run(serve(serving, generator))) is not None:
@@ -158,6 +159,13 @@ def _introduce(settings: FrontSettings, port: int, uds: Path | None, say: Callab
         say(f"listening at {uds}, too")
     if not settings.is_local and settings.ssl_certfile is None:
         say("anybody on the way can read the API key and the requests: give --ssl-certfile and --ssl-keyfile")
+
+
+def _warn(flags: HttpFlags, say: Callable[[str], None]) -> None:
+    from compiled_llm.server.front.settings import readers_of
+
+    if flags.api_key_file is not None and (warning := readers_of(flags.api_key_file)) is not None:
+        say(warning)
 
 
 def show_log() -> None:

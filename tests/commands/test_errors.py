@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compiled_llm.commands.errors import as_typed
+from compiled_llm.commands.printable import printable
 
 
 @pytest.mark.parametrize(
@@ -21,3 +22,9 @@ from compiled_llm.commands.errors import as_typed
 )
 def test_options_are_named_as_they_are_typed(message: str, typed: str) -> None:
     assert as_typed(message) == typed
+
+
+def test_what_turns_the_direction_of_text_is_spelled_out() -> None:
+    """Else a name or an answer would read otherwise than it is."""
+    assert printable("a\u202eb\u2066c\u2069") == "a\\u202eb\\u2066c\\u2069"
+    assert printable("\x1b[2J \u05d0 \u200f\n") == "\\x1b[2J \u05d0 \u200f\n"

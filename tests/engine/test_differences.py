@@ -115,6 +115,11 @@ def equally_likely_tokens_share_a_rank(engine: Engine) -> None:
 def unfollowed_schemas_are_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="has multipleOf at #, which grammars do not follow"):
         StructuredOutputsParams(json={"type": "integer", "multipleOf": 3})
+    for elsewhere in ("https://example.org/schema.json", "other.json", "other.json#/$defs/a"):
+        with pytest.raises(
+            ValueError, match=r"has \$ref to .*, outside of the schema, at #/items, which grammars do not"
+        ):
+            StructuredOutputsParams(json={"type": "array", "items": {"$ref": elsewhere}})
     with pytest.raises(ValueError, match="ignore_eos=True contradicts structured_outputs"):
         SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True), ignore_eos=True)
 

@@ -90,6 +90,24 @@ def test_a_folder_where_others_may_write_is_refused(folder: Path) -> None:
         pass
 
 
+def test_a_folder_above_where_others_may_write_is_refused(folder: Path) -> None:
+    """They could put a folder of theirs in the place of the one below."""
+    below = folder / "mine" / "deeper"
+    below.mkdir(parents=True, mode=0o700)
+    folder.chmod(0o777)
+    linked = folder.parent / f"{folder.name}-link"
+    linked.symlink_to(below)
+    try:
+        for path in (below / "socket", linked / "socket"):
+            with pytest.raises(ValueError, match=r"others may write into .* give a path in a folder of your own"):
+                listen(path)
+    finally:
+        linked.unlink()
+    folder.chmod(0o1777)
+    with listen(below / "socket"):
+        pass
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_somebody_else_is_refused(folder: Path) -> None:
     os.chown(folder, 12345, 12345)

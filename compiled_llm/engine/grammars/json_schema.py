@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -82,6 +83,8 @@ def _not_followed(schema: Any, place: str) -> Iterator[tuple[str, str]]:
         yield place, "a pattern with a quote or a backslash, which JSON would spell otherwise,"
     if "string" in _types(schema) and schema.get("format", "date") not in _FORMATS:
         yield place, f"format {schema['format']!r}"
+    if not str(schema.get("$ref", "#")).startswith("#"):
+        yield place, f"$ref to {reprlib.repr(schema['$ref'])}, outside of the schema,"
     for where, part in _parts(schema):
         yield from _not_followed(part, f"{place}/{where}")
 

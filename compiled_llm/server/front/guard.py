@@ -59,6 +59,7 @@ class Guard:
             return
         entry = _Entry(scope, send, self._metrics, self._settings.behind_proxy)
         try:
+            _check_one_host(scope)
             headers = _first_of_each(scope)
             self._check(scope, headers)
             body = await self._body(headers, receive) if scope["method"] not in _WITHOUT_BODY else b""
@@ -175,6 +176,12 @@ class _Entry:
         level = logging.DEBUG if path in _POLLED and self._status == 200 else logging.INFO
         what = self.id, self._scope["method"], path, self._status
         logger.log(level, "compiled_llm: %s %s %s %s %.3f s", *what, seconds)
+
+
+def _check_one_host(scope: Scope) -> None:
+    """Check that there are not two hosts: a proxy before this server may go by the other one (RFC 9112, 3.2)."""
+    if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+        raise ApiError(400, "Host: there are several; send one", code="host")
 
 
 def _first_of_each(scope: Scope) -> _Headers:

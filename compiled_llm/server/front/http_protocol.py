@@ -14,7 +14,8 @@ from uvicorn.server import ServerState
 from compiled_llm.server.front.api_error import unavailable
 
 HEAD_BYTES = 64 * 2**10
-"""Of a request, before its body; what is read together with the last of it may be more."""
+"""Of a request: its target, and the names and values of its headers and trailers."""
+_TOO_LONG = "The head of the request is too long."
 _LOOKS = 4
 """How often a client is looked at in the time that it has."""
 
@@ -87,7 +88,7 @@ class LimitedHttpTools(HttpToolsProtocol):
         self._most_connections = most_connections
         self._looking: asyncio.TimerHandle | None = None
         self._in_head, self._in_body = True, False
-        self._head_bytes = 0
+        self._head_bytes = self._field_bytes = 0
         self._owed_since: float | None = None  # the rest of a request; None between two
         self._unsent = 0
         self._unsent_since = 0.0
@@ -115,12 +116,39 @@ class LimitedHttpTools(HttpToolsProtocol):
         super().data_received(data)
         self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
         if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too long.")
+            self.send_400_response(_TOO_LONG)
 
     def on_message_begin(self) -> None:
         """Begin with a head."""
         self._in_head, self._owed_since = True, self.loop.time()
+        self._field_bytes = 0
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the request's target."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or a trailer."""
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _count(self, count: int) -> None:
+        """Count bytes of a head, which may come whole with one read.
+
+        Raises:
+            ValueError: there are too many; the parser reads no further.
+        """
+        self._field_bytes += count
+        if self._field_bytes > HEAD_BYTES:
+            self.send_400_response(_TOO_LONG)
+            raise ValueError(_TOO_LONG)
+
+    def send_400_response(self, msg: str) -> None:
+        """Say what is wrong, once, and close the connection."""
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
         """Go on with the body."""

@@ -6,6 +6,7 @@ import math
 import re
 import ssl
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,6 +128,16 @@ def keys_in(file: Path) -> tuple[str, ...]:
             'more: python -c "import secrets; print(secrets.token_urlsafe())" makes one'
         )
     return keys
+
+
+def readers_of(file: Path) -> str | None:
+    """Return who else may read a file with secrets, as a warning; None if nobody may, or that cannot be told."""
+    with suppress(OSError):
+        mode = file.stat().st_mode & 0o777
+        if mode & 0o044:
+            whom = "all users" if mode & 0o004 else "its group"
+            return f"--api-key-file {file}: {whom} of this machine may read the keys (mode {mode:o}): chmod 600"
+    return None
 
 
 def check_certificate(certfile: Path, keyfile: Path) -> None:

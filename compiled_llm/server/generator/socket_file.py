@@ -35,7 +35,8 @@ def listen(path: Path, of: str = "") -> socket.socket:
     if len(os.fsencode(path)) > _LONGEST:
         raise ValueError(f"{of}uds={str(path)!r}: the path of a socket can have {_LONGEST} bytes; give a shorter one")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_folder(path.parent, of)
+    for folder in (path.parent.resolve(), *path.parent.resolve().parents):
+        _check_folder(folder, of)
     with _alone_in(path.parent):
         if not _remove_stale(path, of):
             raise RuntimeError(

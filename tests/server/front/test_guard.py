@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from compiled_llm.server.front import guard
 from compiled_llm.server.front.guard import Guard
 from compiled_llm.server.front.metrics import FrontMetrics
-from compiled_llm.server.front.settings import FrontSettings, keys_in
+from compiled_llm.server.front.settings import FrontSettings, keys_in, readers_of
 from support.fronts import RunningFront, fronting
 from support.generators import Loop
 
@@ -79,6 +80,13 @@ def test_with_a_key_it_is(guarded: RunningFront, key: str) -> None:
 )
 def test_only_names_of_this_machine_are_served(guarded: RunningFront, host: str, status: int) -> None:
     assert ask(guarded, authorization=f"Bearer {KEYS[0]}", host=host).status_code == status
+
+
+def test_two_hosts_are_refused(front: RunningFront) -> None:
+    with socket.create_connection(("127.0.0.1", front.port)) as peer:
+        peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
+        received = peer.recv(2**16)
+    assert received.startswith(b"HTTP/1.1 400 ")
 
 
 def test_pages_of_others_are_not_served(guarded: RunningFront, front: RunningFront) -> None:
@@ -220,6 +228,17 @@ def test_the_names_of_a_proxy_are_kept_and_those_of_clients_are_not(caplog: pyte
         assert "named" not in caplog.text
         assert "x-request-id" not in answer_of_guard(None, behind_proxy=True)[1]  # the proxy sends it
         assert "named GET" in caplog.text
+
+
+def test_a_file_of_keys_that_others_may_read_is_warned_of(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    assert readers_of(file) is None
+    file.write_text(KEYS[0])
+    for mode, whom in ((0o600, None), (0o400, None), (0o640, "its group"), (0o644, "all users"), (0o444, "all users")):
+        file.chmod(mode)
+        warning = readers_of(file)
+        assert (warning is None) == (whom is None), oct(mode)
+        assert whom is None or f"{whom} of this machine may read the keys" in (warning or "")
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:

@@ -84,6 +84,35 @@ def test_the_next_head_has_its_time_as_well(hasty: RunningFront, trickle: bytes)
         rest(peer)
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 120_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * 17_000 + b"\r\n",
+        b"GET /health?" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+def test_a_head_that_is_too_long_is_refused_though_it_comes_at_once(front: RunningFront, head: bytes) -> None:
+    with connected(front) as peer:
+        received = b"HTTP/1.1 400 The head of the request is too long."
+        with suppress(OSError):  # if the rest was on its way when it was closed, the kernel says no more
+            peer.sendall(head)
+            received = rest(peer)
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert received.endswith(b"The head of the request is too long.")
+    assert received.count(b"HTTP/1.1") == 1
+    assert is_answered(front)
+
+
+def test_a_long_head_is_answered_and_trailers_are_counted(front: RunningFront) -> None:
+    with connected(front) as peer:
+        peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 60_000 + b"\r\n\r\n")
+        assert peer.recv(2**16).startswith(b"HTTP/1.1 200 ")
+        peer.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
+        send_until_closed(peer, b"X: " + b"x" * 9_000 + b"\r\n")
+    assert is_answered(front)
+
+
 def test_whoever_says_nothing_is_left(hasty: RunningFront) -> None:
     with connected(hasty) as peer:
         assert rest(peer) == b""
