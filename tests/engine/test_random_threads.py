@@ -40,6 +40,8 @@ def test_schedules_end_and_leave_nothing(
         for loop in (Loop, Runner):  # as on a GPU
             monkeypatch.setattr(loop, "asynchronous", bool(number % 2))
         schedule = Schedule(number, expected)
+        began = time.monotonic()
         schedule.run(actions=4 if short else 30)
+        print(f"{time.monotonic() - began:.1f} s", flush=True)
         done += schedule.done
     print(f"{count} schedules:", ", ".join(f"{name} {times}" for name, times in sorted(done.items())))

@@ -304,7 +304,8 @@ class Schedule:
                 self._model(torch.tensor([PROMPTS[0]]), use_cache=False)
 
         def elsewhere(draw: random.Random) -> None:
-            start(lambda: self._generate(draw)).result(PATIENCE)
+            _await([inside := start(lambda: self._generate(draw))])
+            inside.result()
 
         inner = draw.choice((forward, self._generate, elsewhere, self._submit, self._several))
         self._generate(draw, streamer=Streamer(lambda: self._do_inside(inner, draw), draw.randint(2, 6)))

@@ -57,9 +57,9 @@ class Calls:
             yield
         finally:
             with self._changed:
-                self._running.pop(call, None)
-                self._moves += 1
-                self._changed.notify_all()
+                if self._running.pop(call, None) is not None:  # else Ctrl-C has come while it waited
+                    self._moves += 1
+                    self._changed.notify_all()
 
     def _wait_for_turn(self) -> None:
         moves, since = self._moves, time.monotonic()
