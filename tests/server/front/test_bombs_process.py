@@ -94,12 +94,14 @@ def stream(http: httpx.Client, stop: threading.Event, gaps: list[float]) -> int:
     """Read streams until told to stop, each to its end; return how many there were."""
     count, body = 0, {"prompt": "a", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     while not stop.is_set():
-        came, lines, last = time.monotonic(), 0, ""
-        with http.stream("POST", TEXT, json=body) as response:
+        came, lines = time.monotonic(), []
+        with http.stream("POST", TEXT, json={**body, "stream_options": {"include_usage": True}}) as response:
             for line in filter(None, response.iter_lines()):
-                came, gap, last, lines = time.monotonic(), time.monotonic() - came, line, lines + 1
+                came, gap = time.monotonic(), time.monotonic() - came
+                lines.append(line)
                 gaps.append(gap)
-        assert (last, lines) == ("data: [DONE]", TOKENS + 1)
+        assert lines[-1] == "data: [DONE]"
+        assert f'"completion_tokens":{TOKENS},' in lines[-2]
         count += 1
     return count
 
