@@ -1,7 +1,8 @@
-"""What is known of xgrammar's logits processor for HuggingFace: it says its mask, and takes scores of no tokens."""
+"""What is known of xgrammar: its processor for HuggingFace says its mask, and what compiles comes without torch."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -48,3 +49,23 @@ def test_only_its_own_class_is_known_and_nothing_is_imported(processors: tuple[A
         patched.delitem(sys.modules, "xgrammar.contrib.hf")
         assert not is_grammar(processors[1])
         assert "xgrammar.contrib.hf" not in sys.modules
+
+
+COMPILING = """
+import sys
+from compiled_llm.compat.xgrammar import import_compiler
+import_compiler()
+from xgrammar import CompiledGrammar, Grammar, GrammarCompiler, StructuralTag, StructuralTagItem, TokenizerInfo
+info = TokenizerInfo.deserialize_json(TokenizerInfo(["a", "b"]).serialize_json())
+grammar = GrammarCompiler(info).compile_regex("a|b")
+assert CompiledGrammar.deserialize_json(grammar.serialize_json(), info).memory_size_bytes == grammar.memory_size_bytes
+try:
+    GrammarCompiler(info).compile_regex("a(")
+except RuntimeError:
+    print([name for name in ("torch", "transformers") if getattr(sys.modules[name], "__file__", None)])
+"""
+
+
+def test_what_compiles_comes_without_torch_and_transformers() -> None:
+    done = subprocess.run([sys.executable, "-c", COMPILING], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

@@ -158,6 +158,25 @@ def test_the_worker_imports_neither_torch_nor_what_lies_in_the_current_folder(
     assert not (tmp_path / "planted").exists()
 
 
+def test_a_version_of_xgrammar_that_does_not_come_apart_is_imported_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
+) -> None:
+    shadow = tmp_path / "xgrammar"
+    shadow.mkdir()
+    home = Path(xgr.__file__).parent
+    for entry in home.iterdir():
+        (shadow / entry.name).symlink_to(entry)
+    (shadow / "exception.py").unlink()  # one of the modules that compile has gone, or needs more than they do
+    (shadow / "exception.py").write_text(f"import torch\n{(home / 'exception.py').read_text()}")
+    monkeypatch.syspath_prepend(tmp_path)
+    process = WorkerProcess()
+    try:
+        assert isinstance(process.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
+        assert "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+    finally:
+        process.close()
+
+
 def test_the_worker_ends_with_the_process_that_has_started_it(tmp_path: Path) -> None:
     script = tmp_path / "starting.py"
     script.write_text(
