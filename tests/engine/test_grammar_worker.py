@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars.compilers import CompilersApart
+from compiled_llm.engine.grammars.constraint import Constraint
 from compiled_llm.engine.grammars.source import GrammarSource
-from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, UnwantedError, Vocabulary
+from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, UnwantedError, Vetted, Vocabulary
 from compiled_llm.engine.grammars.worker_process import WorkerProcess
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.request import InvalidRequestError, RequestError
@@ -246,6 +247,14 @@ def test_masks_are_those_of_grammars_compiled_in_this_process(
         answer = worker.compile(Compile(0, source, 30, 2**29), vocabulary, wanted)
         assert isinstance(answer, Compiled), (source, answer)
         assert_same_masks(rng, source.compiled(compiler), xgr.CompiledGrammar.deserialize_json(answer.grammar, INFO))
+
+
+def test_a_large_grammar_is_vetted_there_and_compiled_here(worker: WorkerProcess, vocabulary: Vocabulary) -> None:
+    large = GrammarSource("regex", "[a-y]" * 40_000)
+    assert isinstance(worker.compile(Compile(0, large, 30, 2**29), vocabulary, wanted), Vetted)
+    compilers = CompilersApart(byte_level(), worker, 30.0)
+    grammar = compilers.compile(Constraint(source=large, stops=frozenset({1}), vocabulary=380), wanted)
+    assert grammar.memory_size_bytes > 2**23
 
 
 # ---- an engine

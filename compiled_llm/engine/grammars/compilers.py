@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from compiled_llm.engine.grammars.constraint import Constraint
 from compiled_llm.engine.grammars.source import GrammarSource
-from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vocabulary
+from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, Vocabulary
 
 if TYPE_CHECKING:
     import xgrammar
@@ -64,7 +64,9 @@ class CompilersHere:
         Args:
             tokenizer: of HuggingFace's, whose tokens grammars are about.
         """
-        self._compilers: _Latest[xgrammar.GrammarCompiler] = _Latest(lambda key, place: _compiler(tokenizer, key))
+        self._compilers: _Latest[xgrammar.GrammarCompiler] = _Latest(
+            lambda key, place: _compiler(_spelled(tokenizer, key))
+        )
 
     def check(self, source: GrammarSource) -> None:
         """Read a form, unless it is long."""
@@ -120,6 +122,8 @@ class CompilersApart:
                 from xgrammar import CompiledGrammar
 
                 return CompiledGrammar.deserialize_json(grammar, tokens.info)
+            case Vetted():
+                return source.compiled(_compiler(tokens.info))
             case Failed("lost", message):
                 raise ConnectionError(message)
             case Failed(kind, message):
@@ -195,10 +199,10 @@ def most_at_once() -> int:
     return max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
-def _compiler(tokenizer: Any, key: Key) -> xgrammar.GrammarCompiler:
+def _compiler(tokens: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
     from xgrammar import GrammarCompiler
 
-    return GrammarCompiler(_spelled(tokenizer, key), max_threads=most_at_once(), cache_limit_bytes=KEPT)
+    return GrammarCompiler(tokens, max_threads=most_at_once(), cache_limit_bytes=KEPT)
 
 
 def _spelled(tokenizer: Any, key: Key) -> xgrammar.TokenizerInfo:

@@ -16,21 +16,23 @@ import threading
 from contextlib import suppress
 from typing import NamedTuple
 
-from xgrammar import GrammarCompiler, TokenizerInfo
+from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
 from compiled_llm.engine.grammars.source import GrammarSource, said
 from compiled_llm.engine.grammars.worker_messages import (
     MOST_BYTES,
+    MOST_COMPILED,
     Compile,
     Compiled,
     Failed,
     FromEngine,
     FromWorker,
     Learned,
+    Vetted,
     Vocabulary,
     received,
 )
-from compiled_llm.protocol.frames import FrameError, frame_of
+from compiled_llm.protocol.frames import frame_of
 
 _WARMING = GrammarSource("json", '{"type": "object"}')
 """Compiled once for each vocabulary: forks have what it shares with other grammars."""
@@ -59,6 +61,8 @@ class Worker:
         """Read what the engine says from the standard input, a socket."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine's process, which ends this one
         self._engine = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+        self._silent = os.open(os.devnull, os.O_RDWR)
+        os.dup2(self._silent, sys.stdin.fileno())  # else forks would keep the socket open
         self._compilers: dict[int, GrammarCompiler] = {}
         self._forks: set[_Fork] = set()
         self._selector = selectors.DefaultSelector()
@@ -113,6 +117,7 @@ class Worker:
         """Close in a fork what is the worker's, and the sockets of other forks, so that their ends are noticed."""
         self._engine.close()
         self._selector.close()
+        os.dup2(self._silent, sys.stderr.fileno())  # a library that aborts says so there
         for fork in self._forks:
             fork.answer.close()
             os.close(fork.alive)
@@ -141,17 +146,18 @@ def _death(number: int, asked: Compile) -> Failed:
 
 
 def _compile(compiler: GrammarCompiler, asked: Compile, answer: socket.socket) -> None:
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, sys.stderr.fileno())  # a library that aborts says so there
     threading.Thread(target=_end_with, args=(answer,), daemon=True).start()
     _limit(asked)
     try:
-        found = asked.source.compiled(compiler)
-        _send(answer, Compiled(found.serialize_json()))
-    except FrameError:
-        _send(answer, Failed("limit", f"compiled, it has more than {MOST_BYTES:,} bytes"))
+        _send(answer, _answer(asked.source.compiled(compiler)))
     except (MemoryError, RuntimeError, ValueError) as error:
         _send(answer, _failure(error, asked))
+
+
+def _answer(found: CompiledGrammar) -> FromWorker:
+    if found.memory_size_bytes > MOST_COMPILED:
+        return Failed("limit", f"compiled, it has more than {MOST_COMPILED:,} bytes")
+    return Vetted() if 3 * found.memory_size_bytes > MOST_BYTES else Compiled(found.serialize_json())
 
 
 def _failure(error: Exception, asked: Compile) -> Failed:

@@ -14,7 +14,9 @@ from compiled_llm.protocol.frames import Frames
 NEXT = b"n"
 """To the worker, with one end of a pair of sockets: a message waits there, and its answer goes back there."""
 MOST_BYTES = 2**25
-"""Of a compiled grammar, and of the tokens of a tokenizer: to read one takes six times as much memory for a moment."""
+"""Of a compiled grammar that is sent, and of the tokens of a tokenizer: to read one takes six times as much memory."""
+MOST_COMPILED = 2**27
+"""Bytes of a compiled grammar in memory; serialised, it has up to three times as many."""
 _AT_ONCE = 2**20
 
 
@@ -58,6 +60,10 @@ class Compiled(Struct, tag="compiled", frozen=True):
     grammar: str
 
 
+class Vetted(Struct, tag="vetted", frozen=True):
+    """The grammar compiles within its limits, and is so large that to compile it again costs less than to send it."""
+
+
 class Failed(Struct, tag="failed", frozen=True):
     """There is no grammar, and why.
 
@@ -72,7 +78,7 @@ class Failed(Struct, tag="failed", frozen=True):
 
 
 FromEngine = Vocabulary | Compile
-FromWorker = Learned | Compiled | Failed
+FromWorker = Learned | Compiled | Vetted | Failed
 
 
 class UnwantedError(Exception):

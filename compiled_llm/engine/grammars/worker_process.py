@@ -19,6 +19,7 @@ from compiled_llm.engine.grammars.worker_messages import (
     Compiled,
     Failed,
     FromWorker,
+    Vetted,
     Vocabulary,
     received,
 )
@@ -58,7 +59,7 @@ class WorkerProcess:
         with self._lock, suppress(OSError):  # it cannot be started; a grammar that is to be compiled says so
             self._retried(lambda: self._teach(vocabulary))
 
-    def compile(self, asked: Compile, vocabulary: Vocabulary, wanted: Callable[[], bool]) -> Compiled | Failed:
+    def compile(self, asked: Compile, vocabulary: Vocabulary, wanted: Callable[[], bool]) -> Compiled | Vetted | Failed:
         """Have a grammar compiled, and wait for it as long as it is wanted.
 
         Args:
@@ -76,7 +77,7 @@ class WorkerProcess:
             return _LOST
         with end:  # what it does for this end of the pair ends with it
             end.settimeout(_LOOKING)
-            answer: Compiled | Failed | None = received(end, FromWorker, wanted)
+            answer: Compiled | Vetted | Failed | None = received(end, FromWorker, wanted)
             return answer or _LOST
 
     def close(self) -> None:
