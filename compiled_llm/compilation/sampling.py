@@ -1,10 +1,10 @@
 """Choosing the next token inside the graph, with settings and random numbers for each row.
 
-A draw is a race: each token of the vocabulary has an exponential random number, and the one whose number divided by its
-probability is the smallest is drawn. The numbers come from a counter-based generator keyed by the row's seed and
-counted by the position and the token. So a replayed graph draws with other numbers each step (positions advance in the
-graph), and a row draws the same tokens whatever else runs in its batch: logits that are rounded otherwise there change
-a draw only if two tokens are nearly level.
+A draw is a race: of competitors with exponential random numbers, the one whose number divided by its probability is the
+smallest wins, first among tiles of neighbouring tokens, then among the tokens of that tile. The numbers come from a
+counter-based generator keyed by the row's seed and counted by the position and the token. So a replayed graph draws
+with other numbers each step (positions advance in the graph), and a row draws the same tokens whatever else runs in its
+batch: logits that are rounded otherwise there change a draw only if two are nearly level.
 
 Shapes: B rows, V vocabulary, X rows with settings of their own.
 """

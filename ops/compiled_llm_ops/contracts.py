@@ -250,7 +250,7 @@ MOST_OF_TOP_H = 100
 
 
 TILE = 64
-"""So many neighbouring tokens have the least of their random numbers from one number."""
+"""So many neighbouring tokens race as one first."""
 
 OF_TILES, OF_TOKENS = 0, 1
 """What a random number is for: a part of the generator's counter."""

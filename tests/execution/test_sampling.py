@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from compiled_llm.execution.staging import Staging
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops import MOST_BIASES, sample_tokens
+from compiled_llm_ops.contracts import OF_TILES, OF_TOKENS
 from compiled_llm_ops.race import exponentials, philox
 from compiled_llm_ops.sampling import smallest_kept
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
@@ -32,7 +32,6 @@ from support.sampling_cases import (
     EVERYTHING,
     FILTERED,
     SINGLE_EDITS,
-    UNFILTERED,
     arguments,
     assert_wins,
     counted_after,
@@ -152,8 +151,8 @@ def test_each_token_is_drawn_if_huggingfaces_filters_keep_it_and_no_other_is(set
     reached = reached_by(distribution(logits, setting)[None], seeds)
     assert (reached.gather(1, chosen[:, None])[:, 0] >= reached.amax(dim=-1) - 1e-6).all()
     if setting.temperature:
-        likely = distribution(logits, setting) > 1e-4
-        assert (chosen == torch.arange(901))[likely].double().mean() > 0.9
+        likely = distribution(logits, setting) > 1e-3
+        assert (chosen == torch.arange(901))[likely].double().mean() > 0.8
 
 
 SINGLE_FILTERS: dict[str, float] = {
@@ -281,12 +280,13 @@ def test_philox_gives_the_published_numbers():
         assert tuple(philox(counter, key).tolist()) == words
 
 
-def test_random_numbers_are_exponential_and_others_for_each_seed_position_and_token():
-    """Also where they are small, since small ones win, and in one tile, whose tokens share a random number."""
+@pytest.mark.parametrize("kind", [OF_TILES, OF_TOKENS], ids=["tiles", "tokens"])
+def test_random_numbers_are_exponential_and_others_for_each_seed_position_and_number(kind):
+    """Also where they are small, since small ones win."""
     tokens, seeds = torch.arange(300)[None], torch.tensor([3, 2**61, 2**61 + 1, 2**61 + 2**40])
     parts = []
     for position in (1, 2, 2**33, 2**40 + 1):
-        parts += [exponentials(seeds, seeds * 0 + position + 5 * step, tokens) for step in range(60)]
+        parts += [exponentials(seeds, seeds * 0 + position + 5 * step, tokens, kind) for step in range(60)]
     numbers = torch.stack(parts)
     assert numbers.min() > 0
     assert len(numbers.unique()) == numbers.numel()
@@ -302,23 +302,12 @@ def test_random_numbers_are_exponential_and_others_for_each_seed_position_and_to
 
 @pytest.mark.parametrize("setting", [Sampling(), Sampling(temperature=0.7, top_k=900), Sampling(top_p=0.9)], ids=str)
 def test_draws_of_a_large_vocabulary_follow_the_distribution(setting, seed):
-    """Most tokens are rare, and come from tiles that are looked at only if their random number is small."""
+    """Most tokens are rare, and most tiles."""
     logits, draws = torch.randn(1, 5001) * 2, []
     for _ in range(20):
         seeds = some_seeds(400)
         draws.append(sample_tokens(*arguments(logits.expand(400, -1), seeds, [setting] * 400)))
     assert_drawn_from(torch.cat(draws), distribution(logits[0], setting))
-
-
-@pytest.mark.parametrize("setting", [*SETTINGS, Sampling(typical_p=0.9, temperature=1.4)], ids=str)
-def test_a_token_that_wins_among_all_wins_among_those_that_a_filter_keeps(setting, seed):
-    logits, seeds = torch.randn(200, 3001) * 2, some_seeds(200)
-    among_all, kept = (
-        sample_tokens(*arguments(logits, seeds, [own] * 200)) for own in (replace(setting, **UNFILTERED), setting)
-    )
-    inside = distributions(logits, [setting] * 200).gather(1, among_all[:, None])[:, 0] > 0
-    assert torch.equal(kept[inside], among_all[inside])
-    assert not torch.equal(kept[~inside], among_all[~inside]) or bool(inside.all())
 
 
 @pytest.mark.parametrize("setting", [Sampling(), Sampling(top_k=50, top_p=0.95), Sampling(top_p=0.95)], ids=str)

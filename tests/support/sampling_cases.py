@@ -39,8 +39,8 @@ from compiled_llm.execution.arena import Arena
 from compiled_llm.execution.slot_settings import SlotSettings
 from compiled_llm.execution.staging import Staging
 from compiled_llm_ops import COUNTED
-from compiled_llm_ops.contracts import TILE, SampleTokens
-from compiled_llm_ops.race import exponentials, of_tiles
+from compiled_llm_ops.contracts import OF_TILES, OF_TOKENS, TILE, SampleTokens
+from compiled_llm_ops.race import exponentials
 
 BRANCHES = [
     Sampling(temperature=0.0),
@@ -289,9 +289,17 @@ def distributions(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 
 def reached_by(chances: Tensor, seeds: Tensor, position: int = 1000) -> Tensor:
-    """`[B, V]` float64: how far tokens of these probabilities get in a race, -inf for those left out."""
-    tokens = torch.arange(chances.shape[1])[None]
-    return chances.log() - exponentials(seeds, torch.full_like(seeds, position), tokens).log()
+    """`[B, V]` float64: by how much tokens of these probabilities lose, with their tile or in it, as negative numbers.
+
+    0 is the winner's; -inf is that of those left out.
+    """
+    tiled = torch.nn.functional.pad(chances, (0, -chances.shape[1] % TILE)).view(len(chances), -1, TILE)
+    positions, count = torch.full_like(seeds, position), tiled.shape[1]
+    of_tiles = exponentials(seeds, positions, torch.arange(count)[None], OF_TILES)
+    of_tokens = exponentials(seeds, positions, torch.arange(count * TILE)[None], OF_TOKENS).view(len(seeds), -1, TILE)
+    tiles, tokens = tiled.sum(dim=-1).log() - of_tiles.log(), tiled.log() - of_tokens.log()
+    behind = (tiles - tiles.amax(dim=-1, keepdim=True))[:, :, None], tokens - tokens.amax(dim=-1, keepdim=True)
+    return torch.minimum(*behind).nan_to_num(-math.inf).flatten(1)[:, : chances.shape[1]]
 
 
 def assert_wins(chosen: Tensor, seeds: Tensor, logits: Tensor, settings: Sequence[Sampling], slack: float) -> None:
@@ -305,13 +313,14 @@ def assert_wins(chosen: Tensor, seeds: Tensor, logits: Tensor, settings: Sequenc
 
 @functools.cache
 def favouring(vocabulary: int, position: int = 1000) -> Tensor:
-    """`[V]` seeds: each makes its token's number so small that it wins unless it is filtered, or likelier ones are."""
-    tries = torch.arange(2**17)
-    seeds = []
+    """`[V]` seeds: each makes the numbers of its token and its tile so small that they win, unless likelier ones do."""
+    tries = torch.arange(2**20)
+    positions, seeds = torch.full_like(tries, position), []
     for tile in range(-(-vocabulary // TILE)):
-        least, first = of_tiles(tries, torch.full_like(tries, position), torch.tensor([[tile]]))
-        of_token = torch.where(first == torch.arange(TILE), least, math.inf)
-        seeds.append(of_token.argmin(dim=0))
+        of_tile = exponentials(tries, positions, torch.tensor([[tile]]), OF_TILES)
+        some = of_tile[:, 0].topk(2**11, largest=False).indices
+        tokens = tile * TILE + torch.arange(TILE)[None]
+        seeds.append(some[exponentials(some, positions[: len(some)], tokens, OF_TOKENS).argmin(dim=0)])
     return torch.cat(seeds)[:vocabulary]
 
 

@@ -1,9 +1,10 @@
 """The CUDA kernels of ``sampling``, in Triton.
 
-The first kernel reads the logits once, with the whole device, and leaves the largest score and the mass of each tile of
-neighbouring tokens. The second chooses, one program a row, and branches on the row's settings on the device, so that
-neither the host nor a captured graph has to know them. A token is drawn by a race (see ``race``): only tiles are read
-in which a token can win, and if few tokens can be kept, those in which they lie.
+The first kernel reads the logits once, with the whole device, and leaves the largest score of each tile of neighbouring
+tokens, its mass, and the logarithm of its random number. The second chooses, one program a row, and branches on the
+row's settings on the device, so that neither the host nor a captured graph has to know them. A tile is drawn first and
+then a token of it (see ``race``), so it reads one tile of a row without filters; if few tokens can be kept, those tiles
+in which they lie.
 
 Scores are multiplied by reciprocals, as PyTorch does when it divides by a number on CUDA.
 
@@ -41,7 +42,7 @@ from compiled_llm_ops.contracts import (
     SampleTokens,
     Seldom,
 )
-from compiled_llm_ops.kernels.race import exponentials, least_of_tiles
+from compiled_llm_ops.kernels.race import log_exponentials_of_tiles, log_exponentials_of_tokens
 
 _TILE = tl.constexpr(TILE)
 _SPAN = tl.constexpr(2048)
@@ -51,10 +52,6 @@ _CANDIDATES = tl.constexpr(256)
 _LIKELY_TILES = tl.constexpr(128)
 # exp(-104) is 0 in float32: a token whose score is further below the largest is never drawn.
 _REACH = tl.constexpr(104.0)
-# Six winners of seven get at most that far behind the logarithm of the mass.
-_BEHIND = tl.constexpr(0.7)
-# How much further behind tokens are looked for if none takes part that gets so far; and what rounding can hide.
-_FURTHER, _ROUNDED = tl.constexpr(4.0), tl.constexpr(1e-4)
 _COUNTED, _MASKED, _CLEANED, _BIASED = (tl.constexpr(kind) for kind in (COUNTED, MASKED, CLEANED, BIASED))
 _FOLLOWING, _FILTERED = tl.constexpr(FOLLOWING), tl.constexpr(FILTERED)
 _GROWING, _PROMPTED = tl.constexpr(GROWING), tl.constexpr(PROMPTED)
@@ -123,6 +120,7 @@ def _launches(args: SampleTokens, chosen: Tensor, not_a_token: int) -> Iterable[
     device = logits.device
     largest = torch.empty(rows, tiles, dtype=torch.float32, device=device)
     mass = torch.empty(rows, tiles, dtype=torch.float32, device=device)
+    behind = torch.empty(rows, tiles, dtype=torch.float32, device=device)
     found = torch.empty(rows, tiles, dtype=torch.int32, device=device)
     candidates = torch.empty(rows, _CANDIDATES.value, dtype=torch.int32, device=device)
     candidate_scores = torch.empty(rows, _CANDIDATES.value, dtype=torch.float32, device=device)
@@ -131,10 +129,21 @@ def _launches(args: SampleTokens, chosen: Tensor, not_a_token: int) -> Iterable[
         args.frequency_penalty, args.counts, args.allowed, args.biases, args.recent, args.seldom,
         args.growing,
     )  # fmt: skip
-    shared = (logits, logits.stride(0), *tables, int(args.deferred), vocabulary, largest, mass, tiles)
+    shared = (
+        logits,
+        logits.stride(0),
+        *tables,
+        int(args.deferred),
+        vocabulary,
+        args.seeds,
+        largest,
+        mass,
+        behind,
+        tiles,
+    )
     wide = {"num_warps": _WIDE_WARPS, "maxnreg": _WIDE_REGISTERS}
     yield _Launch(_summarise_for_sampling, (rows, triton.cdiv(vocabulary, _SPAN.value)), shared, wide)
-    settings = (args.top_k, args.top_p, args.min_p, args.seeds)
+    settings = (args.top_k, args.top_p, args.min_p)
     results = (found, candidates, candidate_scores, chosen, not_a_token)
     narrow = {"padded_tiles": triton.next_power_of_2(tiles), "num_warps": _ROW_WARPS}
     yield _Launch(_sample_rows, (rows,), (*shared, *settings, *results), narrow)
@@ -279,11 +288,11 @@ def _count(source, token):
 @triton.jit(do_not_specialize=["deferred"])
 def _summarise_for_sampling(
     logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-    recent, seldom, growing, deferred, vocabulary,
-    largest, mass, tiles,
+    recent, seldom, growing, deferred, vocabulary, seeds,
+    largest, mass, behind, tiles,
 ):  # fmt: skip
-    """Write each tile's largest score, and the sum of ``exp(score - largest)``; grid ``(B, spans)``."""
-    source, row, _, _ = _source(
+    """Write each tile's largest score, the sum of ``exp(score - largest)``, and its number; grid ``(B, spans)``."""
+    source, row, _, row_temperature = _source(
         logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
         recent, seldom, growing, vocabulary,
     )  # fmt: skip
@@ -297,13 +306,16 @@ def _summarise_for_sampling(
         tile = span * (_SPAN // _TILE) + tl.arange(0, _SPAN // _TILE)
         tl.store(largest + row * tiles + tile, peak, mask=tile < tiles)
         tl.store(mass + row * tiles + tile, tl.sum(tl.exp(scores - shift[:, None]), axis=1), mask=tile < tiles)
+        if row_temperature != 0.0:
+            number = log_exponentials_of_tiles(tl.load(seeds + row), tl.load(source[4]), tile)
+            tl.store(behind + row * tiles + tile, number, mask=tile < tiles)
 
 
 @triton.jit(do_not_specialize=["deferred"])
 def _sample_rows(
     logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-    recent, seldom, growing, deferred, vocabulary,
-    largest, mass, tiles, top_k, top_p, min_p, seeds,
+    recent, seldom, growing, deferred, vocabulary, seeds,
+    largest, mass, behind, tiles, top_k, top_p, min_p,
     found, candidates, candidate_scores, chosen, not_a_token, padded_tiles: tl.constexpr,
 ):  # fmt: skip
     """Choose one row's token and count it; grid ``(B,)``."""
@@ -318,20 +330,20 @@ def _sample_rows(
     usable = (row_temperature == 0.0) | ((peak > float("-inf")) & (peak < float("inf")))
     if _is_served(source, deferred) & usable:
         found += row * tiles
-        race = (tl.load(seeds + row), tl.load(positions + row), peak)
+        behind += row * tiles
+        race = (tl.load(seeds + row), tl.load(positions + row), peak, behind)
         k, p, m = tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot)
         k = tl.where(k < vocabulary, k, 0)  # the whole vocabulary: no limit
         # Each tile's mass is relative to its own largest score; from here on all are relative to the row's.
         masses = tl.load(mass + row * tiles + tile, mask=tile < tiles, other=0.0) * tl.exp(tops - peak)
         total = tl.sum(masses, axis=0)
-        smallest, centre, furthest = peak - _REACH, peak, tl.abs(peak) + float("inf")
         token = -1
         if row_temperature == 0.0:
             token = _first_of_largest(source, tops, peak, padded_tiles)
             if peak == float("inf"):
                 token = _first_nan(source, token)
         elif (k > 0) | (p < 1.0) | (m > 0.0) | ((source[1] & _FILTERED) != 0):
-            floor = tl.where(m > 0.0, peak + tl.log(m), smallest)
+            floor = tl.where(m > 0.0, peak + tl.log(m), peak - _REACH)
             bound = _bound(tops, tiles, peak, floor, k, p)
             scratch = (found, candidates + row * _CANDIDATES, candidate_scores + row * _CANDIDATES)
             # Mostly the candidates fit into one block; only rows that keep many tokens are passed over as a whole, and
@@ -339,9 +351,11 @@ def _sample_rows(
             if (source[1] & _FILTERED) == 0:
                 token = _choose_of_few(source, scratch, tops, bound, race, total, floor, k, p, padded_tiles)
             if token < 0:
-                smallest, centre, furthest = _band(source, peak, total, bound, floor, k, p)
-        if token < 0:
-            token = _choose_of_all(source, found, tops, race, total, smallest, centre, furthest, padded_tiles)
+                band = _band(source, peak, total, bound, floor, k, p)
+                token = _choose_of_band(source, found, tops, race, band, padded_tiles)
+        else:
+            leads = tl.log(masses) - tl.load(behind + tile, mask=tile < tiles, other=0.0)
+            token = _choose_of_all(source, race, leads, padded_tiles)
         _count(source, token)
     tl.store(chosen + row, token.to(tl.int64))
 
@@ -371,45 +385,48 @@ def _first_nan(source, otherwise):
 
 
 @triton.jit
-def _keys(race, token, scores):
-    """Return how far tokens get: the logarithm of a token's probability over its number, but for a constant."""
-    seed, position, peak = race
-    return scores - peak - tl.log(exponentials(seed, position, token))
+def _choose_of_all(source, race, leads, padded_tiles: tl.constexpr):
+    """Return the token that wins in the tile that wins, of a row that keeps all of them.
 
-
-@triton.jit
-def _choose_of_all(source, found, tops, race, total, smallest, centre, furthest, padded_tiles: tl.constexpr):
-    """Return the token that wins the race among all that the band keeps.
-
-    No token of a tile gets further than its largest score with its least number would. So tiles are looked at that can
-    get as far as most winners do, and if none of their tokens has, those that can get as far as the best of these.
+    Args:
+        source: what scores are made of.
+        race: the row's seed, its position, its largest score, and where the numbers of its tiles are.
+        leads: how far each tile gets.
+        padded_tiles: of how many tiles.
     """
-    seed, position, peak = race
-    least, _ = least_of_tiles(seed, position, tl.arange(0, padded_tiles))
-    reach = tl.where(tops >= smallest, tops - peak - tl.log(least), float("-inf"))
-    goal = tl.log(total) - _BEHIND
-    token, behind = -1, True
-    while behind:
-        token, best = _leader(source, found, reach >= goal, race, smallest, centre, furthest, padded_tiles)
-        behind = (best < goal) & (goal > -2.0 * _REACH)  # further back there is no token
-        goal = tl.where(best > float("-inf"), best - _ROUNDED, goal - _FURTHER)
-    return tl.maximum(token, 0)
+    tile = tl.min(tl.where(leads >= tl.max(leads, axis=0), tl.arange(0, padded_tiles), padded_tiles - 1), axis=0)
+    token = tile * _TILE + tl.arange(0, _TILE)
+    return _winner(race, token, _scores(source, token))
 
 
 @triton.jit
-def _leader(source, found, selected, race, smallest, centre, furthest, padded_tiles: tl.constexpr):
-    """Return which token of the selected tiles that the band keeps gets furthest, and how far."""
-    count = _list_tiles(found, selected, padded_tiles)
-    leader, best = -1, race[2] - float("inf")
+def _winner(race, token, scores):
+    """Return which token gets furthest, of those whose scores are not -inf."""
+    leads = scores - race[2] - log_exponentials_of_tokens(race[0], race[1], token)
+    return tl.min(tl.where(leads >= tl.max(leads, axis=0), token, _NO_TOKEN), axis=0)
+
+
+@triton.jit
+def _choose_of_band(source, found, tops, race, band, padded_tiles: tl.constexpr):
+    """Return the token that wins among those that a band keeps, in the tile that wins with what it keeps."""
+    smallest, centre, furthest = band
+    peak, groups = race[2], tl.arange(0, _CHUNK // _TILE)
+    count = _list_tiles(found, tops >= smallest, padded_tiles)
+    # Each group of lanes has its own best tile: warps need not wait for each other in the loop.
+    winners = tl.zeros((_CHUNK // _TILE,), tl.int32)
+    best = tl.full((_CHUNK // _TILE,), float("-inf"), tl.float32)
     for first in range(0, count, _CHUNK // _TILE):
-        token = _listed_tokens(source, found, first, count)
-        scores = _scores(source, token)
-        keys = tl.where(_is_kept(scores, smallest, centre, furthest), _keys(race, token, scores), float("-inf"))
-        furthest_key = tl.max(keys, axis=0)
-        if furthest_key > best:
-            best = furthest_key
-            leader = tl.min(tl.where(keys >= best, token, _NO_TOKEN), axis=0)
-    return leader, best
+        scores = _scores(source, _listed_tokens(source, found, first, count))
+        weights = tl.where(_is_kept(scores, smallest, centre, furthest), tl.exp(scores - peak), 0.0)
+        masses = tl.sum(tl.reshape(weights, (_CHUNK // _TILE, _TILE)), axis=1)
+        tile = tl.load(found + first + groups, mask=first + groups < count, other=0)
+        leads = tl.log(masses) - tl.load(race[3] + tile)
+        winners = tl.where(leads > best, tile, winners)
+        best = tl.maximum(best, leads)
+    winner = tl.min(tl.where(best >= tl.max(best, axis=0), winners, _NO_TOKEN), axis=0)
+    token = winner * _TILE + tl.arange(0, _TILE)
+    scores = _scores(source, token)
+    return _winner(race, token, tl.where(_is_kept(scores, smallest, centre, furthest), scores, float("-inf")))
 
 
 @triton.jit
@@ -480,9 +497,28 @@ def _choose_of_few(
         if (k > 0) | (bound <= floor) | (reached >= needed):
             kept = within & (scores >= floor) & ((above < needed) | (rank == 0))
             tokens = tl.load(candidates + lane, mask=lane < size, other=_NO_TOKEN)
-            keys = tl.where(kept, _keys(race, tokens, scores), float("-inf"))
-            token = tl.min(tl.where(keys >= tl.max(keys, axis=0), tokens, _NO_TOKEN), axis=0)
+            weights = tl.where(kept, weights, 0.0)
+            masses = _masses_of_tiles(tokens, weights, candidates, candidate_scores, size)
+            leads = tl.log(masses) - tl.load(race[3] + tokens // _TILE, mask=lane < size, other=0.0)
+            of_winner = kept & (leads >= tl.max(leads, axis=0))
+            token = _winner(race, tokens, tl.where(of_winner, scores, float("-inf")))
     return token
+
+
+@triton.jit
+def _masses_of_tiles(tokens, weights, candidates, candidate_weights, size):
+    """Return, for each candidate, the sum of what the candidates of its tile weigh; their scores are overwritten."""
+    tl.debug_barrier()  # the scores have been read
+    tl.store(candidate_weights + tl.arange(0, _CANDIDATES), weights)
+    tl.debug_barrier()
+    masses = tl.zeros((_CANDIDATES,), tl.float32)
+    for first in range(0, size, _TILE):
+        place = first + tl.arange(0, _TILE)
+        other = tl.load(candidates + place, mask=place < size, other=_NO_TOKEN)
+        weight = tl.load(candidate_weights + place, mask=place < size, other=0.0)
+        beside = (other // _TILE)[None, :] == (tokens // _TILE)[:, None]
+        masses += tl.sum(tl.where(beside, weight[None, :], 0.0), axis=1)
+    return masses
 
 
 @triton.jit
