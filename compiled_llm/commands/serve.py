@@ -23,6 +23,7 @@ from compiled_llm.commands.serve_options import (
     ClientSeconds,
     CorsOrigin,
     DrainSeconds,
+    EscapeSpecialTokens,
     Host,
     KvMemory,
     Leashed,
@@ -127,6 +128,7 @@ def serve(
     ssl_keyfile: SslKeyfile = None,
     request_seconds: RequestSeconds = None,
     salt_caches: SaltCaches = False,
+    escape_special_tokens: EscapeSpecialTokens = False,
     page: Page = True,
     max_connections: MaxConnections = MAX_CONNECTIONS,
     client_seconds: ClientSeconds = CLIENT_SECONDS,
@@ -156,7 +158,7 @@ def serve(
     with readable_errors():
         http = HttpFlags(
             *(host, port, served_model_name or (), api_key_file, allowed_host or (), cors_origin or ()),
-            *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches, page),
+            *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches, escape_special_tokens, page),
             *(max_connections, client_seconds, api_server_count),
         )
         with_front = uds is None or http.given

@@ -42,6 +42,7 @@ class HttpFlags(NamedTuple):
     ssl_keyfile: Path | None = None
     request_seconds: float | None = None
     salt_caches: bool = False
+    escape_special_tokens: bool = False
     page: bool = True
     max_connections: int = MAX_CONNECTIONS
     client_seconds: float = CLIENT_SECONDS
@@ -77,6 +78,7 @@ class HttpFlags(NamedTuple):
             request_seconds=self.request_seconds,
             drain_seconds=drain_seconds,
             salts_caches=self.salt_caches,
+            escapes_special_tokens=self.escape_special_tokens,
             page=self.page,
             most_connections=self.max_connections,
             client_seconds=self.client_seconds,

@@ -60,6 +60,14 @@ SaltCaches = Annotated[
         rich_help_panel=_HTTP,
     ),
 ]
+EscapeSpecialTokens = Annotated[
+    bool,
+    typer.Option(
+        "--escape-special-tokens",
+        help="Have special tokens in the texts of requests, such as <|im_start|>, be text.",
+        rich_help_panel=_HTTP,
+    ),
+]
 Page = Annotated[
     bool,
     typer.Option(

@@ -50,6 +50,7 @@ class GeneratorLink:
         client: Callable[[Any], AsyncClient],
         changed: Callable[[bool], object] = lambda has_model: None,
         failed: Callable[[str], object] | None = None,
+        escapes: bool = False,
     ) -> None:
         """Know of no generator yet.
 
@@ -57,9 +58,10 @@ class GeneratorLink:
             client: makes one that has not connected, with a tokenizer or None.
             changed: is told when there is somebody to answer requests (True), and when nobody is left (False).
             failed: is told why there will never be anybody; unless given, the log is.
+            escapes: whether special tokens in clients' texts are text.
         """
         self.was_ready = False
-        self._new_client = client
+        self._new_client, self._escapes = client, escapes
         self._changed = changed
         self._failed = failed or partial(logger.error, "compiled_llm: %s")
         self._told = self._has_failed = self._hangs = False
@@ -132,7 +134,7 @@ class GeneratorLink:
         """Load the tokenizer that the generator names, which it does once it is ready."""
         ready = await (await self._connected()).wait_until_ready()
         try:
-            return await asyncio.to_thread(load_vocabulary, ready)
+            return await asyncio.to_thread(load_vocabulary, ready, self._escapes)
         finally:
             self._forget()
 

@@ -42,7 +42,8 @@ class HttpServer(uvicorn.Server):
             path: of the generator's socket.
             changed: is told when there is a generator to answer requests (True), and when there is none (False).
         """
-        link = GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), changed, self._fail)
+        escapes = settings.escapes_special_tokens
+        link = GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), changed, self._fail, escapes)
         app = application(settings, link)
         self.why: str | None = None
         self.front: Front = app.state.front

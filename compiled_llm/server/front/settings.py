@@ -39,6 +39,7 @@ class FrontSettings:
         behind_proxy: whether what listens is a proxy, which names requests by ``X-Request-Id`` and tells their clients.
         salts_caches: whether requests read only what those with their own key, or ``user``, have left in the prefix
             cache.
+        escapes_special_tokens: whether special tokens in the texts of requests are text, as the tokenizer sees them.
         page: whether there is a page to chat on.
         figures: a folder in which the fronts of a server count together; None for a front alone.
         created: when the server has begun, in seconds since 1970.
@@ -63,6 +64,7 @@ class FrontSettings:
     request_seconds: float | None = None
     drain_seconds: float = 30.0
     salts_caches: bool = False
+    escapes_special_tokens: bool = False
     behind_proxy: bool = False
     page: bool = True
     figures: Path | None = None

@@ -19,6 +19,7 @@ from compiled_llm.server.front.answer_parts import Parts
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.call_form import SAMPLE_TOOL, CallForm, call_form, sample_chat
 from compiled_llm.server.front.response_template import response_template_of
+from compiled_llm.server.front.special_tokens import SpecialTokens
 from compiled_llm.server.front.text_length import TextLength
 
 logger = logging.getLogger("compiled_llm.server")
@@ -30,8 +31,12 @@ class TokenizerError(RuntimeError):
     """A tokenizer that cannot be loaded; to try again would not help."""
 
 
-def load_vocabulary(ready: Ready) -> Vocabulary:
+def load_vocabulary(ready: Ready, escapes: bool = False) -> Vocabulary:
     """Return a vocabulary of the tokenizer that a generator names.
+
+    Args:
+        ready: what it has said of its model.
+        escapes: whether special tokens in clients' texts are text.
 
     Raises:
         TokenizerError: it names none, or it cannot be loaded.
@@ -39,7 +44,7 @@ def load_vocabulary(ready: Ready) -> Vocabulary:
     try:
         if ready.gguf_file is None:  # one of a GGUF file is read by HuggingFace's code for weights
             go_without_torch()
-        return Vocabulary(tokenizer_of(True, ready), ready.model_type, ready.ends, ready.max_tokens)
+        return Vocabulary(tokenizer_of(True, ready), ready.model_type, ready.ends, ready.max_tokens, escapes)
     except BaseException as error:  # in a thread that does nothing else; a panic of tokenizers is no Exception
         raise TokenizerError(f"the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
 
@@ -64,7 +69,12 @@ class Vocabulary:
     """
 
     def __init__(
-        self, tokenizer: Any, model_type: str = "", ends: Sequence[int] = (), most_tokens: int = sys.maxsize
+        self,
+        tokenizer: Any,
+        model_type: str = "",
+        ends: Sequence[int] = (),
+        most_tokens: int = sys.maxsize,
+        escapes: bool = False,
     ) -> None:
         """Use a tokenizer.
 
@@ -73,11 +83,13 @@ class Vocabulary:
             model_type: of the model's configuration.
             ends: tokens that end an answer.
             most_tokens: that a prompt can have with its answer.
+            escapes: whether special tokens in clients' texts are text.
         """
         self.tokenizer = tokenizer
         self.response_template = response_template_of(tokenizer, model_type)
         self._ends = ends
         self._length = TextLength(tokenizer, most_tokens)
+        self._special = SpecialTokens(tokenizer) if escapes else None
         self._has_told = False
 
     def of_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -88,6 +100,8 @@ class Vocabulary:
         """
         _check(text, "prompt")
         self._length.check(text, "prompt")
+        if self._special is not None and (broken := self._special.broken(text)) != text:
+            return self._special.tokens(broken, add_special_tokens)
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def of_chat(
@@ -115,13 +129,21 @@ class Vocabulary:
         self._check_tools(tools)
         options |= {**(template or {}), **({"tools": tools} if tools else {})}
         try:
+            given = [messages, options]
+            if self._special is not None and (broken := self._special.broken(given)) != given:
+                return self._special.tokens(self._written(*broken))
             if self._length.is_long(sum(map(len, texts_of([messages, tools])))):
-                written = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-                self._length.check(str(written), "messages")
+                self._written(messages, options)
             return list(self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"])
         except Exception as error:  # a template is code that came with the model
             said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise invalid(f"messages: the model's chat template does not take them: {said}", "messages") from error
+
+    def _written(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """Return a chat as its template writes it, if it has not too many tokens."""
+        written = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        self._length.check(written, "messages")
+        return written
 
     def _check_template(self, given: Mapping[str, Any]) -> None:
         """Check that a request says nothing but what the template reads: no template of its own, which could loop."""

@@ -117,6 +117,7 @@ def _application(settings: FrontSettings) -> Callable[[], FastAPI]:
         from compiled_llm.server.replicas.replica_client import ReplicaClient
 
         replicas = ServeReplicas(serve.get_deployment_handle(GENERATOR))
-        return application(settings, GeneratorLink(lambda tokenizer: ReplicaClient(replicas, tokenizer)))
+        escapes = settings.escapes_special_tokens
+        return application(settings, GeneratorLink(lambda given: ReplicaClient(replicas, given), escapes=escapes))
 
     return build
