@@ -69,6 +69,6 @@ class TextLength:
     def _too_long(self, text: str, param: str) -> Exception:
         message = (
             f"{param}: {len(text):,} characters are more than {self._most:,} tokens, and there can be no more with the "
-            "answer; shorten it"
+            "answer; shorten it (truncate_prompt_tokens cuts tokens, which so long a text is not made)"
         )
         return invalid(message, param, "context_length_exceeded")

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from compiled_llm.client.tokenizer import tokenizer_of
 from compiled_llm.protocol.messages import Ready
 from compiled_llm.server.front.answer_parts import Parts
-from compiled_llm.server.front.api_error import invalid
+from compiled_llm.server.front.api_error import ApiError, invalid
 from compiled_llm.server.front.call_form import SAMPLE_TOOL, CallForm, call_form, sample_chat
 from compiled_llm.server.front.response_template import response_template_of
 from compiled_llm.server.front.special_tokens import SpecialTokens
@@ -135,6 +135,8 @@ class Vocabulary:
             if self._length.is_long(sum(map(len, texts_of([messages, tools])))):
                 self._written(messages, options)
             return list(self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"])
+        except ApiError:  # it is too long
+            raise
         except Exception as error:  # a template is code that came with the model
             said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise invalid(f"messages: the model's chat template does not take them: {said}", "messages") from error

@@ -189,6 +189,21 @@ def test_a_prompt_is_cut_at_its_beginning(speaking: tuple[Script, RunningFront],
     assert len(script.asked[-1].prompt) == 4000 - 12
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_text_that_surely_does_not_fit_is_refused_though_it_would_be_cut(
+    speaking: tuple[Script, RunningFront], path: str
+) -> None:
+    _, front = speaking
+    text = "a b " * 30_000
+    body = {TEXT: {"prompt": text}, RESPONSES: {"input": text}}.get(
+        path, {"messages": [{"role": "user", "content": text}]}
+    )
+    refused = refusal(front, path, truncate_prompt_tokens=-1, **body)
+    assert refused["code"] == "context_length_exceeded"
+    assert "truncate_prompt_tokens cuts tokens" in refused["message"]
+    assert "chat template" not in refused["message"]
+
+
 def test_responses_take_what_says_how_tokens_are_drawn(client: openai.OpenAI, engine: Engine) -> None:
     settings = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 4, "stop": ["zz"], "seed": 7}
     ours = client.responses.create(model="tiny", input="the fox", max_output_tokens=30, extra_body=settings)
