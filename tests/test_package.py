@@ -94,6 +94,29 @@ assert compiled_llm.WrapConfig().mode == "cuda-graphs"
     assert done.returncode == 0, done.stderr
 
 
+WITHOUT_EXTRAS = """
+import sys
+for name in {0}:
+    sys.modules[name] = None
+import compiled_llm
+from support.tiny_models import tiny_qwen3
+
+model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", kv_memory="2000 tokens", progress=False)
+with compiled_llm.Engine(model) as engine:
+    (output,) = engine.generate([[5, 6, 7]], compiled_llm.SamplingParams(temperature=0.0, max_tokens=4))
+print(len(output.outputs[0].token_ids), "tokens", type(compiled_llm.explain(model)).__name__)
+"""
+EXTRAS = ["depyf", "fastapi", "httptools", "matplotlib", "msgspec", "prometheus_client", "ray", "typer", "uvicorn"]
+
+
+def test_models_and_engines_run_without_the_packages_of_extras() -> None:
+    """`jinja2` and `pydantic` may be there by others: transformers brings them, or tells that they are missing."""
+    program = [sys.executable, "-c", WITHOUT_EXTRAS.format([*EXTRAS, "xgrammar"])]
+    done = subprocess.run(program, cwd=CHECKOUT / "tests", capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("4 tokens")
+
+
 def test_ops_import_without_transformers_and_flashinfer(tmp_path: Path) -> None:
     code = """
 import sys

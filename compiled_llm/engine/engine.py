@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -17,9 +17,7 @@ from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.engine_options import check_options, is_count
-from compiled_llm.engine.grammars.compilers import compilers_of
-from compiled_llm.engine.grammars.compiling import Grammars
-from compiled_llm.engine.grammars.worker_process import WorkerProcess
+from compiled_llm.engine.grammars.compiling import Grammars, compilers_of
 from compiled_llm.engine.handle import RequestHandle
 from compiled_llm.engine.intake import QueueFullError as QueueFullError
 from compiled_llm.engine.intake import requests_for
@@ -37,6 +35,9 @@ from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime, runtime_of
 from compiled_llm.execution.slow_paths import Reason
 from compiled_llm.execution.warmup import Report, Sizes, quiet
+
+if TYPE_CHECKING:  # imports msgspec, which only a server needs
+    from compiled_llm.engine.grammars.worker_process import WorkerProcess
 
 
 class Engine:

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.grammars.compilers import CompilersApart
+from compiled_llm.engine.grammars.compilers import UnwantedError
+from compiled_llm.engine.grammars.compilers_apart import CompilersApart
 from compiled_llm.engine.grammars.constraint import Constraint
 from compiled_llm.engine.grammars.source import GrammarSource
-from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, UnwantedError, Vetted, Vocabulary
+from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, Vocabulary
 from compiled_llm.engine.grammars.worker_process import WorkerProcess
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.engine.request import InvalidRequestError, RequestError
@@ -304,7 +305,7 @@ def test_a_form_that_crashes_costs_its_request_alone_and_is_refused_from_then_on
 
 
 def test_the_forms_that_are_refused_take_bounded_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_llm.engine.grammars.compilers._MOST_FATAL", 2)
+    monkeypatch.setattr("compiled_llm.engine.grammars.compilers_apart._MOST_FATAL", 2)
     compilers = engine._grammars._compilers
     assert isinstance(compilers, CompilersApart)
     sources = [GrammarSource("regex", text) for text in "abc"]

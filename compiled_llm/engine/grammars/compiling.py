@@ -10,17 +10,18 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from compiled_llm.engine.grammars.compilers import KEPT, Compilers, most_at_once
+from compiled_llm.engine.grammars.compilers import KEPT, Compilers, CompilersHere, UnwantedError, most_at_once
 from compiled_llm.engine.grammars.constraint import Constraint
 from compiled_llm.engine.grammars.source import GrammarSource, said
-from compiled_llm.engine.grammars.worker_messages import UnwantedError
 from compiled_llm.engine.request import FinishReason, InvalidRequestError, Request, RequestError
 from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     import xgrammar
+
+    from compiled_llm.engine.grammars.worker_process import WorkerProcess
 
 _MOST_THREADS = 16
 _LONG = 0.5
@@ -269,3 +270,18 @@ def _begin(requests: Sequence[Request], grammar: xgrammar.CompiledGrammar) -> No
     for request in requests:
         if request.constraint is not None:
             request.constraint.begin(grammar)
+
+
+def compilers_of(tokenizer: Any, worker: WorkerProcess | None, timeout: float) -> Compilers:
+    """Return what compiles an engine's grammars: the worker process, or without one this process.
+
+    Args:
+        tokenizer: of HuggingFace's, whose tokens grammars are about.
+        worker: the process.
+        timeout: seconds that a request waits for its grammar.
+    """
+    if worker is None:
+        return CompilersHere(tokenizer)
+    from compiled_llm.engine.grammars.compilers_apart import CompilersApart  # imports msgspec
+
+    return CompilersApart(tokenizer, worker, timeout)

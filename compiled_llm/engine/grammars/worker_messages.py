@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from compiled_llm.engine.grammars.compilers import UnwantedError
 from compiled_llm.engine.grammars.source import GrammarSource
 from compiled_llm.protocol.frames import Frames
 
@@ -79,10 +80,6 @@ class Failed(Struct, tag="failed", frozen=True):
 
 FromEngine = Vocabulary | Compile
 FromWorker = Learned | Compiled | Vetted | Failed
-
-
-class UnwantedError(Exception):
-    """No request waits for a grammar any more."""
 
 
 def received(end: socket.socket, message: Any, wanted: Callable[[], bool] = lambda: True) -> Any:
