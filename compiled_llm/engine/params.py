@@ -168,7 +168,9 @@ class SamplingParams:
         form = self.structured_outputs
         self._check("structured_outputs", form is None or isinstance(form, StructuredOutputsParams), _FORM)
         if form is not None:
-            self._check("ignore_eos", not self.ignore_eos, "contradicts structured_outputs, which say when it ends")
+            self._check(
+                "ignore_eos", not self.ignore_eos, "contradicts the form of the answer, which says when it ends"
+            )
 
     def _keep(self, name: str, kind: Callable[[Any], Any], holds: Callable[[Any], bool], must: str) -> None:
         """Check a collection, and keep it as one that does not change with the user's."""

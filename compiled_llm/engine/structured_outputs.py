@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiled_llm.engine.grammars.bounds import check_json, check_length, check_parts, check_pattern, check_rules
-from compiled_llm.engine.grammars.json_schema import schema_text
+from compiled_llm.engine.grammars.json_schema import check_references, schema_text
 from compiled_llm.engine.grammars.source import GrammarSource
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -142,6 +142,7 @@ def _tag_text(tag: Any) -> str:
         if not isinstance(found, Mapping):
             raise ValueError("must be a structural tag: a dict, its JSON, or an object of xgrammar's")
         check_parts(found)
+        check_references(found)
         text = json.dumps(found)
     except (TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"is no JSON: {error}") from error

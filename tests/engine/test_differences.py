@@ -120,7 +120,7 @@ def unfollowed_schemas_are_refused(engine: Engine) -> None:
             ValueError, match=r"has \$ref to .*, outside of the schema, at #/items, which grammars do not"
         ):
             StructuredOutputsParams(json={"type": "array", "items": {"$ref": elsewhere}})
-    with pytest.raises(ValueError, match="ignore_eos=True contradicts structured_outputs"):
+    with pytest.raises(ValueError, match="ignore_eos=True contradicts the form"):
         SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True), ignore_eos=True)
 
 

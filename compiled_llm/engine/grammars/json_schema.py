@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from compiled_llm.engine.grammars.bounds import check_json, check_length, check_parts
@@ -14,6 +14,9 @@ _ONE = ("additionalProperties", "items", "propertyNames", "unevaluatedProperties
 _SEVERAL = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose values are a schema, a list of schemas, and schemas by name."""
+
+_SCHEMAS_OF_TAGS = ("json_schema", "schema")
+"""Keys of structural tags, of the present kind and of the older one, whose values are schemas."""
 
 _IGNORED = (
     *("multipleOf", "uniqueItems", "contains", "minContains", "maxContains", "not", "if"),
@@ -46,8 +49,7 @@ def schema_text(schema: Any) -> str:
     if not isinstance(found, Mapping):
         raise ValueError("must be a JSON schema: a dict, its JSON, or a model class of pydantic's")
     check_parts(found)
-    for place, what in _not_followed(found, "#"):
-        raise ValueError(f"has {what} at {place}, which grammars do not follow; leave it out")
+    _check_each(found, _not_followed)
     try:
         text = json.dumps(_without_control_characters(found))
     except TypeError as error:
@@ -68,25 +70,57 @@ def _parsed(schema: Any) -> Any:
         raise ValueError(f"is no JSON: {error}") from error
 
 
-def _not_followed(schema: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Yield where in a schema something stands that a grammar does not follow, and what."""
-    if not isinstance(schema, Mapping):
-        return
+def check_references(tag: Any) -> None:
+    """Check that the schemas in structural tags refer to nothing outside of them.
+
+    Raises:
+        ValueError: one does; says where in it.
+    """
+    if isinstance(tag, list):
+        for part in tag:
+            check_references(part)
+    elif isinstance(tag, Mapping):
+        for name, part in tag.items():
+            if name in _SCHEMAS_OF_TAGS:
+                _check_each(part, _outside)
+            else:
+                check_references(part)
+
+
+def _check_each(schema: Any, wrong: Callable[[Mapping[str, Any]], Iterator[str]]) -> None:
+    """Check a schema and those in it by what is wrong with each."""
+    for place, part in _schemas(schema, "#"):
+        for what in wrong(part):
+            raise ValueError(f"has {what} at {place}, which grammars do not follow; leave it out")
+
+
+def _schemas(schema: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield a schema and those in it, each after its place."""
+    if isinstance(schema, Mapping):
+        yield place, schema
+        for where, part in _parts(schema):
+            yield from _schemas(part, f"{place}/{where}")
+
+
+def _outside(schema: Mapping[str, Any]) -> Iterator[str]:
+    if not str(schema.get("$ref", "#")).startswith("#"):
+        yield f"$ref to {reprlib.repr(schema['$ref'])}, outside of the schema,"
+
+
+def _not_followed(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what stands in a schema itself that a grammar does not follow."""
     for keyword in _IGNORED:
         if keyword in schema and schema[keyword] is not False:
-            yield place, keyword
+            yield keyword
     if len(schema.get("allOf", ())) > 1:
-        yield place, "allOf of several"
+        yield "allOf of several"
     if ("pattern" in schema or "format" in schema) and ("minLength" in schema or "maxLength" in schema):
-        yield place, "pattern or format beside minLength or maxLength"
+        yield "pattern or format beside minLength or maxLength"
     if any(character in _NEGATED.sub("", str(schema.get("pattern", ""))) for character in ('"', "\\\\")):
-        yield place, "a pattern with a quote or a backslash, which JSON would spell otherwise,"
+        yield "a pattern with a quote or a backslash, which JSON would spell otherwise,"
     if "string" in _types(schema) and schema.get("format", "date") not in _FORMATS:
-        yield place, f"format {schema['format']!r}"
-    if not str(schema.get("$ref", "#")).startswith("#"):
-        yield place, f"$ref to {reprlib.repr(schema['$ref'])}, outside of the schema,"
-    for where, part in _parts(schema):
-        yield from _not_followed(part, f"{place}/{where}")
+        yield f"format {schema['format']!r}"
+    yield from _outside(schema)
 
 
 def _types(schema: Mapping[str, Any]) -> list[Any]:

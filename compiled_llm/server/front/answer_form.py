@@ -7,24 +7,38 @@ from dataclasses import replace
 from typing import Any
 
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import MOST_BLANKS, StructuredOutputsParams
+from compiled_llm.engine.structured_outputs import MOST_BLANKS
 from compiled_llm.server.front.api_error import ApiError, invalid
 from compiled_llm.server.front.call_form import CallForm
 from compiled_llm.server.front.chat_prompt import ChatPrompt
-from compiled_llm.server.front.form_fields import Form
+from compiled_llm.server.front.form_fields import Form, named_form
 from compiled_llm.server.front.response_format import MOST_SCHEMA
 
 Format = dict[str, Any]
 """A part of a structural tag of xgrammar's."""
 
 
-def with_form(
-    params: SamplingParams, wanted: Form | None, prompt: ChatPrompt, blanks: int | None = MOST_BLANKS
-) -> SamplingParams:
-    """Return settings by which answers have their form.
+def with_form(params: SamplingParams, form: Form | None, prompt: ChatPrompt) -> SamplingParams:
+    """Return settings by which answers have their form, and what reads them finds what it looks for.
 
     Args:
         params: settings.
+        form: as of ``answer_form``.
+        prompt: whose answers are read.
+
+    Raises:
+        ValueError: the settings contradict the form.
+    """
+    changed: dict[str, Any] = {} if form is None else {"structured_outputs": form.params}
+    if prompt.template is not None and prompt.template.needs_special_tokens:
+        changed["skip_special_tokens"] = False
+    return replace(params, **changed) if changed else params
+
+
+def answer_form(wanted: Form | None, prompt: ChatPrompt, blanks: int | None = MOST_BLANKS) -> Form | None:
+    """Return the form of whole answers; None for any text.
+
+    Args:
         wanted: the form of what is no call; None for any text.
         prompt: with the tools that may be, or have to be, called.
         blanks: how many calls may have in a row; None for any number.
@@ -33,36 +47,32 @@ def with_form(
         ApiError: this model's answers cannot be held to the form.
         ValueError: there is no such form.
     """
-    changed = _form(wanted, prompt, blanks)
-    if prompt.template is not None and prompt.template.needs_special_tokens:
-        changed["skip_special_tokens"] = False
-    return replace(params, **changed) if changed else params
-
-
-def _form(wanted: Form | None, prompt: ChatPrompt, blanks: int | None) -> dict[str, Any]:
     calls = _calls(wanted, prompt, blanks)
     thinking = None if prompt.template is None else prompt.template.begun(prompt.text)
-    if calls is None and (wanted is None or thinking is None):
-        return {} if wanted is None else {"structured_outputs": wanted.params}
-    found = as_format(wanted) if calls is None and wanted is not None else calls
-    assert found is not None, "there is a form, or there are calls"
+    if calls is not None:
+        field, found = calls
+    elif wanted is None or thinking is None:
+        return wanted
+    else:
+        field, found = wanted.field, as_format(wanted)
     if thinking is not None and found["type"] != "triggered_tags":  # among other text, thinking is free anyway
-        found = _after(thinking, found)
-    return {"structured_outputs": StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": found})}
+        found = _after(thinking, found, field)
+    return named_form(field, structural_tag={"type": "structural_tag", "format": found})
 
 
-def _calls(wanted: Form | None, prompt: ChatPrompt, blanks: int | None) -> Format | None:
-    """Return the form of an answer as far as it calls tools; None if that is free."""
+def _calls(wanted: Form | None, prompt: ChatPrompt, blanks: int | None) -> tuple[str, Format] | None:
+    """Return the form of an answer as far as it calls tools, after the fields that say it; None if that is free."""
     offer = prompt.offer
     if offer.called is not None:
         form = _call_form(prompt, blanks, "tool_choice", "give 'auto'")
-        return form.several(offer.called, offer.several)
+        return "tools", form.several(offer.called, offer.several)
     if offer.functions and wanted is not None:
         form = _call_form(prompt, blanks, wanted.field, "give it without tools")
-        return {"type": "or", "elements": [form.several(offer.functions, offer.several), as_format(wanted)]}
+        either = [form.several(offer.functions, offer.several), as_format(wanted)]
+        return f"{wanted.field} or tools", {"type": "or", "elements": either}
     if offer.strict:
         form = _call_form(prompt, blanks, "tools", "give functions without strict")
-        return form.beside_text(offer.functions, offer.several)
+        return "tools", form.beside_text(offer.functions, offer.several)
     return None
 
 
@@ -75,10 +85,10 @@ def _call_form(prompt: ChatPrompt, blanks: int | None, param: str, instead: str)
     return replace(form, blanks=blanks)
 
 
-def _after(thinking: str, form: Format) -> Format:
+def _after(thinking: str, form: Format, field: str) -> Format:
     """Return a form that begins once the thinking that the prompt has begun is over."""
     if not thinking:
-        raise _not_held("response_format: is not served: where this model's thinking ends is not known", None)
+        raise _not_held(f"{field}: is not served: where this model's thinking ends is not known", field)
     thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": thinking}
     return {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": r"\s{0,2}"}, form]}
 

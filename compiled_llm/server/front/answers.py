@@ -26,6 +26,8 @@ CHARACTERS = 4
 """Of a token, about."""
 _OF_ENTRY = 40
 """Characters of text that take as long as one log-probability."""
+_ENGINES_NAME = "structured_outputs"
+"""With which its errors of a form begin."""
 _LOOKING = 0.5
 """Seconds between two looks whether a client reads."""
 
@@ -38,7 +40,14 @@ class Answers:
         over: whether all have ended, at the last of ``changes`` and after it.
     """
 
-    def __init__(self, handles: Sequence[RemoteHandle], request: Request, keeps_ends: bool, most_unsent: int) -> None:
+    def __init__(
+        self,
+        handles: Sequence[RemoteHandle],
+        request: Request,
+        keeps_ends: bool,
+        most_unsent: int,
+        form: str | None = None,
+    ) -> None:
         """Cancel them if the client leaves, or does not read.
 
         Args:
@@ -46,11 +55,13 @@ class Answers:
             request: its client's; the body has been read.
             keeps_ends: whether a token that has ended an answer is told of.
             most_unsent: tokens that wait for a client that does not read a stream, before they end.
+            form: the field of the request that their form is from; None if they have none.
         """
         self.handles = handles
         self.over = False
         self._keeps_ends = keeps_ends
         self._most_unsent = most_unsent
+        self._form = form
         self._choices: list[Choice] = []
         self._unread: ApiError | None = None
         self._looking: asyncio.TimerHandle | None = None
@@ -144,12 +155,19 @@ class Answers:
         for handle in self.handles:
             over &= handle.done
             if handle.refused is not None:
-                raise handle.refused
+                raise self._as_sent(handle.refused)
             for answer in handle.answers:
                 if answer.done and answer.error is not None:
-                    raise answer.error
+                    raise self._as_sent(answer.error)
                 over &= answer.text is None or answer.text.ended  # it is made after the last token has come
         return over
+
+    def _as_sent(self, error: BaseException) -> BaseException:
+        """Return an error of the form by the name of the client's own field, of which the engine does not know."""
+        message = str(error)
+        if self._form is None or not message.startswith(_ENGINES_NAME):
+            return error
+        return type(error)(self._form + message.removeprefix(_ENGINES_NAME))
 
     def usage(self, reasoning: int = 0) -> Usage:
         """Return how many tokens they have taken, once they have ended; ``reasoning`` of them to think."""

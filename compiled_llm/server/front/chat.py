@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from compiled_llm.engine.output import Completion
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.protocol.messages import Entry
-from compiled_llm.server.front.answer_form import with_form
+from compiled_llm.server.front.answer_form import answer_form, with_form
 from compiled_llm.server.front.answer_parts import Parts
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
@@ -31,6 +31,7 @@ from compiled_llm.server.front.chat_response import (
     Logprobs,
 )
 from compiled_llm.server.front.events import TextEvent, event
+from compiled_llm.server.front.form_fields import Form
 from compiled_llm.server.front.front import front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.openapi_responses import ANSWERS
@@ -48,16 +49,17 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     model = front.model_for(body.model)
     front.check_answers(1, body.answers)
 
-    def prepared() -> tuple[list[int], SamplingParams, list[Reading]]:
+    def prepared() -> tuple[list[int], SamplingParams, Form | None, list[Reading]]:
         params = body.sampling()
         prompt = prompt_of(body, model)
-        params = with_form(params, body.form, prompt, body.most_blanks)
+        form = answer_form(body.form, prompt, body.most_blanks)
+        params = with_form(params, form, prompt)
         tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
-        return tokens, params, [Reading(prompt.reader()) for _ in range(body.answers)]
+        return tokens, params, form, [Reading(prompt.reader()) for _ in range(body.answers)]
 
-    tokens, params, readings = await beside(prepared, len(await request.body()))
+    tokens, params, form, readings = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
-    answers = await front.submit(request, [tokens], params, "messages", *salts, priority=body.priority)
+    answers = await front.submit(request, [tokens], params, "messages", *salts, form=form, priority=body.priority)
     told = _Told(body, model, front.settings.names[0], answers, readings)
     return await answered(told, answers, bool(body.stream))
 

@@ -90,7 +90,8 @@ class ChatRequest(ChoiceFields):
         """The form of the answer.
 
         Raises:
-            ApiError: there are several, or it is impossible.
+            ApiError: there are several, or it is too long.
+            ValueError: there is no such form.
         """
         return self.form_beside(self.response_format)
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from compiled_llm.engine.params import SamplingParams
 from compiled_llm.server.front.api_error import invalid
 from compiled_llm.server.front.fields import Entries, NoEffect, Refused
+from compiled_llm.server.front.form_fields import Form
 from compiled_llm.server.front.response_format import ResponseFormat
 from compiled_llm.server.front.sampling_fields import ChoiceFields
 
@@ -44,8 +45,21 @@ class CompletionRequest(ChoiceFields):
         several: list[str] | list[list[int]] = [given] if isinstance(given[0], int) else given
         return several
 
-    def sampling(self) -> SamplingParams:
+    @property
+    def form(self) -> Form | None:
+        """The form of the answer.
+
+        Raises:
+            ApiError: there are several, or it is too long.
+            ValueError: there is no such form.
+        """
+        return self.form_beside(self.response_format)
+
+    def sampling(self, form: Form | None) -> SamplingParams:
         """Return what the engine is asked for.
+
+        Args:
+            form: of the answer.
 
         Raises:
             ApiError: something contradicts itself.
@@ -56,7 +70,6 @@ class CompletionRequest(ChoiceFields):
         self.check_stream()
         scores = [most for most in (self.logprobs if self.echo else None, self.prompt_logprobs) if most is not None]
         most = _MOST_TOKENS if self.max_tokens is None else self.max_tokens
-        form = self.form_beside(self.response_format)
         return self.params(
             max_tokens=most,
             logprobs=self.logprobs,

@@ -20,6 +20,7 @@ from compiled_llm.server.front.completion_logprobs import CompletionScores
 from compiled_llm.server.front.completion_request import CompletionRequest
 from compiled_llm.server.front.completion_response import CompletionChoice, CompletionLogprobs, TextCompletion
 from compiled_llm.server.front.events import TextEvent, event
+from compiled_llm.server.front.form_fields import Form
 from compiled_llm.server.front.front import check_length, front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.openapi_responses import ANSWERS
@@ -37,13 +38,14 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
     model = front.model_for(body.model)
     front.check_answers(len(body.prompts()), body.answers)
 
-    def prepared() -> tuple[list[list[int]], SamplingParams]:
-        params = body.sampling()
-        return [_tokens(prompt, params, model, body) for prompt in body.prompts()], params
+    def prepared() -> tuple[list[list[int]], SamplingParams, Form | None]:
+        form = body.form
+        params = body.sampling(form)
+        return [_tokens(prompt, params, model, body) for prompt in body.prompts()], params, form
 
-    prompts, params = await beside(prepared, len(await request.body()))
+    prompts, params, form = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
-    answers = await front.submit(request, prompts, params, "prompt", *salts, priority=body.priority)
+    answers = await front.submit(request, prompts, params, "prompt", *salts, form=form, priority=body.priority)
     told = _Told(body, model, front.settings.names[0], answers)
     return await answered(told, answers, bool(body.stream))
 

@@ -30,7 +30,7 @@ class Form(NamedTuple):
     """The form that an answer has.
 
     Attributes:
-        field: of the request, that says it.
+        field: of the request, that says it; several, if it is made of what several say.
         params: what it is.
     """
 
@@ -90,32 +90,46 @@ class FormFields(Body):
         most: int | None = said.get("max_whitespace_cnt", MOST_BLANKS)
         return most
 
-    def form_beside(self, wanted: AnyFormat | None) -> Form | None:
+    def form_beside(self, wanted: AnyFormat | None, field: str = "response_format") -> Form | None:
         """Return the form of an answer; None for any text.
 
         Args:
             wanted: its ``response_format``.
+            field: says that.
 
         Raises:
-            ApiError: there are several forms, or one is impossible.
+            ApiError: there are several forms, or one is too long.
+            ValueError: there is no such form.
         """
         said = self.structured_outputs or StructuredOutputs()
         forms = [("structured_outputs", {name: value}) for name, value in said.forms.items()]
         older = [(old, name, getattr(self, old)) for old, name in _OLDER_NAMES.items()]
         forms += [(old, {name: value}) for old, name, value in older if value is not None]
         if (plain := form_of(wanted)) is not None:
-            forms.append(("response_format", plain))
+            forms.append((field, plain))
         if len(forms) > 1:
             names = ", ".join(dict.fromkeys(name for name, _ in forms))
             raise invalid(f"{forms[0][0]}: an answer has one form, and there are several, in {names}", forms[0][0])
-        return _made(*forms[0], said.blanks) if forms else None
+        return _short(named_form(forms[0][0], **forms[0][1], **said.blanks)) if forms else None
 
 
-def _made(field: str, form: dict[str, Any], blanks: dict[str, Any]) -> Form:
+def named_form(field: str, **form: Any) -> Form:
+    """Return a form whose errors name the field that the client has sent.
+
+    Args:
+        field: says it.
+        **form: it, as of ``StructuredOutputsParams``.
+
+    Raises:
+        ValueError: there is no such form.
+    """
     try:
-        params = StructuredOutputsParams(**form, **blanks)
+        return Form(field, StructuredOutputsParams(**form))
     except ValueError as error:
-        raise invalid(f"{field}: {str(error).removeprefix('StructuredOutputsParams: ')}", field) from error
-    if (length := len(params.source.text)) > MOST_SCHEMA:
-        raise invalid(f"{field}: the schema has {length:,} characters; at most {MOST_SCHEMA:,}", field)
-    return Form(field, params)
+        raise ValueError(f"{field}: {str(error).removeprefix('StructuredOutputsParams: ')}") from error
+
+
+def _short(form: Form) -> Form:
+    if (length := len(form.params.source.text)) > MOST_SCHEMA:
+        raise invalid(f"{form.field}: the schema has {length:,} characters; at most {MOST_SCHEMA:,}", form.field)
+    return form

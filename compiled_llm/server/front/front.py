@@ -16,6 +16,7 @@ from compiled_llm.protocol.messages import Ready
 from compiled_llm.server.front.answers import CHARACTERS, Answers
 from compiled_llm.server.front.api_error import ApiError, invalid
 from compiled_llm.server.front.beside import beside
+from compiled_llm.server.front.form_fields import Form
 from compiled_llm.server.front.generator_link import GeneratorLink, Model
 from compiled_llm.server.front.settings import FrontSettings
 
@@ -71,6 +72,7 @@ class Front:
         params: SamplingParams,
         param: str,
         *salts: str | None,
+        form: Form | None = None,
         priority: int | None = None,
     ) -> Answers:
         """Begin to answer prompts.
@@ -81,6 +83,7 @@ class Front:
             params: how to answer.
             param: the field that the prompts are from.
             *salts: what keeps its cached pages from others: the user, if that is asked for, and a salt of its own.
+            form: of the answers, which ``params`` have; None for any text.
             priority: smaller ones run first; 0 unless given.
 
         Raises:
@@ -96,7 +99,9 @@ class Front:
             return self._begun(model.client, prompts, params, salt, priority or 0)
 
         handles = await beside(begun, CHARACTERS * sum(map(len, prompts)))
-        return Answers(handles, request, params.include_stop_str_in_output, self.settings.most_unsent)
+        return Answers(
+            handles, request, params.include_stop_str_in_output, self.settings.most_unsent, form and form.field
+        )
 
     def check_answers(self, prompts: int, answers: int) -> None:
         """Check how much a request asks for, before anything is made of its prompts.

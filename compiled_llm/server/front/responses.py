@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 
 from compiled_llm.engine.output import Completion
 from compiled_llm.engine.params import SamplingParams
-from compiled_llm.server.front.answer_form import with_form
+from compiled_llm.server.front.answer_form import answer_form, with_form
 from compiled_llm.server.front.answering import answered
 from compiled_llm.server.front.answers import Answers, Choice, News
 from compiled_llm.server.front.beside import beside
@@ -19,6 +19,7 @@ from compiled_llm.server.front.chat_logprobs import chat_logprobs, entries_of
 from compiled_llm.server.front.chat_prompt import chat_prompt
 from compiled_llm.server.front.chat_response import TokenLogprob
 from compiled_llm.server.front.events import named_event
+from compiled_llm.server.front.form_fields import Form
 from compiled_llm.server.front.front import front_of, new_id
 from compiled_llm.server.front.generator_link import Model
 from compiled_llm.server.front.openapi_responses import ANSWERS
@@ -39,18 +40,19 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
     front = front_of(request)
     model = front.model_for(body.model)
 
-    def prepared() -> tuple[list[int], SamplingParams, Reading]:
+    def prepared() -> tuple[list[int], SamplingParams, Form | None, Reading]:
         params = body.sampling()
         for name in ("metadata", "text", "tools"):  # the response repeats them
             check_texts(body.model_dump(include={name}), name)
         messages, kwargs = body.messages(), body.template_kwargs
         prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, add_generation_prompt=True)
         tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
-        return tokens, with_form(params, body.form, prompt, body.most_blanks), Reading(prompt.reader())
+        form = answer_form(body.form, prompt, body.most_blanks)
+        return tokens, with_form(params, form, prompt), form, Reading(prompt.reader())
 
-    tokens, params, reading = await beside(prepared, len(await request.body()))
+    tokens, params, form, reading = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
-    answers = await front.submit(request, [tokens], params, "input", *salts, priority=body.priority)
+    answers = await front.submit(request, [tokens], params, "input", *salts, form=form, priority=body.priority)
     told = _Told(body, model, front.settings.names[0], answers, reading)
     return await answered(told, answers, bool(body.stream), end=b"")
 

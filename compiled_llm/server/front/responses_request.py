@@ -130,9 +130,10 @@ class ResponsesRequest(SamplingFields):
         """The form of the answer.
 
         Raises:
-            ApiError: there are several, or it is impossible.
+            ApiError: there are several, or it is too long.
+            ValueError: there is no such form.
         """
-        return self.form_beside(None if self.text is None else self.text.form)
+        return self.form_beside(None if self.text is None else self.text.form, "text.format")
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
