@@ -88,11 +88,6 @@ class AsyncClient(BaseClient):
         assert session.lost is not None
         return session.lost
 
-    @property
-    def heard(self) -> int:
-        """How often something has come of the generator, whose heartbeat comes every few seconds."""
-        return self._session.heard
-
     def give_up(self, error: GeneratorError) -> None:
         """End all requests with an error, in the event loop; a generator that goes on later ends them, too."""
         self._session.give_up(error)

@@ -100,6 +100,11 @@ class BaseClient:
         """What the generator does: what it loads or compiles before it takes requests, then ``"ready"``."""
         return self._session.doing
 
+    @property
+    def heard(self) -> int:
+        """How often something has come of the generator, whose heartbeat comes every few seconds."""
+        return self._session.heard
+
     def submit(
         self,
         prompt: Prompt,
