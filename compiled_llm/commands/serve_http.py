@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_llm.commands.early_checks import has_driver
+from compiled_llm.commands.printable import printable
 from compiled_llm.commands.source import Source
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS
 
@@ -170,10 +171,17 @@ def _warn(flags: HttpFlags, say: Callable[[str], None]) -> None:
         say(warning)
 
 
+class _Printable(logging.Formatter):
+    """Spells out what a terminal would obey: a client may have sent it, as the id of a request behind a proxy."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def show_log() -> None:
     """Write the server's log to stderr: a line a request."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_Printable("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -87,7 +87,7 @@ class LimitedHttpTools(HttpToolsProtocol):
         self._client_seconds = client_seconds
         self._most_connections = most_connections
         self._looking: asyncio.TimerHandle | None = None
-        self._in_head, self._in_body = True, False
+        self._in_head, self._in_body, self._has_body = True, False, False
         self._head_bytes = self._field_bytes = 0
         self._owed_since: float | None = None  # the rest of a request; None between two
         self._unsent = 0
@@ -113,8 +113,12 @@ class LimitedHttpTools(HttpToolsProtocol):
         """Take what has come."""
         if self._owed_since is None:
             self._owed_since = self.loop.time()
+        self._has_body = False
         super().data_received(data)
-        self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
+        counts = self._in_head or (
+            self._in_body and not self._has_body
+        )  # trailers, which the parser keeps until they end
+        self._head_bytes = self._head_bytes + len(data) if counts else 0
         if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(_TOO_LONG)
 
@@ -156,6 +160,11 @@ class LimitedHttpTools(HttpToolsProtocol):
         super().on_headers_complete()
         cycle: Any = self.cycle
         cycle.transport = _HeadWithBody(self.transport, self.loop)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body."""
+        self._has_body = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Wait for the next request, as long as uvicorn does."""

@@ -51,6 +51,12 @@ def send_until_closed(peer: socket.socket, data: bytes) -> None:
             time.sleep(0.01)
 
 
+def send_several(peer: socket.socket, data: bytes, times: int) -> None:
+    for _ in range(times):
+        peer.sendall(data)
+        time.sleep(0.01)
+
+
 def clients(front: RunningFront) -> list[object]:
     return [getattr(protocol, "client", None) for protocol in tuple(front.server.server_state.connections)]
 
@@ -110,6 +116,15 @@ def test_a_long_head_is_answered_and_trailers_are_counted(front: RunningFront) -
         assert peer.recv(2**16).startswith(b"HTTP/1.1 200 ")
         peer.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
         send_until_closed(peer, b"X: " + b"x" * 9_000 + b"\r\n")
+    assert is_answered(front)
+
+
+@pytest.mark.parametrize("begun", [b"2\r\n{}\r\n0\r\nX: ", b"2;x="])
+def test_a_trailer_without_end_is_left(front: RunningFront, begun: bytes) -> None:
+    with connected(front) as peer:
+        peer.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + begun)
+        with pytest.raises(OSError, match=r"\w"):  # long before its time is over
+            send_several(peer, b"x" * 9_000, 500)
     assert is_answered(front)
 
 

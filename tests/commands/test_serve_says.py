@@ -1,0 +1,50 @@
+"""What ``serve`` writes to stderr: warnings when it starts, and a log that a terminal does not obey."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from compiled_llm.commands import serve_http
+from compiled_llm.commands.serve_http import HttpFlags, run_with_front, show_log
+from compiled_llm.commands.source import Source
+from compiled_llm.server.front import serving
+
+
+@pytest.fixture
+def log() -> Iterator[logging.Logger]:
+    """The server's, as it was before."""
+    logger = serve_http.logger
+    before = list(logger.handlers), logger.level, logger.propagate
+    yield logger
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
+def test_a_file_of_keys_that_others_may_read_is_told_of_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, log: logging.Logger
+) -> None:
+    async def serve(*_: object) -> None:
+        """Serve nobody."""
+
+    monkeypatch.setattr(serving, "serve", serve)
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-the-tests")
+    keys.chmod(mode)
+    lines: list[str] = []
+    flags = HttpFlags(port=0, api_key_file=keys)
+    run_with_front(flags, Source("tiny", "tiny"), None, ["serve", "tiny"], 1.0, lines.append)
+    assert lines[0].startswith("serving tiny at http://127.0.0.1:")
+    told = [line for line in lines if "may read the keys" in line]
+    assert len(told) == bool(mode & (stat.S_IRGRP | stat.S_IROTH))
+    assert all(line.startswith(f"--api-key-file {keys}: ") for line in told)
+
+
+def test_a_log_moves_no_cursor_and_turns_no_text(log: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    show_log()
+    log.info("compiled_llm: %s GET / 200", "id\x1b[2J\x9b\u202e\u2066")
+    assert capsys.readouterr().err == r"compiled_llm: id\x1b[2J\x9b\u202e\u2066 GET / 200" + "\n"
