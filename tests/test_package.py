@@ -103,7 +103,9 @@ from support.tiny_models import tiny_qwen3
 
 model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", kv_memory="2000 tokens", progress=False)
 with compiled_llm.Engine(model) as engine:
-    (output,) = engine.generate([[5, 6, 7]], compiled_llm.SamplingParams(temperature=0.0, max_tokens=4))
+    processors = [lambda tokens, logits: logits]
+    params = compiled_llm.SamplingParams(temperature=0.0, max_tokens=4, logits_processors=processors)
+    (output,) = engine.generate([[5, 6, 7]], params)
 print(len(output.outputs[0].token_ids), "tokens", type(compiled_llm.explain(model)).__name__)
 """
 EXTRAS = ["depyf", "fastapi", "httptools", "matplotlib", "msgspec", "prometheus_client", "ray", "typer", "uvicorn"]

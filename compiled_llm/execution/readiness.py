@@ -247,6 +247,7 @@ class Readiness:
             program: the one that it runs.
             shown: what to show in place of ``what``.
         """
+        self.recordings.finish()  # to time tilings, Inductor waits for the whole device, which no capture survives
         start, shown, stage = time.perf_counter(), shown or what, partial(compiling_stage, threading.get_ident())
         with self.events.prepared(), self._progress.task(f"{self._doing(program)} {shown}", stage) as update:
 

@@ -410,6 +410,26 @@ def test_nothing_is_captured_any_more_when_a_call_or_the_engine_has_ended(monkey
 
 
 @pytest.mark.usefixtures("without_inductor")
+def test_a_capture_ends_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To time tilings, Inductor waits for the whole device, which CUDA refuses while anything is captured."""
+    model, underway = wrapped(), []
+    runner, programs = runner_of(model, exact=True), model.compiled.device_model().readiness.programs
+    decode = programs.decode
+    monkeypatch.setattr(
+        programs, "decode", lambda *given: (underway.append(len(StandInRecorder.late)), decode(*given))[1]
+    )
+    runner.admit(prompt_of(9), LONGEST)
+    while not StandInRecorder.late:
+        runner.admit(prompt_of(20), LONGEST)
+        runner.step()
+    monkeypatch.setattr(StandInRecorder, "slices", 1)
+    underway.clear()
+    model.compiled.warmup(4)
+    assert underway
+    assert not any(underway)
+    runner.close()
+
+
 def test_a_model_that_changes_while_its_step_is_captured_computes_what_it_is_then() -> None:
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
     model.compiled.warmup([4])

@@ -122,6 +122,8 @@ class Constraint:
 
 def accept(matchers: Sequence[xgrammar.GrammarMatcher], tokens: Sequence[int]) -> Sequence[bool]:
     """Let grammars go on by a token each, in one call; return which may."""
+    if not matchers:  # of requests with logits processors alone, which need no xgrammar
+        return []
     from xgrammar import BatchGrammarMatcher
 
     accepted: list[bool] = BatchGrammarMatcher.batch_accept_token(list(matchers), list(tokens))
