@@ -67,6 +67,13 @@ def greedy_answers_are_equal(engine: Engine) -> None:
     assert len({tuple(answer.token_ids) for answer in output.outputs}) == 1
 
 
+def a_prompt_may_be_all(engine: Engine) -> None:
+    output = engine.generate([5, 6, 7], SamplingParams(max_tokens=0, prompt_logprobs=0))[0]
+    assert output.token_ids == []
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == 3
+
+
 def pages_are_a_limit(engine: Engine) -> None:
     output = engine.generate([5, 6], SamplingParams(temperature=0, max_tokens=None))[0]
     assert len(output.token_ids) < 250
@@ -148,6 +155,7 @@ DIFFERENCES: dict[str, Callable[[Engine], None]] = {
     "temperature": small_temperatures_count,
     "seed": seeds_have_a_range,
     "n": greedy_answers_are_equal,
+    "max_tokens=0": a_prompt_may_be_all,
     "max_tokens=None": pages_are_a_limit,
     "logit_bias": biases_are_limited,
     "stop": the_first_in_the_text_stops,
