@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from compiled_llm.compat.condition import Condition
 
 if TYPE_CHECKING:
     from compiled_llm.engine.loop import Loop
@@ -26,7 +27,7 @@ class Inbox:
 
     def __init__(self) -> None:
         """Begin empty."""
-        self.changed = threading.Condition()
+        self.changed = Condition()
         self.closed = self._called = False
         self._messages: deque[Message] = deque()
 
@@ -74,7 +75,7 @@ class Inbox:
 
     def forget_other_threads(self) -> None:
         """Take no more messages in a forked process, where another thread may have had the lock."""
-        self.changed, self.closed = threading.Condition(), True
+        self.changed, self.closed = Condition(), True
         self._messages.clear()
 
     def close(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from compiled_llm.compat.condition import Condition
 from compiled_llm.engine.users_code import described, is_interrupt
 
 Task = tuple[asyncio.AbstractEventLoop, asyncio.Event]
@@ -35,7 +35,7 @@ class Listeners:
 
     def forget_other_threads(self) -> None:
         """Begin anew; in a forked process another thread may have had the lock."""
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._threads = 0
         self._functions: set[Callable[[], object]] = set()
         self._tasks: set[Task] = set()

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from compiled_llm.compat.condition import Condition
 from compiled_llm.engine.inbox import Inbox
 from compiled_llm.engine.listeners import Listeners, tell
 from compiled_llm.engine.request import RequestError
@@ -113,7 +114,7 @@ class _Work:
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.changed = Condition()
         self._handles: dict[Told, None] = {}
         self._taken: list[Told] = []
         self._closed = False
@@ -150,7 +151,7 @@ class _Work:
             self.changed.notify_all()
 
     def forget_other_threads(self) -> None:
-        self.changed, self._closed = threading.Condition(), True
+        self.changed, self._closed = Condition(), True
         for handle in (*self._handles, *self._taken):
             handle.forget_other_threads()
         self._handles, self._taken = {}, []

@@ -6,7 +6,6 @@ kept, and ``transformers serve`` run their own code over it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from compiled_llm.compat.condition import Condition
 from compiled_llm.compat.continuous_batching import (
     ManagerParts,
     RequestState,
@@ -107,7 +107,7 @@ class EngineManager(ManagerParts):
         self._take_processors()
         self._seeds = seeds(settings.batching.seed)
         self._answers: dict[str, Answers] = {}  # of each id, children included, that has not ended
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._kept = False
         self.engine = self._new_engine()
 

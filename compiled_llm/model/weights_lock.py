@@ -7,13 +7,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from compiled_llm.compat.condition import Condition
+
 
 class WeightsLock:
     """Held for reading by the model's own forward, which may be nested; our programs never run while weights move."""
 
     def __init__(self) -> None:
         """Start free."""
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._readers: Counter[int] = Counter()
         self._moving = False
 
@@ -35,7 +37,7 @@ class WeightsLock:
     def forget_other_threads(self) -> None:
         """Forget who read and who moved in threads that a forked process does not have."""
         thread = threading.get_ident()
-        self._changed, self._moving = threading.Condition(), False
+        self._changed, self._moving = Condition(), False
         self._readers = +Counter({thread: self._readers[thread]})
 
     @contextmanager

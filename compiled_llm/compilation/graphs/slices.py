@@ -14,6 +14,8 @@ from typing import Literal, TypeVar
 
 import torch
 
+from compiled_llm.compat.condition import Condition
+
 T = TypeVar("T")
 
 SLICE = 0.0005
@@ -37,7 +39,7 @@ class SlicedThread:
 
     def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
         """Start it; ``begin`` is called in it, before the first job."""
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._state: _State = "idle"
         self._until = 0.0
         self._begin: Callable[[], None] | None = begin

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from compiled_llm.compat.condition import Condition
 from compiled_llm.engine.grammars.compilers import KEPT, Compilers, CompilersHere, UnwantedError, most_at_once
 from compiled_llm.engine.grammars.constraint import Constraint
 from compiled_llm.engine.grammars.source import GrammarSource, said
@@ -76,7 +77,7 @@ class Grammars:
         self._timeout = timeout
         self._arrive, self._end = weakref.WeakMethod(arrive), weakref.WeakMethod(end)
         self._kept: OrderedDict[_Key, xgrammar.CompiledGrammar] = OrderedDict()
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._jobs: dict[_Key, _Job] = {}
         self._queue: deque[_Job] = deque()
         self._threads = self._long = 0

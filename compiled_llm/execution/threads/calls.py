@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from compiled_llm.compat.condition import Condition
 from compiled_llm.execution.threads.interrupts import check
 
 _PATIENCE = 0.2
@@ -26,7 +27,7 @@ class Calls:
     def forget_other_threads(self) -> None:
         """Forget the calls of threads that a forked process does not have."""
         here = {call: thread for call, thread in getattr(self, "_running", {}).items() if thread == _this_thread()}
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._running: dict[object, int] = here  # and the thread of each
         self._moves = self._waiting = self._barring = 0
         self._let_in = -math.inf  # those that have waited since before that, on ``time.monotonic``'s clock, may begin

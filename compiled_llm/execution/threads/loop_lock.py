@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from compiled_llm.compat.condition import Condition
 from compiled_llm.execution.threads.interrupts import check
 
 _PATIENCE = 0.02
@@ -33,7 +34,7 @@ class LoopLock:
 
     def __init__(self) -> None:
         """Start free."""
-        self._condition = threading.Condition()
+        self._condition = Condition()
         self._holder: object | None = None
         self._waiters: list[_Waiter] = []
         self._loops: dict[object, int] = {}  # and the thread of each
@@ -137,7 +138,7 @@ class LoopLock:
         """Forget the loops of threads that this process does not have; whether there were any."""
         own = {loop: thread for loop, thread in self._loops.items() if thread == threading.get_ident()}
         cut = len(own) < len(self._loops)
-        self._condition, self._waiters, self._claims, self._loops = threading.Condition(), [], {}, own
+        self._condition, self._waiters, self._claims, self._loops = Condition(), [], {}, own
         if self._holder not in own:
             self._holder = None
         return cut
