@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from rich.console import Console
-
 from compiled_llm.execution.progress import ProgressDisplay
 
 IMPORTING = "importing torch and transformers"
@@ -49,7 +47,6 @@ def ended_by_ctrl_c() -> Iterator[None]:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    console = Console(stderr=True)
-    console.show_cursor()
-    console.print()
+    # Not by ``sys.stderr``, which the block may be in the midst of writing to. The first shows the cursor again.
+    os.write(2, b"\x1b[?25h\n" if os.isatty(2) else b"\n")
     os._exit(_INTERRUPTED)

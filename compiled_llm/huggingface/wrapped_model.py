@@ -60,25 +60,21 @@ class WrappedModel:
         if kwargs.get("cache_implementation") != "paged":  # generate_batch, which calls eval()
             check_ready(model)
         with self.compiled.calls.begun():
-            return self._generate(inputs, *args, **kwargs)
-
-    def _generate(self, inputs: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        model = cast(PreTrainedModel, self)
-        self.compiled.device_side.check_weights()
-        forget_restored_forward(model)
-        call = GenerateCall.inside(current_call.get(), custom=kwargs.get("custom_generate") is not None)
-        input_ids = inputs if inputs is not None else kwargs.get("input_ids")
-        if has_tokens(input_ids, kwargs.get("inputs_embeds")):
-            read, mask = call.copies.of(input_ids), call.copies.of(kwargs.get("attention_mask"))
-            check_prompt(model, read, mask, kwargs.get("past_key_values") is not None)
-        token = current_call.set(call)
-        try:
-            result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-            if kwargs.get("custom_generate") is not None and not call.taken:
-                took(self.compiled, "compiled forward", Reason("custom_generate"))
-            return result
-        finally:
-            current_call.reset(token)
+            self.compiled.device_side.check_weights()
+            forget_restored_forward(model)
+            call = GenerateCall.inside(current_call.get(), custom=kwargs.get("custom_generate") is not None)
+            input_ids = inputs if inputs is not None else kwargs.get("input_ids")
+            if has_tokens(input_ids, kwargs.get("inputs_embeds")):
+                read, mask = call.copies.of(input_ids), call.copies.of(kwargs.get("attention_mask"))
+                check_prompt(model, read, mask, kwargs.get("past_key_values") is not None)
+            token = current_call.set(call)
+            try:
+                result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+                if kwargs.get("custom_generate") is not None and not call.taken:
+                    took(self.compiled, "compiled forward", Reason("custom_generate"))
+                return result
+            finally:
+                current_call.reset(token)
 
     @torch.no_grad()
     def init_continuous_batching(

@@ -68,7 +68,7 @@ def winners(tiles: Tensor, numbers: Tensor, seeds: Tensor, positions: Tensor) ->
     tiles = tiles - tiles.amax(dim=(1, 2), keepdim=True)
     tile = _leaders(tiles.exp().sum(dim=-1).log(), seeds, positions, numbers, OF_TILES)
     number = numbers.expand(tiles.shape[:2]).gather(1, tile)
-    tokens = number * TILE + torch.arange(TILE)
+    tokens = number * TILE + torch.arange(TILE, device=number.device)
     scores = tiles.gather(1, tile[:, :, None].expand(-1, -1, TILE))[:, 0]
     return tokens.gather(1, _leaders(scores, seeds, positions, tokens, OF_TOKENS))[:, 0]
 

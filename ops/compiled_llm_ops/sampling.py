@@ -254,7 +254,8 @@ def _edited(args: SampleTokens, edits: Tensor) -> Tensor:
 def _draw(args: SampleTokens, scores: Tensor) -> Tensor:
     """Return ``[B]`` int64, drawn from ``scores`` ``[B, V]`` with the filters that many rows have."""
     top_k, top_p, min_p = (table[args.slots] for table in (args.top_k, args.top_p, args.min_p))
-    tiles, numbers = _tiled(scores), torch.arange(-(-scores.shape[1] // TILE))[None]
+    tiles = _tiled(scores)
+    numbers = torch.arange(tiles.shape[1], device=scores.device)[None]
     if bool(((top_k > 0) & (top_k < scores.shape[1])).all()):
         tiles, numbers = _candidates(tiles, top_k)
     smallest = smallest_kept(tiles.flatten(1), top_k, top_p, min_p)
@@ -271,7 +272,7 @@ def _drawn_of_few(drawn: Tensor, scores: Tensor, args: SampleTokens, edits: Tens
     slots = args.slots[rows]
     filters = Filters(args.top_k[slots], args.top_p[slots], args.min_p[slots], args.seldom[slots])
     tiles = _tiled(filtered(scores[rows], filters))
-    numbers = torch.arange(tiles.shape[1])[None]
+    numbers = torch.arange(tiles.shape[1], device=scores.device)[None]
     return drawn.index_copy(0, rows, winners(tiles, numbers, args.seeds[rows], args.positions[rows]))
 
 

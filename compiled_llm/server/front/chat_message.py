@@ -28,7 +28,8 @@ def _values_of(arguments: str) -> int:
 def arguments_of(text: str) -> str:
     """Return arguments of a call as they are, if they are a JSON object."""
     if _values_of(text) > MOST_VALUES:
-        raise PydanticCustomError("value_error", f"has more than {MOST_VALUES:,} texts, arrays and objects")
+        most = f"{MOST_VALUES:,}"
+        raise PydanticCustomError("value_error", "has more than {most} texts, arrays and objects", {"most": most})
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):

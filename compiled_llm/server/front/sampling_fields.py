@@ -26,7 +26,8 @@ _LONGEST_SALT = 1024
 def _of_few_characters(given: Any) -> Any:
     texts = [given] if isinstance(given, str) else given or ()
     if (characters := sum(map(len, texts))) > MOST_CHARACTERS:
-        raise PydanticCustomError("too_long", f"has {characters:,} characters; there can be {MOST_CHARACTERS:,}")
+        numbers = {"characters": f"{characters:,}", "most": f"{MOST_CHARACTERS:,}"}
+        raise PydanticCustomError("too_long", "has {characters} characters; there can be {most}", numbers)
     return given
 
 
