@@ -21,5 +21,5 @@ class Condition(threading.Condition):
         super().__init__(self._own)
 
     # Both are looked up before the lock is taken.
-    __enter__ = property(attrgetter("_own.__enter__"))
-    __exit__ = property(attrgetter("_own.__exit__"))
+    __enter__ = property(attrgetter("_own.__enter__"))  # pyright: ignore[reportAssignmentType]
+    __exit__ = property(attrgetter("_own.__exit__"))  # pyright: ignore[reportAssignmentType]
