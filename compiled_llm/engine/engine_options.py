@@ -1,4 +1,4 @@
-"""What the user says of an engine, checked before it is made."""
+"""The options of an engine, checked before it is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compiles an engine's grammars, and how its own process does."""
+"""The interface of what compiles an engine's grammars, and the compilers in its own process."""
 
 from __future__ import annotations
 

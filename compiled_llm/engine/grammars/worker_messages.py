@@ -1,4 +1,4 @@
-"""What an engine and the worker process that compiles its grammars tell each other."""
+"""The messages between an engine and the worker process that compiles its grammars."""
 
 from __future__ import annotations
 
