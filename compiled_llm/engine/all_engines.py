@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from compiled_llm.engine.driver import Driver
 from compiled_llm.execution.runtime import Runtime
+
+_PATIENCE = 0.5
+"""Seconds for which an engine is waited for while others are kept: several steps, since it lets go after one."""
 
 
 def drivers_of(runtime: Runtime) -> list[Driver]:
@@ -16,12 +20,29 @@ def drivers_of(runtime: Runtime) -> list[Driver]:
 
 @contextmanager
 def all_paused(runtime: Runtime) -> Iterator[list[Driver]]:
-    """Let no engine run."""
-    with ExitStack() as stack:
-        drivers = drivers_of(runtime)
-        for driver in drivers:
-            stack.enter_context(driver.paused())
-        yield drivers
+    """Let no engine run.
+
+    A thread that has paused one engine may use another, so nobody may keep that one while waiting for the first: what
+    cannot be had soon is waited for alone, with nothing else in hand.
+    """
+    drivers, last = drivers_of(runtime), None
+    while True:
+        with ExitStack() as stack:
+            last = _first_taken(sorted(drivers, key=lambda driver: driver is not last), stack)
+            if last is None:
+                yield drivers
+                return
+
+
+def _first_taken(drivers: list[Driver], stack: ExitStack) -> Driver | None:
+    """Pause engines until the end of the stack; return the first that another thread keeps, None if there is none.
+
+    The first of them is waited for however long that takes.
+    """
+    for number, driver in enumerate(drivers):
+        if not stack.enter_context(driver.paused(_PATIENCE if number else math.inf)):
+            return driver
+    return None
 
 
 def check_outside(runtime: Runtime, doing: str) -> None:

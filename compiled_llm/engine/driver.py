@@ -6,6 +6,7 @@ Requests come in as messages, which whoever runs the loop takes between two step
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -151,19 +152,23 @@ class Driver:
                 self._receive_unless_running()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, patience: float = math.inf) -> Iterator[bool]:
         """Let no thread run the loop for the block, once the step that it is in has been launched and read.
+
+        Yields whether that is so: False if another thread has had the loop for ``patience`` seconds.
 
         Raises:
             RuntimeError: this thread runs it, or it belongs to another process.
         """
-        self.turns.pause()
+        if not self.turns.pause(patience):
+            yield False
+            return
         try:
             if self.loop is not None:
                 with self._runtime.loop_lock.taken():
                     self._inbox.deliver(self.loop)
                     self.drain(self.loop)
-            yield
+            yield True
         finally:
             self._leave()
 
@@ -181,6 +186,8 @@ class Driver:
     def _leave(self) -> None:
         self._runtime.loop_lock.claim_pages(self, None)
         self.turns.leave()
+        if self._inbox or self.placed.busy:  # other threads' requests, which the engine's own thread goes on with
+            self._inbox.call()
 
     def start_thread(self) -> None:
         """Let a thread of our own run the loop while there are requests."""
@@ -336,8 +343,9 @@ class Driver:
         """End all requests; there is no loop to run them, or no device any more, to which nothing is given back."""
         if (lost := device_lost(error)) is not None:
             self.check.lose(lost)
-        self._inbox.clear()
-        requests, failure = list(self.handles), lost or failure_of(error)
+        with self._changed:  # a request that comes now is in neither or in both
+            self._inbox.clear()
+            requests, failure = list(self.handles), lost or failure_of(error)
         logger.error("compiled_llm: all requests have failed, %d, of %s", len(requests), described(error))
         try:
             self.handles.end(self.loop if lost is None else None, requests, "error", failure)

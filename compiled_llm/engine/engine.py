@@ -34,6 +34,7 @@ from compiled_llm.engine.warmup import prepare_grammars, warm_up
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.runtime import Runtime, runtime_of
 from compiled_llm.execution.slow_paths import Reason
+from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.execution.warmup import Report, Sizes, quiet
 
 if TYPE_CHECKING:  # imports msgspec, which only a server needs
@@ -132,8 +133,9 @@ class Engine:
         """
         listed, device_model, choosings = with_params(prompts, params), self._look(), Choosings()
         handles = [self._handle(device_model, *entry, choosings) for entry in listed]
-        self._add(handles)
-        self._driver.answer(handles)
+        with deferred():  # an interrupt between the two would leave requests that no thread runs
+            self._add(handles)
+            self._driver.answer(handles)
         for handle in handles:
             handle.raise_failure()
         return [handle.output() for handle in handles]
@@ -170,6 +172,7 @@ class Engine:
         """Check a prompt as ``submit`` does, and leave it to ``begin``."""
         return self._handle(self._look(), prompt, params)
 
+    @deferred()
     def begin(self, handle: RequestHandle) -> None:
         """Begin to answer what has been prepared."""
         self._add([handle])

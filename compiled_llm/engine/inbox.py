@@ -48,9 +48,17 @@ class Inbox:
             self.call()
 
     def deliver(self, loop: Loop) -> None:
-        """Do what the messages say."""
+        """Do what the messages say.
+
+        One that is being done still counts as there: else the engine's thread would take the engine for idle before
+        the scheduler has its requests, and sleep.
+        """
         while self._messages:
-            self._messages.popleft()(loop)
+            message = self._messages[0]
+            try:
+                message(loop)
+            finally:
+                self._messages.popleft()
 
     def clear(self) -> None:
         """Forget all messages."""

@@ -31,7 +31,8 @@ class PlacedLoop:
     @property
     def busy(self) -> bool:
         """Whether there is something to run, now or in the next loop."""
-        return bool(self._parked) or (self.loop is not None and not self.loop.idle)
+        loop = self.loop  # another thread may drop it meanwhile
+        return bool(self._parked) or (loop is not None and not loop.idle)
 
     def current(self) -> Loop:
         """Return the loop on the model as it is placed now; requests that run stay with theirs, and end there."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from compiled_llm.execution.threads.interrupts import check, deferred
@@ -75,8 +77,11 @@ class Turns:
             return self._free and self._take()
 
     @deferred()
-    def pause(self) -> None:
-        """Let no other thread run the loop from now on.
+    def pause(self, patience: float = math.inf) -> bool:
+        """Let no other thread run the loop from now on; whether this thread has it.
+
+        Args:
+            patience: seconds after which this thread gives up, if another one still has the loop.
 
         Raises:
             RuntimeError: this thread runs it, or it belongs to another process.
@@ -84,9 +89,10 @@ class Turns:
         with self._changed:
             self.check_elsewhere()
             self.pausing += 1
+            until = time.monotonic() + patience
             try:
-                self.wait_until(lambda: self._free)
-                self._take()
+                self.wait_until(lambda: self._free or time.monotonic() > until)
+                return self._free and self._take()
             finally:
                 self.pausing -= 1
                 self._changed.notify_all()

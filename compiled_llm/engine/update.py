@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
-from compiled_llm.engine.all_engines import calls_ended, check_outside, drivers_of, nothing_running
+from compiled_llm.engine.all_engines import all_paused, calls_ended, check_outside, drivers_of, nothing_running
 from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.request import Request
 from compiled_llm.execution.runtime import Runtime
@@ -41,6 +41,10 @@ def update_weights(runtime: Runtime, folder: Path, requests: Literal["wait", "ke
     check_outside(runtime, "update_weights")
     new = NewWeights(runtime.facts.model, folder)  # while requests run
     with deferred(), calls_ended(runtime, "update_weights"):
+        with all_paused(
+            runtime
+        ):  # whoever has paused an engine may wait for new requests of another, kept from here on
+            pass
         while not _updated(runtime, new, requests):
             runtime.calls.wait()
     logger.info("compiled_llm: the weights are those of %s", folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.request import Request
+from compiled_llm.engine.scheduler import Scheduler
 from compiled_llm.execution.threads.calls import Calls
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
@@ -343,3 +345,27 @@ def test_calls_wait_for_who_waits_for_others_unless_nothing_moves() -> None:
     with calls.begun(), calls.barred() as barred:
         assert calls.here
         assert not barred
+
+
+def test_a_request_is_not_forgotten_that_another_thread_takes_up_and_leaves(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread looks for work while a thread that is about to leave hands the only request over."""
+    engine.submit(PROMPT, greedy(1)).result(PATIENCE)  # from now on there is a thread
+    add_all = Scheduler.add_all
+
+    def slowly(scheduler: Scheduler, requests: Sequence[Request]) -> None:
+        time.sleep(0.5)
+        add_all(scheduler, requests)
+
+    def pause() -> None:
+        with engine.paused():
+            pass
+
+    with engine.paused():
+        monkeypatch.setattr(Scheduler, "add_all", slowly)
+        handle = engine.submit(PROMPT, greedy(4))
+        pausing = start(pause)
+        time.sleep(0.3)
+    pausing.result(PATIENCE)
+    assert len(handle.result(PATIENCE).outputs[0].token_ids) == 4

@@ -22,8 +22,8 @@ from support.thread_search import Expected, Schedule
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# Python drops a Ctrl-C that arrives while it calls a finalizer, and prints that.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <finalize object:pytest.PytestUnraisableExceptionWarning")
+# Python drops a Ctrl-C that arrives while it calls a finalizer or a weak reference's callback, and prints that.
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
 def test_schedules_end_and_leave_nothing(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, seed: int

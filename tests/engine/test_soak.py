@@ -51,6 +51,7 @@ def test_memory_stays_flat_and_every_page_comes_back(calls: int, tmp_path: Path,
     prompt = {name: tensor.to(model.device) for name, tensor in mixed_prompts([27], 128, seed).items()}
     expected, threads = greedy(model, prompt, 12), threading.active_count()
     soak = Soak(model, tmp_path)
+    soak.sleep_through_calls(seed)
     start(lambda: soak.run(calls // 3, seed)).result(PATIENCE)
     gc.collect()
     host, device = host_bytes(), device_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.loop import Loop
 from compiled_llm.engine.params import SamplingParams
+from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3
 
+PATIENCE = 30
 PROMPT = list(range(3, 23))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -130,3 +133,21 @@ def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(
 
         runs._driver.run(done)
         assert looked[2:8] == [False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("changes", ["sleep", "update_weights"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_thread_that_has_paused_one_engine_may_use_the_other_while_a_third_one_stops_both(
+    first: bool, changes: str, model: PreTrainedModel, engine: Engine, tmp_path: Path
+) -> None:
+    """Whichever engine is paused: the other would be kept by the thread that waits for this one."""
+    model.save_pretrained(tmp_path)
+    with Engine(model) as another:
+        mine, other = (engine, another) if first else (another, engine)
+        with mine.paused():
+            stopping = start(lambda: mine.sleep() if changes == "sleep" else mine.update_weights(tmp_path))
+            time.sleep(0.1)
+            assert start(lambda: answer(other)).result(PATIENCE) == alone(tiny(), PROMPT, 12)
+        stopping.result(PATIENCE)
+        if engine.asleep:
+            engine.wake()
