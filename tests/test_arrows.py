@@ -1,7 +1,8 @@
-"""The house keeps its shape: arrows between rooms run one way, no files import in a circle, files stay short.
+"""The house keeps its shape: arrows between rooms run one way, and a folder holds no more than one sees at a glance.
 
 Rooms are the folders and lone files of the two packages, and an arrow is an import, wherever it stands: at the top, in
-a function, under `if TYPE_CHECKING`. Left imports right:
+a function, under `if TYPE_CHECKING`. Inside of each folder its rooms import one another one way, too. At the top, left
+imports right:
 
     commands -> demo_model, server -> client -> huggingface -> explaining, engine -> execution -> compilation
              -> kvcache -> model -> compiled_llm_ops, protocol, config, compat, env
@@ -9,8 +10,7 @@ a function, under `if TYPE_CHECKING`. Left imports right:
 
 from __future__ import annotations
 
-import ast
-import statistics
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -51,13 +51,39 @@ LAZILY = {f"{OPS}.kernels", f"{OPS}.flashinfer"}  # they import Triton and Flash
 BACKENDS = (f"{OPS}.flashinfer", f"{OPS}.reference")
 DOORS = {folder: {f"{OPS}.backends"} for folder in BACKENDS}  # a backend, and the one module outside that imports it
 
-MOST_ROOMS = 15
-LINES_OF_SOURCE = 400
-LINES_OF_TEST = 600
-MEDIAN_LINES_OF_A_FILE = 120
-MEDIAN_LINES_OF_A_FUNCTION = 8
+MOST_ROOMS = 16
+MODULES_IN_A_FOLDER = 14
+TESTS_IN_A_FOLDER = 30
+LONG = 600
+LONG_FOR_A_REASON = {
+    "compiled_llm_ops.kernels.sampling": "kernels of one op, which share their tiles and their threshold search",
+}
+"""Files of over 600 lines. A class is not cut in two to stay below: the reason says why the file is one thing."""
 
-STILL: dict[str, list[str]] = {}
+STILL: dict[str, list[str]] = {
+    "compiled_llm": [
+        "compiled_llm/client has over 14 modules",
+        "compiled_llm/commands has over 14 modules",
+        "compiled_llm/commands/bench has over 14 modules",
+        "compiled_llm/commands/bench/serving has over 14 modules",
+        "compiled_llm/compat has over 14 modules",
+        "compiled_llm/compilation has over 14 modules",
+        "compiled_llm/engine has over 14 modules",
+        "compiled_llm/execution has over 14 modules",
+        "compiled_llm/huggingface has over 14 modules",
+        "compiled_llm/model has over 14 modules",
+        "compiled_llm/server/front has over 14 modules",
+    ],
+    "compilation": ["compiled_llm.compilation has a circle of rooms: artifacts, graphs"],
+    "engine": ["compiled_llm.engine has a circle of rooms: grammars, request, structured_outputs"],
+    "compiled_llm_ops": ["compiled_llm_ops has a circle of rooms: attention, backends, reference"],
+    "tests": [
+        "tests/engine has over 30 modules",
+        "tests/huggingface has over 30 modules",
+        "tests/server/front has over 30 modules",
+        "tests/support has over 30 modules",
+    ],
+}
 """What does not keep to the rules yet, by room. Delete what no longer occurs; add nothing."""
 
 
@@ -93,12 +119,38 @@ def breaks_a_rule_of_the_ops(arrow: Import) -> bool:
     return room_of(arrow.importer) == OPS and there in LAZILY and not arrow.lazily
 
 
+def folders_above(module: str) -> list[str]:
+    """`a` and `a.b` for `a.b.c`."""
+    parts = module.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+
 def lines_of(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
 def back_arrows() -> set[Import]:
     return {arrow for arrow in imports() if runs_back(arrow) or breaks_a_rule_of_the_ops(arrow)}
+
+
+def crowded(root: Path, most: int) -> set[str]:
+    """Folders with more modules than one looks through; an `__init__.py` is none."""
+    folders = Counter(path.parent for path in root.rglob("*.py") if path.name != "__init__.py")
+    return {
+        f"{folder.relative_to(CHECKOUT)} has over {most} modules" for folder, count in folders.items() if count > most
+    }
+
+
+def circles_of_rooms(folder: str, arrows: set[Import]) -> list[set[str]]:
+    """Circles among what stands in a folder, its files and its folders; an `__init__` hands names on."""
+
+    def room_in(module: str) -> str | None:
+        inside = module.removeprefix(f"{folder}.")
+        return inside.split(".")[0] if inside != module else None
+
+    pairs = {(room_in(arrow.importer), room_in(arrow.imported)) for arrow in arrows}
+    between = {Import(here, there) for here, there in pairs if here and there and here != there}
+    return circles(between)
 
 
 @cache
@@ -109,16 +161,21 @@ def violations() -> dict[str, str]:
     # A circle through an arrow that runs back ends with the arrow.
     for circle in circles({arrow for arrow in imports() if str(arrow) not in found}):
         found |= {f"{module} is in a circle": room_of(module) for module in circle}
+    for folder in {name for module in sources() for name in folders_above(module)}:
+        for circle in circles_of_rooms(folder, imports() - back):
+            found[f"{folder} has a circle of rooms: {', '.join(sorted(circle))}"] = room_of(folder)
+    for package in PACKAGES:
+        found |= dict.fromkeys(crowded(package, MODULES_IN_A_FOLDER), package.name)
+    found |= dict.fromkeys(crowded(CHECKOUT / "tests", TESTS_IN_A_FOLDER), "tests")
     for module, path in sources().items():
-        if lines_of(path) > LINES_OF_SOURCE and folder_of(module) not in {f"{OPS}.kernels", "compiled_llm.compat"}:
-            found[f"{module} has over {LINES_OF_SOURCE} lines"] = room_of(module)
-    for path in (CHECKOUT / "tests").rglob("*.py"):
-        if lines_of(path) > LINES_OF_TEST:
-            found[f"{path.relative_to(CHECKOUT)} has over {LINES_OF_TEST} lines"] = "tests"
+        if lines_of(path) > LONG and module not in LONG_FOR_A_REASON:
+            found[f"{module} has over {LONG} lines: give the reason in LONG_FOR_A_REASON, or divide it"] = room_of(
+                module
+            )
     return found
 
 
-def test_arrows_run_one_way_and_files_stay_short() -> None:
+def test_arrows_run_one_way_and_folders_stay_small() -> None:
     still = {line for lines in STILL.values() for line in lines}
     new = violations().keys() - still
     assert not new, "these break the rules that tests/test_arrows.py begins with:\n" + "\n".join(sorted(new))
@@ -127,18 +184,6 @@ def test_arrows_run_one_way_and_files_stay_short() -> None:
 def test_what_no_longer_occurs_is_taken_off_the_list() -> None:
     mended = {line for lines in STILL.values() for line in lines} - violations().keys()
     assert not mended, "well done: delete these lines of STILL in tests/test_arrows.py:\n" + "\n".join(sorted(mended))
-
-
-def test_most_files_and_functions_are_short() -> None:
-    files = {path: path.read_text() for path in sources().values() if path.name != "__init__.py"}
-    assert statistics.median(len(text.splitlines()) for text in files.values()) <= MEDIAN_LINES_OF_A_FILE
-    functions = [
-        node.end_lineno - node.lineno + 1
-        for text in files.values()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None
-    ]
-    assert statistics.median(functions) <= MEDIAN_LINES_OF_A_FUNCTION
 
 
 def test_every_room_has_a_floor() -> None:
