@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from compiled_llm.config import WrapConfig
     from compiled_llm.demo_model.demo import demo
     from compiled_llm.engine.engine import DeviceLostError, Engine, QueueFullError
-    from compiled_llm.engine.handle import RequestHandle
     from compiled_llm.engine.metrics import EngineDescription, EngineStats
-    from compiled_llm.engine.output import RequestOutput
-    from compiled_llm.engine.params import SamplingParams
-    from compiled_llm.engine.request import RequestError
-    from compiled_llm.engine.structured_outputs import StructuredOutputsParams
-    from compiled_llm.execution.stats import Stats
+    from compiled_llm.engine.steps.request import RequestError
+    from compiled_llm.engine.thread.handle import RequestHandle
+    from compiled_llm.execution.reporting.stats import Stats
     from compiled_llm.explaining.explainer import explain
     from compiled_llm.huggingface.wrap import unwrap, wrap
     from compiled_llm.kvcache.pool import OutOfPagesError
     from compiled_llm.model.refusals import UnsupportedModelError
+    from compiled_llm.requests.outputs import RequestOutput
+    from compiled_llm.requests.sampling_params import SamplingParams
+    from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 
 from compiled_llm.env import Env, enable_logs
 
@@ -57,12 +57,12 @@ _HOMES = {
     "EngineStats": "compiled_llm.engine.metrics",
     "OutOfPagesError": "compiled_llm.kvcache.pool",
     "QueueFullError": "compiled_llm.engine.engine",
-    "RequestError": "compiled_llm.engine.request",
-    "RequestHandle": "compiled_llm.engine.handle",
-    "RequestOutput": "compiled_llm.engine.output",
-    "SamplingParams": "compiled_llm.engine.params",
-    "Stats": "compiled_llm.execution.stats",
-    "StructuredOutputsParams": "compiled_llm.engine.structured_outputs",
+    "RequestError": "compiled_llm.engine.steps.request",
+    "RequestHandle": "compiled_llm.engine.thread.handle",
+    "RequestOutput": "compiled_llm.requests.outputs",
+    "SamplingParams": "compiled_llm.requests.sampling_params",
+    "Stats": "compiled_llm.execution.reporting.stats",
+    "StructuredOutputsParams": "compiled_llm.requests.structured_outputs.params",
     "UnsupportedModelError": "compiled_llm.model.refusals",
     "WrapConfig": "compiled_llm.config",
     "demo": "compiled_llm.demo_model.demo",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compiled_llm import compat
-from compiled_llm.compat import capturing
+from compiled_llm.compat.torch import capturing
 from support.in_threads import in_thread
 
 

@@ -36,7 +36,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import compiled_llm
 import compiled_llm_ops
 from compiled_llm import compat
-from compiled_llm.compat import forks, stages
+from compiled_llm.compat import forks
+from compiled_llm.compat.torch import stages
 
 pytestmark = pytest.mark.core
 

@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from compiled_llm.compat import continuous_batching as compat
-from compiled_llm.huggingface.continuous_batching import EngineManager
+from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.huggingface.wrapped_model import WrappedModel
 from support.tiny_models import tiny_llama
 

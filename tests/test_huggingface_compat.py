@@ -34,7 +34,7 @@ from compiled_llm.compat import huggingface as compat
 from compiled_llm.compat import response_templates
 from compiled_llm.compat import tokenizers as tokenizer_parts
 from compiled_llm.huggingface.wrapped_model import WrappedModel
-from compiled_llm.server.front.answer_parts import REASONING
+from compiled_llm.server.openai.parsing.answer_parts import REASONING
 from support import vision
 from support.families import CLASSES, FAMILIES, make
 from support.in_threads import in_thread
@@ -363,7 +363,7 @@ def test_huggingface_knows_templates_of_models_whose_tokenizers_have_none() -> N
 
 
 def test_answers_are_read_as_events() -> None:
-    """What ``server/front/answer_parts.py`` reads of them is public, and documented by examples alone."""
+    """What ``server/openai/parsing/answer_parts.py`` reads of them is public, and documented by examples alone."""
     spec = response_templates.known_response_template("qwen3")
     parser = byte_level().get_response_parser(spec, prefix="<|im_start|>assistant\n<think>a", tools=[])
     (thinking,) = set(spec["fields"]) & set(REASONING)

@@ -27,7 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from compiled_llm.execution.recorded_shapes import RecordedShapes
+from compiled_llm.execution.graphs.recorded_shapes import RecordedShapes
 from compiled_llm_ops import paged_attention, plan_paged_attention
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import DecodeAttention, Geometry, PageTable
@@ -351,7 +351,7 @@ def prefill_timer(geometry: Geometry, rows: int, tokens: int, stored: int) -> Ca
     return microseconds
 
 
-# ---- recorded: `execution/recorded_shapes.py`
+# ---- recorded: `execution/graphs/recorded_shapes.py`
 
 
 def recorded_cases(_: Machine, quick: bool) -> Iterator[Case]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from compiled_llm.client.errors import GeneratorError, refusal
-from compiled_llm.engine.output import Completion, Logprob
-from compiled_llm.engine.users_code import described, raise_interrupt
 from compiled_llm.protocol.messages import Entry, Update
+from compiled_llm.requests.outputs import Completion, Logprob
+from compiled_llm.requests.users_code import described, raise_interrupt
 
 if TYPE_CHECKING:  # what makes text imports torch
-    from compiled_llm.engine.answer_text import AnswerText, TextFormat
-    from compiled_llm.engine.request import FinishReason
+    from compiled_llm.requests.answer_text import AnswerText, TextFormat
+    from compiled_llm.requests.outputs import FinishReason
 
 
 @dataclass
@@ -108,7 +108,7 @@ class RemoteAnswer:
         if self._format is None:
             raise ValueError("text() needs a tokenizer; give Client(path, tokenizer=...), or decode the tokens")
         if self.text is None:
-            from compiled_llm.engine.answer_text import AnswerText
+            from compiled_llm.requests.answer_text import AnswerText
 
             self.text = AnswerText(self.received, self._format)
         return self.text

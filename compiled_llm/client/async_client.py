@@ -8,17 +8,17 @@ from pathlib import Path
 from types import TracebackType
 
 from compiled_llm.client.base import RETURNS_WITHIN, BaseClient
-from compiled_llm.client.connection import Line
 from compiled_llm.client.errors import GeneratorError, GeneratorLostError
 from compiled_llm.client.gathering import Gathering
-from compiled_llm.client.link import Link
-from compiled_llm.client.loop_connection import LoopConnection, loop_closed
 from compiled_llm.client.plain import Prompt
 from compiled_llm.client.tokenizer import Given
-from compiled_llm.engine.listeners import Listeners
-from compiled_llm.engine.output import RequestOutput
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.client.transport.connection import Line
+from compiled_llm.client.transport.link import Link
+from compiled_llm.client.transport.loop_connection import LoopConnection, loop_closed
 from compiled_llm.protocol.messages import Ready, Stats
+from compiled_llm.requests.listeners import Listeners
+from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
 
 
 class AsyncClient(BaseClient):

@@ -9,20 +9,20 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiled_llm.client.connection import Connection, Line
 from compiled_llm.client.handle import RemoteHandle
-from compiled_llm.client.link import Link
 from compiled_llm.client.plain import Prompt, plain_params, token_ids
-from compiled_llm.client.session import Session
 from compiled_llm.client.text_of_prompt import TextOfPrompt
 from compiled_llm.client.tokenizer import Given, tokenizer_of
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.several_prompts import with_params
+from compiled_llm.client.transport.connection import Connection, Line
+from compiled_llm.client.transport.link import Link
+from compiled_llm.client.transport.session import Session
 from compiled_llm.protocol.messages import AskStats, Cancel, Ready, Submit
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.several_prompts import with_params
 
 if TYPE_CHECKING:  # what makes text imports torch
-    from compiled_llm.engine.answer_text import TextFormat
-    from compiled_llm.engine.detokenizer import Decoding
+    from compiled_llm.requests.answer_text import TextFormat
+    from compiled_llm.requests.detokenizer import Decoding
 
 
 RETURNS_WITHIN = 5.0
@@ -178,14 +178,14 @@ class BaseClient:
     def _decoding(self) -> Decoding | None:
         if self._tokenizer is None:
             return None
-        from compiled_llm.engine.detokenizer import Decoding
+        from compiled_llm.requests.detokenizer import Decoding
 
         return Decoding(self._tokenizer)
 
     def _form(self, params: SamplingParams) -> TextFormat | None:
         if self._decoding is None:
             return None
-        from compiled_llm.engine.answer_text import TextFormat
+        from compiled_llm.requests.answer_text import TextFormat
 
         return TextFormat.of(params, self._decoding)
 

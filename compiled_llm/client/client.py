@@ -8,12 +8,12 @@ from types import TracebackType
 
 from compiled_llm.client.base import RETURNS_WITHIN, BaseClient
 from compiled_llm.client.gathering import Gathering
-from compiled_llm.client.link import Link
 from compiled_llm.client.plain import Prompt
 from compiled_llm.client.tokenizer import Given
-from compiled_llm.engine.output import RequestOutput
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.client.transport.link import Link
 from compiled_llm.protocol.messages import Ready, Stats
+from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
 
 
 class Client(BaseClient):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from compiled_llm.client.handle import RemoteHandle
-from compiled_llm.engine.listeners import Listeners, tell
-from compiled_llm.engine.output import RequestOutput
+from compiled_llm.requests.listeners import Listeners, tell
+from compiled_llm.requests.outputs import RequestOutput
 
 
 class Gathering:

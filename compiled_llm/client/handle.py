@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from compiled_llm.client.answer import Received, RemoteAnswer, entries_of
-from compiled_llm.engine.listeners import Listeners
-from compiled_llm.engine.output import Figures, Logprob, RequestOutput
-from compiled_llm.engine.pending import PendingAnswers
 from compiled_llm.protocol.messages import Entry, Summary, Update
+from compiled_llm.requests.listeners import Listeners
+from compiled_llm.requests.outputs import Figures, Logprob, RequestOutput
+from compiled_llm.requests.pending import PendingAnswers
 
 if TYPE_CHECKING:  # what makes text imports torch
-    from compiled_llm.engine.answer_text import TextFormat
-    from compiled_llm.engine.text_stream import TextStream
+    from compiled_llm.requests.answer_text import TextFormat
+    from compiled_llm.requests.text_stream import TextStream
 
 Cancelling = Callable[[int | None], None]
 """Ends an answer by its index, or all."""
@@ -109,7 +109,7 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         Raises:
             ValueError: there are several answers, or the client has no tokenizer.
         """
-        from compiled_llm.engine.text_stream import TextStream
+        from compiled_llm.requests.text_stream import TextStream
 
         answer = self._only() if index is None else self.answers[index]
         with self._reading:

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids (an array or tensor of them, too), or the messages of a chat (``{"role": ..., "content": ...}``)."""

@@ -36,7 +36,7 @@ from compiled_llm.commands.request import SamplingFlags, check_range
 
 if TYPE_CHECKING:
     from compiled_llm.client.handle import RemoteHandle
-    from compiled_llm.engine.output import RequestOutput
+    from compiled_llm.requests.outputs import RequestOutput
 
 
 def client(

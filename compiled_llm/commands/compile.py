@@ -19,7 +19,7 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.options import Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
 from compiled_llm.commands.source import Source, locate
-from compiled_llm.compilation.graphs.profile import Profile
+from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import MAX_ROWS
 
@@ -135,8 +135,8 @@ def _compiled_into(folder: Path, loaded: Any, tokenizer: Any, options: dict[str,
     from compiled_llm.compilation.artifacts import stand_in_compiler
     from compiled_llm.compilation.artifacts.made_for import made_for
     from compiled_llm.compilation.artifacts.writing import PROFILE, seal
-    from compiled_llm.execution.decode_buffers import buckets_up_to
-    from compiled_llm.execution.device_side import prepare
+    from compiled_llm.execution.lifecycle.device_side import prepare
+    from compiled_llm.execution.state.decode_buffers import buckets_up_to
 
     here = made_for(loaded, type(loaded), WrapConfig.from_options(options))
     max_rows, sizes, profile = prepared
@@ -162,7 +162,7 @@ def _compiled_into(folder: Path, loaded: Any, tokenizer: Any, options: dict[str,
 
 def _run_some_requests(engine: Any) -> None:
     """Have kernels built that no graph holds: those of settings that most requests do without."""
-    from compiled_llm.engine.params import SamplingParams
+    from compiled_llm.requests.sampling_params import SamplingParams
 
     drawn: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 0}
     settings = [SamplingParams(temperature=0.0, max_tokens=3), SamplingParams(max_tokens=3, logprobs=2, **drawn)]

@@ -10,7 +10,7 @@ def front() -> None:
     import socket
 
     from compiled_llm.commands.serve_http import show_log
-    from compiled_llm.server.front.handover import receive_start
+    from compiled_llm.server.processes.handover import receive_start
 
     end = socket.socket(fileno=sys.stdin.fileno())
     try:
@@ -19,6 +19,6 @@ def front() -> None:
         return
     if start.logs:
         show_log()
-    from compiled_llm.server.front.given_front import run_given_front
+    from compiled_llm.server.processes.worker import run_given_front
 
     run_given_front(start, end)

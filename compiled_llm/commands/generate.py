@@ -23,7 +23,7 @@ from compiled_llm.commands.timed_streamer import TimedStreamer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from compiled_llm.execution.stats import Stats
+    from compiled_llm.execution.reporting.stats import Stats
 
 
 def run(request: Request) -> None:

@@ -25,7 +25,7 @@ from compiled_llm.compat.huggingface import attention_implementation
 from compiled_llm.demo_model.bars import without_bars
 from compiled_llm.demo_model.folder import folder as demo_folder
 from compiled_llm.demo_model.gguf import parsed_once
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 
 def load(

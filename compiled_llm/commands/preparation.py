@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from compiled_llm.execution.stats import Stats
+    from compiled_llm.execution.reporting.stats import Stats
 
 
 class Preparation:

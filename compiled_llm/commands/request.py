@@ -13,7 +13,7 @@ from compiled_llm.commands.prompt import check_system
 from compiled_llm.config import WrapConfig
 
 if TYPE_CHECKING:
-    from compiled_llm.engine.params import SamplingParams
+    from compiled_llm.requests.sampling_params import SamplingParams
 
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_new_tokens": (lambda value: value >= 1, "at least 1"),
@@ -66,7 +66,7 @@ class SamplingFlags:
 
     def params(self, max_tokens: int, stop: Sequence[str]) -> SamplingParams:
         """Return the settings of an engine's request."""
-        from compiled_llm.engine.params import SamplingParams
+        from compiled_llm.requests.sampling_params import SamplingParams
 
         settings = self.options()
         drawn: dict[str, Any] = {"seed": self.seed} if settings.pop("do_sample") else {"temperature": 0.0}

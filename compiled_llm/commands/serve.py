@@ -45,7 +45,7 @@ from compiled_llm.commands.serve_options import (
     Warmup,
 )
 from compiled_llm.commands.source import Source, locate
-from compiled_llm.compilation.graphs.profile import Profile
+from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_QUEUE, MAX_ROWS
 
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from compiled_llm.engine.grammars.worker_process import WorkerProcess
     from compiled_llm.huggingface.handle import CompiledModel
     from compiled_llm.protocol.messages import Ready
-    from compiled_llm.server.generator.generator import Generator
-    from compiled_llm.server.generator.kept_profile import KeptProfile
-    from compiled_llm.server.generator.operations import Operations
+    from compiled_llm.server.engine_process.engine_server import Generator
+    from compiled_llm.server.engine_process.kept_profile import KeptProfile
+    from compiled_llm.server.engine_process.operations import Operations
 
 
 class Served(NamedTuple):
@@ -209,9 +209,9 @@ def _run_front(http: HttpFlags, served: Served, source: Source, uds: Path | None
 def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashed: bool) -> None:
     if leashed:
         end_with_parent()
-    from compiled_llm.server.generator.generator import Generator
-    from compiled_llm.server.generator.kept_profile import KeptProfile
-    from compiled_llm.server.generator.process import run
+    from compiled_llm.server.engine_process.engine_server import Generator
+    from compiled_llm.server.engine_process.kept_profile import KeptProfile
+    from compiled_llm.server.engine_process.process import run
 
     generator = Generator(uds)
     kept = None if served.profile is None else KeptProfile(served.profile)
@@ -231,7 +231,7 @@ def _operations(generator: Generator, uds: Path | None, kept: KeptProfile | None
     """Listen for operations, if that is asked for."""
     if uds is None:
         return None
-    from compiled_llm.server.generator.operations import Operations  # imports what serves HTTP
+    from compiled_llm.server.engine_process.operations import Operations  # imports what serves HTTP
 
     return Operations(generator, uds, kept)
 
@@ -244,7 +244,7 @@ def _prepared(
     with importing(not served.quiet):
         import compiled_llm
         from compiled_llm.commands.loading import fetched, load
-        from compiled_llm.server.generator.facts import ready_of
+        from compiled_llm.server.engine_process.facts import ready_of
 
     report(f"loading {source.public_name}")
     source = fetched(source, progress=not served.quiet)
@@ -261,8 +261,8 @@ def _prepared(
 
 def _grammar_worker() -> WorkerProcess | None:
     """Start what compiles grammars; None if nothing is installed that could."""
-    from compiled_llm.engine.grammars.source import is_installed
     from compiled_llm.engine.grammars.worker_process import WorkerProcess
+    from compiled_llm.requests.structured_outputs.grammar_source import is_installed
 
     return WorkerProcess() if is_installed() else None
 

@@ -19,9 +19,9 @@ from compiled_llm.commands.source import Source
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS
 
 if TYPE_CHECKING:  # imports FastAPI, which a generator does not need
-    from compiled_llm.server.front.serving import Serving
-    from compiled_llm.server.front.settings import FrontSettings
-    from compiled_llm.server.generator.socket_folder import SocketFolder
+    from compiled_llm.server.engine_process.socket_folder import SocketFolder
+    from compiled_llm.server.serving import Serving
+    from compiled_llm.server.settings import FrontSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -60,7 +60,7 @@ class HttpFlags(NamedTuple):
         Raises:
             ValueError: they contradict each other, or a file is not what it should be.
         """
-        from compiled_llm.server.front.settings import FrontSettings, check_certificate, keys_in
+        from compiled_llm.server.settings import FrontSettings, check_certificate, keys_in
 
         count = self.api_server_count
         if count is not None and not 1 <= count <= _MOST_FRONTS:
@@ -120,8 +120,8 @@ def run_with_front(
         ValueError: the flags are impossible.
         RuntimeError: the server cannot listen, or the generator has ended.
     """
-    from compiled_llm.server.front.generator_process import GeneratorProcess
-    from compiled_llm.server.front.serving import listen, serve
+    from compiled_llm.server.engine_process.starter import GeneratorProcess
+    from compiled_llm.server.serving import listen, serve
 
     settings = flags.settings(source, drain_seconds)
     with _own_folder() as folder, listen(settings) as listening:
@@ -140,14 +140,14 @@ def _serving(
     settings: FrontSettings, count: int, listening: socket.socket, path: Path, figures: Path, logs: bool
 ) -> Serving:
     """Return what answers HTTP: a front in this process, or several, which have the connections between them."""
-    from compiled_llm.server.front.serving import with_room
+    from compiled_llm.server.serving import with_room
 
     if count == 1:
-        from compiled_llm.server.front.front_here import FrontHere
+        from compiled_llm.server.processes.one_worker import FrontHere
 
         return FrontHere(with_room(settings), path, listening)
-    from compiled_llm.server.front.fronts import Fronts
-    from compiled_llm.server.front.handover import Start
+    from compiled_llm.server.processes.handover import Start
+    from compiled_llm.server.processes.workers import Fronts
 
     share = replace(settings, most_connections=math.ceil(settings.most_connections / count), figures=figures)
     return Fronts(Start(with_room(share), path, logs), listening, count)
@@ -165,7 +165,7 @@ def _introduce(settings: FrontSettings, port: int, uds: Path | None, say: Callab
 
 
 def _warn(flags: HttpFlags, say: Callable[[str], None]) -> None:
-    from compiled_llm.server.front.settings import readers_of
+    from compiled_llm.server.settings import readers_of
 
     if flags.api_key_file is not None and (warning := readers_of(flags.api_key_file)) is not None:
         say(warning)
@@ -189,7 +189,7 @@ def show_log() -> None:
 
 @contextmanager
 def _own_folder() -> Iterator[SocketFolder]:
-    from compiled_llm.server.generator.socket_folder import SocketFolder
+    from compiled_llm.server.engine_process.socket_folder import SocketFolder
 
     folder = SocketFolder()
     try:

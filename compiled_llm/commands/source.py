@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from compiled_llm.demo_model.gguf import require_gguf
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 DEMO = "demo"
 """The name of the demo model; ``loading.load`` fetches it."""

@@ -93,11 +93,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compiled_llm.compat.of_torch import *  # noqa: F403
+    from compiled_llm.compat.torch.of_torch import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
     """Import what depends on torch at its first use: who makes text of tokens in a process of its own needs none."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("compiled_llm.compat.of_torch"), name)
+    return getattr(importlib.import_module("compiled_llm.compat.torch.of_torch"), name)

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from compiled_llm.compat import compile_with_inductor, note_examples
-from compiled_llm.compilation.layer_marks import fill
 from compiled_llm.compilation.piecewise import Examples, attentions_in, cut, join, without_symbols
+from compiled_llm.compilation.tracing.layer_marks import fill
 
 Compiled = Callable[..., Any]
 Pass = Callable[[fx.Graph], object]

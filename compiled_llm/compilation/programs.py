@@ -34,21 +34,21 @@ from compiled_llm.compilation.backend import Inductor, Pass
 from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
-from compiled_llm.compilation.layer_state import KnownState
 from compiled_llm.compilation.notice import CompilingNotice
 from compiled_llm.compilation.options import decode_options, passes_for, prefill_options
-from compiled_llm.compilation.outline import Outline
 from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.patterns import is_like_llama
 from compiled_llm.compilation.passes.products import FusedProducts
 from compiled_llm.compilation.piecewise import layers_in_equal_regions
-from compiled_llm.compilation.sampling import SamplingTables
+from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm.compilation.steps import decode_step, prefill_step
-from compiled_llm.compilation.traced_code import TracedCode
+from compiled_llm.compilation.tracing.layer_state import KnownState
+from compiled_llm.compilation.tracing.outline import Outline
+from compiled_llm.compilation.tracing.traced_code import TracedCode
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.fused_weights import FusedWeights
+from compiled_llm.model.weights.fused_weights import FusedWeights
 
 logger = logging.getLogger("compiled_llm.graphs")
 

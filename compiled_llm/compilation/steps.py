@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.inputs import DecodeInputs, PlannedRows, PrefillInputs
-from compiled_llm.compilation.sampling import SamplingTables, choose
+from compiled_llm.compilation.sampling.sampling import SamplingTables, choose
 from compiled_llm.model.attention import BATCH_ARGUMENT, NewestTokens, PackedTokens, PagedBatch
 from compiled_llm.model.facts import Forward
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from compiled_llm.demo_model.bars import without_bars
 from compiled_llm.demo_model.folder import folder
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 
 def demo(progress: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

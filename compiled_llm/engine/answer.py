@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compiled_llm.engine.answer_text import AnswerText, TextFormat
-from compiled_llm.engine.logprobs import token_logprobs
-from compiled_llm.engine.output import Completion, Logprob
-from compiled_llm.engine.request import FinishReason, Request, RequestError
-from compiled_llm.engine.users_code import described, raise_interrupt
+from compiled_llm.engine.steps.logprobs import token_logprobs
+from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.requests.answer_text import AnswerText, TextFormat
+from compiled_llm.requests.outputs import Completion, FinishReason, Logprob
+from compiled_llm.requests.users_code import described, raise_interrupt
 
 
 class Answer:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.steps.loop import Loop
 
 _LOST = re.compile(
     "an illegal memory access was encountered|device-side assert triggered|unspecified launch failure|"

@@ -11,31 +11,31 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import PreTrainedModel
 
-from compiled_llm.engine.answer_text import TextFormat
-from compiled_llm.engine.choosing import Choosings
-from compiled_llm.engine.detokenizer import Decoding
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
-from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.engine_options import check_options, is_count
 from compiled_llm.engine.grammars.compiling import Grammars, compilers_of
-from compiled_llm.engine.handle import RequestHandle
-from compiled_llm.engine.intake import QueueFullError as QueueFullError
-from compiled_llm.engine.intake import requests_for
-from compiled_llm.engine.logprobs import LogprobsMode
-from compiled_llm.engine.loop import LoopSettings
+from compiled_llm.engine.intake.input_processor import QueueFullError as QueueFullError
+from compiled_llm.engine.intake.input_processor import requests_for
+from compiled_llm.engine.intake.prompts import Prompt
+from compiled_llm.engine.intake.sampling import Choosings
+from compiled_llm.engine.lifecycle.sleep import let_rise, put_to_sleep, wake_up
+from compiled_llm.engine.lifecycle.update_weights import update_weights
+from compiled_llm.engine.lifecycle.warmup import prepare_grammars, warm_up
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
-from compiled_llm.engine.output import RequestOutput
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.prompts import Prompt
-from compiled_llm.engine.several_prompts import with_params
-from compiled_llm.engine.sleep import let_rise, put_to_sleep, wake_up
-from compiled_llm.engine.update import update_weights
-from compiled_llm.engine.warmup import prepare_grammars, warm_up
+from compiled_llm.engine.steps.logprobs import LogprobsMode
+from compiled_llm.engine.steps.loop import LoopSettings
+from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.execution.runtime import Runtime, runtime_of
-from compiled_llm.execution.slow_paths import Reason
+from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
+from compiled_llm.execution.lifecycle.warmup import Report, Sizes, quiet
+from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.execution.warmup import Report, Sizes, quiet
+from compiled_llm.requests.answer_text import TextFormat
+from compiled_llm.requests.detokenizer import Decoding
+from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.several_prompts import with_params
 
 if TYPE_CHECKING:  # imports msgspec, which only a server needs
     from compiled_llm.engine.grammars.worker_process import WorkerProcess

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from compiled_llm.engine.latencies import Latency
-from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.steps.latencies import Latency
+from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.kvcache.pool import PageAccount
 
 

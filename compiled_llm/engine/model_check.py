@@ -9,9 +9,9 @@ import weakref
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import DeviceLostError
-from compiled_llm.engine.intake import TokenFacts
+from compiled_llm.engine.intake.input_processor import TokenFacts
 from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.execution.runtime import Runtime, runtime_of
+from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 
 logger = logging.getLogger("compiled_llm.engine")
 

@@ -22,31 +22,31 @@ from transformers import PreTrainedModel
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.rolling import Choice
 from compiled_llm.compilation.programs import Programs
-from compiled_llm.compilation.sampling import choose
+from compiled_llm.compilation.sampling.sampling import choose
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Batch, Extension, Observer, Step
-from compiled_llm.execution.decode import Decode
-from compiled_llm.execution.deferred_choice import Masks, prepare_deferred
-from compiled_llm.execution.device_state import DeviceState
-from compiled_llm.execution.events import Events
+from compiled_llm.execution.decode.decode import Decode
+from compiled_llm.execution.decode.deferred_choice import Masks, prepare_deferred
+from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.graphs.model_watch import ModelWatch
+from compiled_llm.execution.graphs.readiness import Readiness
+from compiled_llm.execution.graphs.recorded_shapes import RecordedShapes
 from compiled_llm.execution.growth import grown
-from compiled_llm.execution.model_watch import ModelWatch
-from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.prefill import Prefill
-from compiled_llm.execution.prefill_room import PrefillRoom
-from compiled_llm.execution.readiness import Readiness
-from compiled_llm.execution.recorded_shapes import RecordedShapes
-from compiled_llm.execution.staging import Readbacks
+from compiled_llm.execution.prefill.prefill import Prefill
+from compiled_llm.execution.reporting.events import Events
+from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.execution.state.prefill_room import PrefillRoom
+from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.fused_weights import FusedWeights
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import attention_geometries, max_positions_of, weights_of_a_layer
+from compiled_llm.model.weights.fused_weights import FusedWeights
 from compiled_llm_ops import build_sampling
 
 _NOTHING: Mapping[Row, Tensor] = {}

@@ -13,8 +13,8 @@ import torch
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Extension
-from compiled_llm.execution.decode_buffers import buckets_up_to
-from compiled_llm.execution.prefill_room import PrefillRoom
+from compiled_llm.execution.state.decode_buffers import buckets_up_to
+from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.kvcache.memory import free, mark_static
 from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.attention import AttentionPlans

@@ -17,14 +17,14 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.admission import checked_prompt
 from compiled_llm.execution.batch import Batch, Extension, Observer, Step
-from compiled_llm.execution.deferred_choice import Masks
+from compiled_llm.execution.decode.deferred_choice import Masks
+from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.execution.persistent_batch import PersistentBatch
+from compiled_llm.execution.state.unread import Unread
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.execution.unread import Unread
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 

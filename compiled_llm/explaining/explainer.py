@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.runtime import Runtime, runtime_of
+from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.explaining import breaks
 from compiled_llm.explaining.dump.dump import Dump, new_folder
 from compiled_llm.explaining.findings import Finding, Findings, general
@@ -30,14 +30,14 @@ from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
 from compiled_llm.model.checks import check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.foreign_weights import changes_in_first_call, check_weights
-from compiled_llm.model.fused_weights import LinearRecorder
 from compiled_llm.model.inputs import check_prompt
 from compiled_llm.model.layer_probe import UnpagedCallError, probe_layers
-from compiled_llm.model.mask_probe import check_patterns
 from compiled_llm.model.places import blame, stack_of
+from compiled_llm.model.probes.mask_probe import check_patterns
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.restore import restored
+from compiled_llm.model.weights.foreign_weights import changes_in_first_call, check_weights
+from compiled_llm.model.weights.fused_weights import LinearRecorder
 
 _INTERFACE = (
     "Use the model unwrapped; or let its attention layers call ALL_ATTENTION_FUNCTIONS[config._attn_implementation], "

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from compiled_llm.execution.events import ColdStart
-from compiled_llm.execution.runtime import Runtime
+from compiled_llm.execution.lifecycle.runtime import Runtime
+from compiled_llm.execution.reporting.events import ColdStart
 from compiled_llm.explaining.advice import advise_change
 from compiled_llm.explaining.findings import Finding, Findings, general
 from compiled_llm.explaining.recompiles import recompiles_of

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from compiled_llm.execution.plain_text import plain_text
+from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.explaining.page import page
 from compiled_llm.explaining.profile.breakdown import columns_of, rows_of

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 from compiled_llm.execution.runner import Runner
 from compiled_llm.explaining.profile.bandwidth import read_bandwidth
 from compiled_llm.explaining.profile.breakdown import Breakdown, kernels_of, kinds_of, moved_by_decode

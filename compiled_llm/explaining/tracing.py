@@ -37,15 +37,15 @@ from compiled_llm.compat import (
 from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Arguments, Programs
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.lifecycle.runtime import runtime_of
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 from compiled_llm.execution.runner import Runner
-from compiled_llm.execution.runtime import runtime_of
 from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.explaining.timings import Prompts, Timing, measure, tokens_to_hold
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.fused_weights import FusedWeights
 from compiled_llm.model.places import Place
 from compiled_llm.model.sizes import max_positions_of
+from compiled_llm.model.weights.fused_weights import FusedWeights
 
 # Steps of one batch: a prefill, a decode step that compiles and one that shows what has changed since.
 _STEPS = 3

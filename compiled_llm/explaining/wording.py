@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from compiled_llm.execution.events import ColdCause, ColdStart, UploadCause
+from compiled_llm.execution.reporting.events import ColdCause, ColdStart, UploadCause
 from compiled_llm.explaining.profile.breakdown import Breakdown, Kernel, Kind
 from compiled_llm.model.places import Place
 

@@ -12,15 +12,15 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from compiled_llm.compat.huggingface import mask_width
-from compiled_llm.execution.slow_paths import Reason
-from compiled_llm.huggingface.current_call import copies, current_call, made
-from compiled_llm.huggingface.forward_obstacles import ignored_inputs
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.huggingface.cache.hidden_columns import differing_window
+from compiled_llm.huggingface.cache.paged_cache import PagedCache
+from compiled_llm.huggingface.cache.stand_in import READABLE, StandIn, readable
+from compiled_llm.huggingface.call.current_call import copies, current_call, made
+from compiled_llm.huggingface.call.other_inputs import sees, without_what_says_nothing
+from compiled_llm.huggingface.forward.forward_obstacles import ignored_inputs
+from compiled_llm.huggingface.forward.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason
 from compiled_llm.huggingface.handle import CompiledModel
-from compiled_llm.huggingface.hidden_columns import differing_window
-from compiled_llm.huggingface.other_inputs import sees, without_what_says_nothing
-from compiled_llm.huggingface.paged_cache import PagedCache
-from compiled_llm.huggingface.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason
-from compiled_llm.huggingface.stand_in import READABLE, StandIn, readable
 
 _KNOWN_INPUTS = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"}

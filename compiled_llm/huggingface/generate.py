@@ -33,11 +33,11 @@ from transformers.generation.streamers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from compiled_llm.compat.huggingface import pad_token
-from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution.threads.interrupts import allowed
-from compiled_llm.huggingface.call import Call
-from compiled_llm.huggingface.grammar import grammar_of, masks_from
-from compiled_llm.huggingface.step_scores import StepScores
+from compiled_llm.huggingface.call.call import Call
+from compiled_llm.huggingface.processors.grammar import grammar_of, masks_from
+from compiled_llm.huggingface.processors.step_scores import StepScores
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.modules import has_hooks
 

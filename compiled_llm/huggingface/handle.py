@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.runtime import Runtime
-from compiled_llm.execution.slow_paths import Reason
-from compiled_llm.huggingface.model_obstacles import model_obstacle
-from compiled_llm.huggingface.overrides import Overrides
-from compiled_llm.huggingface.paged_cache import PagedCache
-from compiled_llm.huggingface.settings_cache import PreparedConfigs
-from compiled_llm.huggingface.special_tokens import SpecialTokens
+from compiled_llm.execution.lifecycle.runtime import Runtime
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.huggingface.cache.paged_cache import PagedCache
+from compiled_llm.huggingface.inspection.model_obstacles import model_obstacle
+from compiled_llm.huggingface.inspection.overrides import Overrides
+from compiled_llm.huggingface.inspection.settings_cache import PreparedConfigs
+from compiled_llm.huggingface.inspection.special_tokens import SpecialTokens
 from compiled_llm.model.facts import ModelFacts
 
 if TYPE_CHECKING:

@@ -11,21 +11,21 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils.generic import ModelOutput
 
-from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.limits import check_fits
-from compiled_llm.execution.slow_paths import Reason
+from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import allowed, deferred
+from compiled_llm.huggingface.batch.joining import engine_to_join, run_in_engine
+from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.cache_choice import CacheChoice
-from compiled_llm.huggingface.call import Call, LoopArguments
-from compiled_llm.huggingface.current_call import took
+from compiled_llm.huggingface.call.call import Call, LoopArguments
+from compiled_llm.huggingface.call.current_call import took
 from compiled_llm.huggingface.generate import fast_loop
-from compiled_llm.huggingface.guidance import with_twins
-from compiled_llm.huggingface.joining import engine_to_join, run_in_engine
-from compiled_llm.huggingface.model_obstacles import forward_reasons
+from compiled_llm.huggingface.inspection.model_obstacles import forward_reasons
 from compiled_llm.huggingface.processed_loop import processed_loop
-from compiled_llm.huggingface.processors import read_processors
-from compiled_llm.huggingface.stand_in import StandIn
-from compiled_llm.huggingface.step_scores import check_room
+from compiled_llm.huggingface.processors.guidance import with_twins
+from compiled_llm.huggingface.processors.processors import read_processors
+from compiled_llm.huggingface.processors.step_scores import check_room
 
 _PAGED_MODES = (
     GenerationMode.GREEDY_SEARCH,

@@ -15,13 +15,13 @@ from transformers import LogitsProcessor
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from compiled_llm.compilation.draws import Draws
+from compiled_llm.compilation.sampling.draws import Draws
 from compiled_llm.execution.threads.interrupts import allowed
-from compiled_llm.huggingface.call import Call
+from compiled_llm.huggingface.call.call import Call
 from compiled_llm.huggingface.generate import Sequences, append_tokens, begin_rows, check_hooks, counted, settle
-from compiled_llm.huggingface.guidance import GuidanceByTwins, Twins
-from compiled_llm.huggingface.processors import new_seeds
-from compiled_llm.huggingface.watermarks import WatermarkOfHost, with_watermarks_of_host
+from compiled_llm.huggingface.processors.guidance import GuidanceByTwins, Twins
+from compiled_llm.huggingface.processors.processors import new_seeds
+from compiled_llm.huggingface.processors.watermarks import WatermarkOfHost, with_watermarks_of_host
 from compiled_llm.kvcache.row import Row
 
 

@@ -10,20 +10,20 @@ from transformers import PreTrainedModel
 from compiled_llm.compat import prepare_cudagraph_trees
 from compiled_llm.compat.continuous_batching import forget_kept_manager, kept_manager
 from compiled_llm.config import WrapConfig
-from compiled_llm.huggingface.continuous_batching import EngineManager
+from compiled_llm.huggingface.batch.continuous_batching import EngineManager
+from compiled_llm.huggingface.call.keywords import takes_fields_of
 from compiled_llm.huggingface.handle import CompiledModel
-from compiled_llm.huggingface.keywords import takes_fields_of
 from compiled_llm.huggingface.wrapped_model import WrappedModel, wrapped_class
 from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
 from compiled_llm.model.checks import check_layers, check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.foreign_weights import changes_in_first_call, check_weights
-from compiled_llm.model.fused_weights import LinearRecorder
 from compiled_llm.model.layer_probe import probe_layers
-from compiled_llm.model.mask_probe import check_patterns
-from compiled_llm.model.position_probe import default_positions
+from compiled_llm.model.probes.mask_probe import check_patterns
+from compiled_llm.model.probes.position_probe import default_positions
 from compiled_llm.model.refusals import leading_to_explain
+from compiled_llm.model.weights.foreign_weights import changes_in_first_call, check_weights
+from compiled_llm.model.weights.fused_weights import LinearRecorder
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 

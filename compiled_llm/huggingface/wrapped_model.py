@@ -19,17 +19,24 @@ from transformers.generation.streamers import BaseStreamer
 
 from compiled_llm.compat.huggingface import is_huggingfaces
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.slow_paths import Reason
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.huggingface.batch.continuous_batching import manager_for
+from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache_choice import CacheChoice
-from compiled_llm.huggingface.call import Call, LoopArguments, obstacle
-from compiled_llm.huggingface.continuous_batching import manager_for
-from compiled_llm.huggingface.current_call import GenerateCall, copies, current_call, goes_original, new_cache, took
-from compiled_llm.huggingface.forward import check_belongs, run_forward, run_own_forward
+from compiled_llm.huggingface.call.call import Call, LoopArguments, obstacle
+from compiled_llm.huggingface.call.current_call import (
+    GenerateCall,
+    copies,
+    current_call,
+    goes_original,
+    new_cache,
+    took,
+)
+from compiled_llm.huggingface.forward.forward import check_belongs, run_forward, run_own_forward
 from compiled_llm.huggingface.handle import CompiledModel
-from compiled_llm.huggingface.overrides import forget_restored_forward, own_forward
-from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.huggingface.inspection.overrides import forget_restored_forward, own_forward
+from compiled_llm.huggingface.inspection.signatures import MethodSignature
 from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop, run_our_loop
-from compiled_llm.huggingface.signatures import MethodSignature
 from compiled_llm.model.facts import Learnt, ModelFacts
 from compiled_llm.model.inputs import check_prompt, check_ready, has_tokens
 

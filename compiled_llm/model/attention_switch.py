@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.huggingface import attention_read
 from compiled_llm.model.attention import NAME
-from compiled_llm.model.weights_lock import WeightsLock
+from compiled_llm.model.weights.weights_lock import WeightsLock
 
 
 def attention_configs(model: nn.Module) -> list[PretrainedConfig]:

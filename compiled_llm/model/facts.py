@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from compiled_llm.model.attention import PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
-from compiled_llm.model.fused_weights import FusedGroup
 from compiled_llm.model.layer_probe import Layer
-from compiled_llm.model.position_probe import DefaultPositions
+from compiled_llm.model.probes.position_probe import DefaultPositions
 from compiled_llm.model.sizes import max_positions_of
+from compiled_llm.model.weights.fused_weights import FusedGroup
 
 Forward = Callable[..., Any]
 """A model class's own ``forward``."""

@@ -22,8 +22,6 @@ import torch
 
 from compiled_llm.client import AsyncClient, Client, GeneratorError, GeneratorLostError
 from compiled_llm.client.plain import plain_params, token_ids
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.frames import Frames, frame_of
 from compiled_llm.protocol.messages import (
     VERSION,
@@ -42,6 +40,8 @@ from compiled_llm.protocol.messages import (
     Update,
     Welcome,
 )
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.characters import character_tokenizer
 
 WELCOME, READY = Welcome(VERSION, "a test", 1), Ready("a model", 100, [2], 1000, 8)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.client import AsyncClient, GeneratorError, connection
+from compiled_llm.client import AsyncClient, GeneratorError
+from compiled_llm.client.transport import connection
 from compiled_llm.protocol.frames import Frames, frame_of
 from compiled_llm.protocol.messages import VERSION, Cancel, FromClient, Ready, Refused, Submit, Welcome
 

@@ -22,8 +22,8 @@ from compiled_llm.commands.chat.chat import Chat
 from compiled_llm.commands.chat.conversation import Conversation
 from compiled_llm.commands.chat.generator import Generator
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.server.generator.facts import ready_of
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.engine_process.facts import ready_of
 from support import talking_partner
 from support.characters import character_tokenizer
 from support.generators import COMMAND, Loop, generating, until

@@ -6,8 +6,8 @@ from compiled_llm.commands import preparation
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.commands.request import Request, SamplingFlags
 from compiled_llm.config import WrapConfig
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.execution.stats import Stats
+from compiled_llm.execution.reporting.stats import Stats
+from compiled_llm.requests.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from compiled_llm.commands import early_checks, serve_http
 from compiled_llm.commands.app import app
 from compiled_llm.commands.serve import Served
 from compiled_llm.engine.engine import Engine
-from compiled_llm.server.front.restarts import Restarts
-from compiled_llm.server.generator.socket_file import listen
+from compiled_llm.server.engine_process.socket_file import listen
+from compiled_llm.server.restarts import Restarts
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
 

@@ -12,7 +12,7 @@ import pytest
 from compiled_llm.commands import serve_http
 from compiled_llm.commands.serve_http import HttpFlags, run_with_front, show_log
 from compiled_llm.commands.source import Source
-from compiled_llm.server.front import serving
+from compiled_llm.server import serving
 
 
 @pytest.fixture

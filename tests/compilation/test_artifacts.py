@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import compiled_llm
 from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
 from compiled_llm.compilation.artifacts.made_for import sizes_made_for
-from compiled_llm.compilation.graphs.profile import Profile, UsedStep
+from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
 from support import start_with_artifacts
 from support.artifact_folders import compiled
 from support.characters import character_tokenizer

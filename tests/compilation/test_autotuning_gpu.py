@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import fresh_cache
 
-from compiled_llm.compat import autotuning
-from compiled_llm.compat.autotuning import time_kernels_in_graphs
+from compiled_llm.compat.torch import autotuning
+from compiled_llm.compat.torch.autotuning import time_kernels_in_graphs
 from support.gpu import needs_cuda
 
 pytestmark = [pytest.mark.gpu, needs_cuda]

@@ -19,13 +19,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Q
 import compiled_llm
 from compiled_llm.compat import Fakes
 from compiled_llm.compilation import backend as inductor
-from compiled_llm.compilation import layer_marks, outline
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.graphs.validity import Weights
-from compiled_llm.compilation.layer_state import KnownState
-from compiled_llm.compilation.outline import Outline
 from compiled_llm.compilation.piecewise import Examples, cut, without_symbols
 from compiled_llm.compilation.programs import Arguments
+from compiled_llm.compilation.tracing import layer_marks, outline
+from compiled_llm.compilation.tracing.layer_state import KnownState
+from compiled_llm.compilation.tracing.outline import Outline
 from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_llm.compilation.graphs.profile import Profile, UsedStep
+from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
 
 MADE_FOR = {"model": "a.B", "rows": 8, "option mode": "cuda-graphs"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.compat import triton as caches
+from compiled_llm.compat.torch import triton as caches
 
 knobs = pytest.importorskip("triton.knobs")
 FileCacheManager = pytest.importorskip("triton.runtime.cache").FileCacheManager

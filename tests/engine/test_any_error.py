@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.output_thread import OutputThread
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.request import RequestError
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.steps.request import RequestError
+from compiled_llm.engine.thread.output_processor import OutputThread
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.failing_calls import fail_once
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
@@ -333,7 +333,7 @@ def test_a_thread_that_has_died_is_replaced(
     with monkeypatch.context() as patch:
         patch.setattr(type(engine._driver), "fail", lambda self, error: {}["missing"])
         patch.setattr(OutputThread, "close", lambda self: None)
-        patch.setattr("compiled_llm.engine.output_thread._lose", lambda *_: {}["missing"])
+        patch.setattr("compiled_llm.engine.thread.output_processor._lose", lambda *_: {}["missing"])
         for thread in threads:
             throw(thread, SystemExit)
         engine._driver._inbox.call()
@@ -350,7 +350,7 @@ def test_a_thread_that_has_died_is_replaced(
 def test_who_reads_text_hears_of_a_text_thread_that_fails(
     engine: Engine, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from compiled_llm.engine.handle import RequestHandle
+    from compiled_llm.engine.thread.handle import RequestHandle
 
     handle = engine.submit(PROMPT, greedy(900))
     with monkeypatch.context() as patch:

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.request import Request
-from compiled_llm.engine.scheduler import Scheduler
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.execution.threads.calls import Calls
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3

@@ -15,12 +15,12 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.engine import scheduler
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.handle import RequestHandle
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.execution.staging import Readback
+from compiled_llm.engine.steps import scheduler
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.execution.state.staging import Readback
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compiled_llm.compat.tokenizers import backend_of, cleans_up
-from compiled_llm.engine.answer_text import AnswerText, TextFormat
-from compiled_llm.engine.detokenizer import Decoding
-from compiled_llm.engine.request import Request
-from compiled_llm.engine.stop_strings import StopReader, StopStrings
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.requests.answer_text import AnswerText, TextFormat
+from compiled_llm.requests.detokenizer import Decoding
+from compiled_llm.requests.stop_strings import StopReader, StopStrings
 from support.text_tokenizers import SAMPLES, byte_fallback, byte_level, slow, word_pieces
 
 KINDS = [byte_level, byte_fallback, word_pieces, slow]

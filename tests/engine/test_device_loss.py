@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.engine.device_loss import DeviceLostError, device_lost
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.failing_calls import fail_once
 from support.tiny_models import tiny_qwen3
 

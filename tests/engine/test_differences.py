@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import compiled_llm
-from compiled_llm.compilation.logprobs import ScoredTokens, score_tokens
-from compiled_llm.compilation.sampling import Sampling
-from compiled_llm.engine.detokenizer import Decoding
+from compiled_llm.compilation.sampling.logprobs import ScoredTokens, score_tokens
+from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.logprobs import logprobs_of
-from compiled_llm.engine.output import Logprob
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.scores import Scores
-from compiled_llm.engine.stop_strings import StopReader
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.engine.steps.logprobs import logprobs_of
+from compiled_llm.engine.steps.scores import Scores
+from compiled_llm.requests.detokenizer import Decoding
+from compiled_llm.requests.outputs import Logprob
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.stop_strings import StopReader
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from compiled_llm_ops import sample_tokens
 from support.pages import DOCS
 from support.sampling_cases import arguments

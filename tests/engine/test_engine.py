@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.engine import scheduler
 from compiled_llm.engine.engine import Engine, QueueFullError
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.steps import scheduler
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.failing_calls import fail_once
 from support.families import FAMILIES, make
 from support.parity import alone, assert_account_is_empty, mixed_prompts

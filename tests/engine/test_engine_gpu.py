@@ -13,10 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.engine import scheduler
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.handle import RequestHandle
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.steps import scheduler
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.parity import assert_account_is_empty
 from support.twins import BEYOND_NOISE, DEVICE, OPTIONS, SMALL, in_float32, rms, small_qwen3
 

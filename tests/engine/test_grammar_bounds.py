@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.engine.grammars import bounds
-from compiled_llm.engine.grammars.source import GrammarSource
 from compiled_llm.engine.grammars.worker_messages import Compile, Failed, Vocabulary
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams, bounds
 
 
 def groups(levels: int) -> str:

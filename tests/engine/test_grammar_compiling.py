@@ -19,10 +19,10 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars import compilers, compiling
 from compiled_llm.engine.grammars.compilers import CompilersHere
-from compiled_llm.engine.grammars.constraint import Constraint
-from compiled_llm.engine.grammars.source import GrammarSource
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.engine.steps.constraint import Constraint
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.parity import assert_account_is_empty
 from support.text_tokenizers import byte_level, slow
 from support.tiny_models import tiny_qwen3

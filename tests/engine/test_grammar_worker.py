@@ -21,13 +21,13 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars.compilers import UnwantedError
 from compiled_llm.engine.grammars.compilers_apart import CompilersApart
-from compiled_llm.engine.grammars.constraint import Constraint
-from compiled_llm.engine.grammars.source import GrammarSource
 from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, Vocabulary
 from compiled_llm.engine.grammars.worker_process import WorkerProcess
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.request import InvalidRequestError, RequestError
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.engine.steps.constraint import Constraint
+from compiled_llm.engine.steps.request import InvalidRequestError, RequestError
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.generators import until
 from support.parity import assert_account_is_empty
 from support.text_tokenizers import byte_level

@@ -15,11 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.engine import shortage
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.scheduler import Scheduler
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.steps.scheduler import Scheduler
+from compiled_llm.engine.thread import starvation
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.failing_calls import fail_once
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3
@@ -308,7 +308,7 @@ def test_a_call_that_kept_caches_leave_no_room_for_is_refused_and_the_engine_goe
 
 
 def test_who_keeps_the_pages_that_a_request_waits_for_is_told(monkeypatch, one_thread, caplog):
-    monkeypatch.setattr(shortage, "_LONG", 0.05)
+    monkeypatch.setattr(starvation, "_LONG", 0.05)
     model = wrapped(tokens=640)  # 40 pages
     ids = torch.tensor([PROMPT])
     kept = model.generate(ids, max_new_tokens=300, return_dict_in_generate=True, do_sample=False)  # 23 of them

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import compiled_llm
-from compiled_llm.engine.latencies import WINDOW, Latencies, Latency, Waits
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.request import Request
+from compiled_llm.engine.steps.latencies import WINDOW, Latencies, Latency, Waits
+from compiled_llm.engine.steps.request import Request
 from compiled_llm.kvcache.pool import PageAccount
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.tiny_models import tiny_qwen3
 
 

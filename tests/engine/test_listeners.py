@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from compiled_llm.engine.listeners import Listeners, tell
+from compiled_llm.requests.listeners import Listeners, tell
 
 
 def test_a_function_that_listens_to_several_is_called_once() -> None:

@@ -14,8 +14,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3
 

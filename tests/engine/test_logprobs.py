@@ -22,19 +22,19 @@ from transformers.generation.logits_process import (
 )
 
 import compiled_llm
-from compiled_llm.compilation.logprobs import Draws, ScoredTokens, processed, score_tokens
-from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.compilation.sampling.logprobs import Draws, ScoredTokens, processed, score_tokens
+from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.handle import RequestHandle
-from compiled_llm.engine.intake import end_tokens
-from compiled_llm.engine.logprobs import logprobs_of
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.output import Completion, Logprob, RequestOutput
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.request import Request
-from compiled_llm.engine.scheduler import Scheduler
-from compiled_llm.engine.scores import Scores
-from compiled_llm.engine.token_stream import Token
+from compiled_llm.engine.intake.input_processor import end_tokens
+from compiled_llm.engine.steps.logprobs import logprobs_of
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.scheduler import Scheduler
+from compiled_llm.engine.steps.scores import Scores
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.outputs import Completion, Logprob, RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.token_stream import Token
 from compiled_llm_ops import sample_tokens
 from compiled_llm_ops.contracts import SampleTokens
 from engine.test_engine import GREEDY, some_prompts, tiny, wrapped
@@ -118,7 +118,7 @@ def test_answers_that_are_drawn(plain, engine, seed):
 @pytest.mark.parametrize("late", [False, True])
 def test_requests_that_lose_their_pages(late, plain, seed, monkeypatch):
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
-    monkeypatch.setattr("compiled_llm.engine.scheduler._FIRST_GUESS", 8)
+    monkeypatch.setattr("compiled_llm.engine.steps.scheduler._FIRST_GUESS", 8)
     with Engine(wrapped(tokens=16 * 9), prefix_cache=False) as engine:
         prompts = some_prompts(4, seed, longest=20)
         outputs = engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=40, ignore_eos=True, logprobs=4))
@@ -252,7 +252,7 @@ def test_many_rows_are_computed_some_at_a_time(drawn, monkeypatch, seed):
     given = arguments(logits, torch.randint(2**62, (len(EDITED),)), EDITED)
     tokens, draws = sample_tokens(*given), draws_of(given) if drawn else None
     whole = score_tokens(logits, tokens, 3, draws)
-    for module in ("compiled_llm.compilation.logprobs", "compiled_llm_ops.logprobs"):
+    for module in ("compiled_llm.compilation.sampling.logprobs", "compiled_llm_ops.logprobs"):
         monkeypatch.setattr(f"{module}._AT_ONCE", 1000)
     assert torch.equal(score_tokens(logits, tokens, 3, draws), whole)
 
@@ -359,7 +359,7 @@ def check_prompt(plain: PreTrainedModel, output: RequestOutput, most: int) -> No
 
 
 def test_prompts_are_scored_in_chunks(plain, engine, seed, monkeypatch):
-    monkeypatch.setattr("compiled_llm.engine.scheduler._SCORED", 20)
+    monkeypatch.setattr("compiled_llm.engine.steps.scheduler._SCORED", 20)
     prompts = [*some_prompts(6, seed, longest=150), [9]]
     wants = [(None, 0, 5)[n % 3] for n in range(7)]
     params = [SamplingParams(**GREEDY, max_tokens=12, logprobs=1, prompt_logprobs=most) for most in wants]
@@ -393,7 +393,7 @@ def test_prompts_that_lose_their_pages_while_they_are_scored(plain, model, seed,
             scheduler.preempt()
         return decoding(scheduler)
 
-    monkeypatch.setattr("compiled_llm.engine.scheduler._SCORED", 16)
+    monkeypatch.setattr("compiled_llm.engine.steps.scheduler._SCORED", 16)
     monkeypatch.setattr(Scheduler, "_decoding_within_pages", out_of_pages)
     prompts = [prompt * 3 for prompt in some_prompts(3, seed, longest=60)]
     with Engine(model) as engine:

@@ -7,9 +7,9 @@ import random
 import pytest
 
 import compiled_llm
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.pace import Pace
-from compiled_llm.execution.device_timer import DeviceTimer
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.steps.token_budget import Pace
+from compiled_llm.execution.state.device_timer import DeviceTimer
 from support.tiny_models import tiny_qwen3
 
 

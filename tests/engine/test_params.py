@@ -19,13 +19,14 @@ from transformers import (
 )
 
 import compiled_llm
-from compiled_llm.compilation.bias import packed_values
-from compiled_llm.engine import choosing, scheduler
+from compiled_llm.compilation.sampling.bias import packed_values
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
-from compiled_llm.execution.slots import Slots
+from compiled_llm.engine.intake.input_processor import sampling
+from compiled_llm.engine.steps import scheduler
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.execution.state.slots import Slots
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.tiny_models import tiny_qwen3
 
 ENDS = [2, 5, 31, 77, 90, 101]
@@ -254,7 +255,7 @@ def test_requests_of_one_call_share_what_their_settings_are_packed_to(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: list[Any] = []
-    monkeypatch.setattr(choosing, "packed_values", lambda *given: packed.append(packed_values(*given)) or packed[-1])
+    monkeypatch.setattr(sampling, "packed_values", lambda *given: packed.append(packed_values(*given)) or packed[-1])
     admit, entered = Slots.admit, list[Any]()
     monkeypatch.setattr(Slots, "admit", lambda slots, rows, own: (entered.extend(own), admit(slots, rows, own))[1])
     biased, other = (SamplingParams(temperature=0, max_tokens=3, logit_bias={token: 50}) for token in (9, 8))

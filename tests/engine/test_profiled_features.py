@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compilation.graphs.profile import Profile
+from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.programs import PREFILL_EMBEDDED
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars.compiling import Grammars
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.text_tokenizers import byte_level
 from support.tiny_models import tiny_qwen3
 

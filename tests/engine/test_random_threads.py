@@ -15,7 +15,7 @@ from collections import Counter
 import pytest
 from transformers.utils.logging import disable_progress_bar
 
-from compiled_llm.engine.loop import Loop
+from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.runner import Runner
 from support.thread_search import Expected, Schedule
 

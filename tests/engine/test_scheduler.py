@@ -15,13 +15,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from compiled_llm.compilation.sampling import Sampling
-from compiled_llm.engine.grammars.constraint import Constraint
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.pace import Pace
-from compiled_llm.engine.plan import Plan
-from compiled_llm.engine.request import Request, RequestError
-from compiled_llm.engine.scheduler import Scheduler
+from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.engine.steps.constraint import Constraint
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.steps.plan import Plan
+from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.engine.steps.scheduler import Scheduler
+from compiled_llm.engine.steps.token_budget import Pace
 from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.handle import RequestHandle
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.parity import assert_account_is_empty
 from support.text_tokenizers import byte_level
 from support.tiny_models import tiny_qwen3

@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.engine import Engine, QueueFullError
-from compiled_llm.engine.inbox import Inbox
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.execution import device_side
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.thread.arrivals import Inbox
+from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.execution.lifecycle import device_side
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.in_threads import in_thread, start
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.handle import RequestHandle
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.execution import device_side
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.execution.lifecycle import device_side
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.parity import assert_account_is_empty
 from support.stand_in_recordings import let_a_cpu_record
 from support.tiny_models import tiny_qwen3

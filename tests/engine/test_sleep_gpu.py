@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.parity import assert_account_is_empty
 from support.twins import DEVICE, OPTIONS, small_qwen3
 

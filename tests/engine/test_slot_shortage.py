@@ -13,10 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.engine import shortage
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.handle import RequestHandle
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.thread import starvation
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3
@@ -98,9 +98,9 @@ def test_a_call_of_generate_waits_too(penalty: float, model: PreTrainedModel, en
 def test_whoever_waits_for_engines_that_are_paused_says_so(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shortage, "_LONG", 0.05)
+    monkeypatch.setattr(starvation, "_LONG", 0.05)
     said = threading.Event()
-    monkeypatch.setattr(shortage.Shortage, "_say", _then(shortage.Shortage._say, said))
+    monkeypatch.setattr(starvation.Shortage, "_say", _then(starvation.Shortage._say, said))
     handles = [begun(engine) for engine in engines[:2]]
     with engines[0].paused(weights_stay=True), engines[1].paused(weights_stay=True):
         late = [engines[2].submit([5, 6, number], params(PENALTY)) for number in range(ROWS)]

@@ -13,15 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.engine import scheduler
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.grammars import constraint
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.output import RequestOutput
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
-from compiled_llm.execution import deferred_choice
+from compiled_llm.engine.steps import constraint, scheduler
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.execution.decode.decode import deferred_choice
 from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.failing_calls import fail_once
 from support.parity import assert_account_is_empty
 from support.text_tokenizers import byte_fallback, byte_level

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from engine.test_structured_outputs import assert_follows, schemas
 from support.parity import assert_account_is_empty
 from support.text_tokenizers import byte_level

@@ -15,12 +15,12 @@ import pytest
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.engine import scheduler
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.handle import RequestHandle
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.request import RequestError
+from compiled_llm.engine.steps import scheduler
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.steps.request import RequestError
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.forking import forked
 from support.parity import assert_account_is_empty
 from support.text_tokenizers import byte_level

@@ -12,9 +12,9 @@ import pytest
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.output import RequestOutput
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.parity import assert_account_is_empty
 from support.text_tokenizers import byte_level
 from support.tiny_models import tiny_qwen3

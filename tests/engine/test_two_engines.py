@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine import model_check
-from compiled_llm.engine.driver import Driver
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.loop import Loop
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3
@@ -107,7 +107,7 @@ def test_an_update_that_fails_keeps_no_pages(
         change(model)
         raise RuntimeError("the device has failed")
 
-    monkeypatch.setattr("compiled_llm.model.new_weights.NewWeights.write", fails)
+    monkeypatch.setattr("compiled_llm.model.weights.new_weights.NewWeights.write", fails)
     with pytest.raises(RuntimeError, match="the device has failed"):
         updated(engine, tmp_path)
     assert answer(engine) == alone(change(tiny()), PROMPT, 12)

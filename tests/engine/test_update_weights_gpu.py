@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.twins import OPTIONS, small_qwen3
 
 pytestmark = pytest.mark.gpu

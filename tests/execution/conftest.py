@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from compiled_llm.execution import device_side
+from compiled_llm.execution.lifecycle import device_side
 from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.execution.threads.device_thread import DeviceThread
 

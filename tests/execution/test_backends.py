@@ -19,9 +19,9 @@ from compiled_llm import WrapConfig
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.compilation.options import passes_for
 from compiled_llm.compilation.passes.attention import PreparedInAttention
-from compiled_llm.execution.packing import null_extension, pack, padded
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.prefill_room import PrefillRoom
+from compiled_llm.execution.prefill.packing import null_extension, pack, padded
+from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.kvcache.table import HostTable, Span, build_table
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.layer_probe import Layer

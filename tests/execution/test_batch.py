@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm import OutOfPagesError
 from compiled_llm.execution.batch import Batch, Extension, Step
+from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.kvcache.row import Row
 from support.alone import Alone
 from support.tiny_models import tiny_qwen3

@@ -24,8 +24,8 @@ from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.rolling import RollingRecordings
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.inputs import Shape
-from compiled_llm.execution.persistent_batch import PersistentBatch
-from compiled_llm.execution.prefill import Prefill
+from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.runner import Runner
 from compiled_llm.kvcache.row import Row
 from support.in_threads import in_thread

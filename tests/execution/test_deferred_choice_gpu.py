@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compilation.masks import mask_of
-from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.compilation.sampling.masks import mask_of
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution.batch import Batch, Extension, Step
-from compiled_llm.execution.deferred_choice import Masks
+from compiled_llm.execution.decode.deferred_choice import Masks
+from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.execution.persistent_batch import PersistentBatch
 from compiled_llm.kvcache.row import Row
 from support.gpu import needs_cuda
 from support.twins import OPTIONS, SMALL, small_qwen3

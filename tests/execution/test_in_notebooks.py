@@ -6,7 +6,7 @@ import pytest
 from rich import console, jupyter
 
 import compiled_llm
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 from support.tiny_models import tiny_qwen3
 
 

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
-from compiled_llm.compilation.sampling import Sampling
+from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.kvcache.pool import PagePool
 from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from support.parity import assert_account_is_empty, greedy

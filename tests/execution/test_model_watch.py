@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from compiled_llm.execution.model_watch import ModelWatch
+from compiled_llm.execution.graphs.model_watch import ModelWatch
 from compiled_llm.model import contents
 from support.tiny_models import tiny_qwen3
 

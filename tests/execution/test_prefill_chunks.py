@@ -8,7 +8,7 @@ import torch
 
 import compiled_llm
 from compiled_llm.execution.batch import Extension
-from compiled_llm.execution.packing import chunks
+from compiled_llm.execution.prefill.packing import chunks
 from compiled_llm.kvcache.table import Span
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3

@@ -10,7 +10,7 @@ import torch
 
 import compiled_llm
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.prefill_room import PrefillRoom
+from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.kvcache.table import HostTable
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.stand_in_recordings import let_a_cpu_record

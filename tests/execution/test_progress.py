@@ -8,8 +8,8 @@ import time
 import pytest
 
 import compiled_llm
-from compiled_llm.execution import progress
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting import progress
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 from support.tiny_models import tiny_qwen3
 
 

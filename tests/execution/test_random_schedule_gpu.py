@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 import compiled_llm
-from compiled_llm.execution.slots import Slots
+from compiled_llm.execution.state.slots import Slots
 from compiled_llm.kvcache.row import Row
 from support.parity import assert_account_is_empty
 from support.twins import (

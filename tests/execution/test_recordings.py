@@ -16,11 +16,11 @@ import compiled_llm
 from compiled_llm import Engine, SamplingParams
 from compiled_llm.compilation.graphs.recordings import Recordings
 from compiled_llm.compilation.graphs.rolling import RollingRecordings
-from compiled_llm.execution import prefill_room
-from compiled_llm.execution.choice_graphs import ChoiceGraphs
+from compiled_llm.execution.graphs.recorded_shapes import RecordedShapes
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.prefill_room import COMPILED_ROWS, compiled_length, typical_tokens
-from compiled_llm.execution.recorded_shapes import RecordedShapes
+from compiled_llm.execution.prefill.prefill import prefill_room
+from compiled_llm.execution.state.choice_graphs import ChoiceGraphs
+from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length, typical_tokens
 from compiled_llm.model.sizes import weights_of_a_layer
 from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts

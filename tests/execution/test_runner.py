@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import OutOfPagesError
-from compiled_llm.execution.decode import Decode
-from compiled_llm.execution.prefill import Prefill
+from compiled_llm.execution.decode.decode import Decode
+from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.runner import Runner
 from compiled_llm.kvcache.row import Row
 from support.alone import Alone

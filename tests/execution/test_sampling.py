@@ -13,12 +13,12 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import compiled_llm
-from compiled_llm.compilation.bias import Bias, packed
-from compiled_llm.compilation.draws import Draws
-from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose
-from compiled_llm.execution.arena import Arena
-from compiled_llm.execution.slots import Slots
-from compiled_llm.execution.staging import Staging
+from compiled_llm.compilation.sampling.bias import Bias, packed
+from compiled_llm.compilation.sampling.draws import Draws
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, choose
+from compiled_llm.execution.state.arena import Arena
+from compiled_llm.execution.state.slots import Slots
+from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops import MOST_BIASES, sample_tokens

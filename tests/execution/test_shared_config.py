@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.model.weights_lock import WeightsLock
+from compiled_llm.model.weights.weights_lock import WeightsLock
 from support.in_threads import PATIENCE, in_thread, start
 from support.inside_steps import Calling, calling
 from support.parity import assert_account_is_empty, greedy, mixed_prompts

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import compiled_llm
-from compiled_llm.compilation.bias import ALWAYS, Bias, packed
-from compiled_llm.compilation.masks import mask_of
-from compiled_llm.compilation.sampling import Sampling
-from compiled_llm.execution.arena import Arena
+from compiled_llm.compilation.sampling.bias import ALWAYS, Bias, packed
+from compiled_llm.compilation.sampling.masks import mask_of
+from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.runner import Runner
-from compiled_llm.execution.slots import Slots
-from compiled_llm.execution.staging import Staging
+from compiled_llm.execution.state.arena import Arena
+from compiled_llm.execution.state.slots import Slots
+from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
 from support.alone import Alone

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
-from compiled_llm.execution.decode import Decode
+from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from support.in_threads import PATIENCE, in_thread, start
@@ -334,7 +334,7 @@ import json, os, signal, sys, threading, time
 import torch, transformers, compiled_llm
 from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.execution.threads.device_thread import DeviceThread
-from compiled_llm.execution import device_side
+from compiled_llm.execution.lifecycle import device_side
 folder, processes, config = sys.argv[1], *map(json.loads, sys.argv[2:])
 codes = []
 for number, (executor, mode, ending) in enumerate(processes):

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
-from compiled_llm.compilation.graphs.profile import Profile, UsedStep
+from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
 from compiled_llm.compilation.graphs.rolling import Budget, Choice, Cost, Key, RollingRecordings, described
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.execution.used_steps import prepare_profile
+from compiled_llm.execution.lifecycle.used_steps import prepare_profile
 from support.parity import greedy, mixed_prompts
 from support.stand_in_recordings import let_a_cpu_record
 from support.tiny_models import tiny_qwen3

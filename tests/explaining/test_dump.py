@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 import compiled_llm
-from compiled_llm.compilation import backend, layer_marks, programs
+from compiled_llm.compilation import backend, programs
+from compiled_llm.compilation.tracing import layer_marks
 from compiled_llm.explaining import timings
 from compiled_llm.explaining.dump import dump, listing
 from compiled_llm.explaining.dump.bytecode import readable

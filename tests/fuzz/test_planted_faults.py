@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from compiled_llm.huggingface import paths
-from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.kvcache.pool import PagePool
 from support.fuzzing.case import Case
 from support.fuzzing.data import Prompt

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 
 import compiled_llm
-from compiled_llm.huggingface.continuous_batching import EngineManager
+from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3
 

@@ -15,8 +15,8 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 
 import compiled_llm
 from compiled_llm.compilation import backend as inductor
-from compiled_llm.execution.device_state import DeviceState
-from compiled_llm.execution.prefill import Prefill
+from compiled_llm.execution.prefill.prefill import Prefill
+from compiled_llm.execution.state.device_state import DeviceState
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy
 from support.parity import assert_account_is_empty, greedy, mixed_prompts

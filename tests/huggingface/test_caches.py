@@ -17,9 +17,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
-from compiled_llm.execution.prefill import Prefill
-from compiled_llm.huggingface.cache_columns import row_updates, with_only_kept, with_updates
-from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.execution.prefill.prefill import Prefill
+from compiled_llm.huggingface.cache.cache_columns import row_updates, with_only_kept, with_updates
+from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.kvcache.pool import OutOfPagesError
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3

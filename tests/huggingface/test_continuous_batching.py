@@ -17,12 +17,12 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 import compiled_llm
 from compiled_llm.compat.continuous_batching import RequestState, processors_of
-from compiled_llm.engine.handle import RequestHandle
-from compiled_llm.engine.listeners import tell
-from compiled_llm.engine.request import Request
-from compiled_llm.huggingface import batch_settings
-from compiled_llm.huggingface.batch_answers import Answers
-from compiled_llm.huggingface.continuous_batching import EngineManager
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.huggingface.batch import batch_settings
+from compiled_llm.huggingface.batch.batch_answers import Answers
+from compiled_llm.huggingface.batch.continuous_batching import EngineManager
+from compiled_llm.requests.listeners import tell
 from support.failing_calls import fail_once
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3

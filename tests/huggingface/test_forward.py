@@ -14,7 +14,7 @@ from transformers import DynamicCache, OPTConfig, PreTrainedModel, Qwen3MoeConfi
 from transformers import OPTForCausalLM as OptForCausalLM
 
 import compiled_llm
-from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import TINY, tiny_qwen3
 

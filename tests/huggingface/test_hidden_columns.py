@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.huggingface.hidden_columns import HiddenInWindowError, differing_window
+from compiled_llm.huggingface.cache.hidden_columns import HiddenInWindowError, differing_window
 from support.families import FAMILIES, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 

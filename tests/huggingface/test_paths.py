@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.execution.slow_paths import WORDINGS, Reason, SlowPath
+from compiled_llm.execution.reporting.slow_paths import WORDINGS, Reason, SlowPath
 from compiled_llm.huggingface import wrap
 from support.generate_features import BETWEEN, FEATURES, PAGE, Feature, line, pair, paths_of, reasons
 from support.parity import assert_account_is_empty

@@ -23,8 +23,8 @@ from transformers import (
 
 import compiled_llm
 from compiled_llm.execution.runner import Runner
-from compiled_llm.execution.staging import Readback
-from compiled_llm.huggingface.paged_cache import PagedCache
+from compiled_llm.execution.state.staging import Readback
+from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.kvcache.row import Row
 from support.pairs import OPTIONS
 from support.parity import assert_account_is_empty, greedy, mixed_prompts

@@ -18,8 +18,8 @@ import compiled_llm
 from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.table import RecordingTable
 from compiled_llm.compilation.inputs import Shape
-from compiled_llm.execution.decode import Decode
-from compiled_llm.execution.prefill import Prefill
+from compiled_llm.execution.decode.decode import Decode
+from compiled_llm.execution.prefill.prefill import Prefill
 from support.parity import alone, greedy, mixed_prompts
 from support.stand_in_recordings import StandInRecorder, let_a_cpu_record
 from support.tiny_models import tiny_qwen3

@@ -123,7 +123,7 @@ def test_criteria_see_those_so_far(models, seed):
 
 def test_memory_that_is_not_there(models, seed, monkeypatch):
     plain, wrapped = models
-    monkeypatch.setattr("compiled_llm.huggingface.step_scores.free_bytes", lambda _: 4 * 9 * 2 * 128 - 1)
+    monkeypatch.setattr("compiled_llm.huggingface.processors.step_scores.free_bytes", lambda _: 4 * 9 * 2 * 128 - 1)
     inputs = mixed_prompts([4, 6], 128, seed)
     with pytest.raises(ValueError, match=r"9 steps of 2 rows and 128 tokens take .* give fewer rows or max_new_tokens"):
         greedy(wrapped, inputs, 9, **BOTH)
@@ -137,7 +137,9 @@ def test_memory_that_is_not_there(models, seed, monkeypatch):
 def test_only_calls_that_keep_scores_ask_for_free_memory(models, seed, monkeypatch):
     """On a GPU the question takes longer than all else before the first token."""
     asked: list[torch.device] = []
-    monkeypatch.setattr("compiled_llm.huggingface.step_scores.free_bytes", lambda device: asked.append(device) or 2**40)
+    monkeypatch.setattr(
+        "compiled_llm.huggingface.processors.step_scores.free_bytes", lambda device: asked.append(device) or 2**40
+    )
     _, wrapped = models
     greedy(wrapped, mixed_prompts([4, 6], 128, seed), 3)
     assert not asked

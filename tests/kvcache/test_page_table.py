@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from compiled_llm.execution.decode_buffers import bucket_for, buckets_up_to
+from compiled_llm.execution.state.decode_buffers import bucket_for, buckets_up_to
 from compiled_llm.kvcache.memory import allocate_pages
 from compiled_llm.kvcache.pool import NULL_PAGE, OutOfPagesError, PagePool, Promise
 from compiled_llm.kvcache.row import Row

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.compilation.backend import Inductor
 from compiled_llm.compilation.passes.products import FusedProducts
-from compiled_llm.model.fused_weights import FusedGroup, FusedWeights
+from compiled_llm.model.weights.fused_weights import FusedGroup, FusedWeights
 from support.families import FAMILIES as OTHER_FAMILIES
 from support.families import make
 from support.fused_heads import QKV, Heads, fuse

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 
-from compiled_llm.model import fused_weights as fused
-from compiled_llm.model.fused_weights import FusedGroup, FusedWeights
+from compiled_llm.model.weights import fused_weights as fused
+from compiled_llm.model.weights.fused_weights import FusedGroup, FusedWeights
 from support.fused_heads import QKV, Heads, fuse, groups_of, storages
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]

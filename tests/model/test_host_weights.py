@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from compiled_llm.model import host_weights
-from compiled_llm.model.fused_weights import FusedWeights, is_one
-from compiled_llm.model.host_weights import HostWeights
+from compiled_llm.model.weights import host_weights
+from compiled_llm.model.weights.fused_weights import FusedWeights, is_one
+from compiled_llm.model.weights.host_weights import HostWeights
 from support.fused_heads import Heads, fuse, storages
 
 pytestmark = pytest.mark.usefixtures("one_thread")

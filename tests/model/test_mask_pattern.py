@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from compiled_llm.model.mask_pattern import PatternError, window_of
+from compiled_llm.model.probes.mask_pattern import PatternError, window_of
 
 POSITIONS = 24
 CAUSAL = masking_utils.causal_mask_function

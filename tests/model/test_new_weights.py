@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
-from compiled_llm.model.new_weights import NewWeights
+from compiled_llm.model.weights.new_weights import NewWeights
 from support.tiny_models import TINY, tiny_llama, tiny_qwen3
 
 

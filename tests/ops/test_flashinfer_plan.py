@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.graphs.recorded_shapes import RecordedShapes
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.prefill_room import PrefillRoom
-from compiled_llm.execution.recorded_shapes import RecordedShapes
+from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm_ops import Geometry, PageTable
 from compiled_llm_ops.attention import plan as plan_op
 from compiled_llm_ops.contracts import PlanPagedAttention

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.compat.inductor import make_kernels_wait_first
+from compiled_llm.compat.torch.inductor import make_kernels_wait_first
 from compiled_llm_ops import add_rms_norm, normed_linear, skinny_linear
 from compiled_llm_ops.kernels import linear_tiling as tiling
 from support.gpu import by_dtype, close, needs_cuda, seeded

@@ -18,7 +18,7 @@ from support.op_cases import CASES, UNREAD, Batch
 pytestmark = pytest.mark.core
 
 MARKS = {"layer_begins", "layer_ends"}
-"""Not to be called: they stand in graphs until ``compiled_llm.compilation.outline`` takes them out."""
+"""Not to be called: they stand in graphs until ``compiled_llm.compilation.tracing.outline`` takes them out."""
 
 
 def ops_of_the_namespace() -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from compiled_llm.compat.inductor import make_kernels_wait_first
+from compiled_llm.compat.torch.inductor import make_kernels_wait_first
 from compiled_llm_ops import (
     PageTable,
     add_rms_norm,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling, choose
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, choose
 from compiled_llm_ops import build_sampling, sample_tokens
 from support.gpu import needs_cuda, seeded
 from support.sampling_cases import (

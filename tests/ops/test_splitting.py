@@ -10,7 +10,7 @@ from compiled_llm import WrapConfig
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.prefill_room import PrefillRoom
+from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.kvcache.table import Span
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.flashinfer.splitting import worth_splitting

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.compilation.masks import mask_of
-from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.compilation.sampling.masks import mask_of
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm_ops import build_sampling, sample_tokens
 from compiled_llm_ops.contracts import SampleTokens
 from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted

@@ -14,10 +14,10 @@ import pytest
 
 from compiled_llm.client import AsyncClient, GeneratorLostError
 from compiled_llm.client.handle import RemoteHandle
-from compiled_llm.client.session import Session
+from compiled_llm.client.transport.session import Session
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.output import RequestOutput
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.generators import PATIENCE, Loop, until
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -11,10 +11,10 @@ import pytest
 
 from compiled_llm.client import Client
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.messages import Cancel, Ended, Step, Submit
-from compiled_llm.server.generator import stream
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.server.engine_process import stream
 from support.generators import PATIENCE, Bytes, Loop, until
 
 SLOW = {"bad_words": ["fox"], "max_tokens": 3}

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from compiled_llm.client import Client, GeneratorError
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.server.generator.process import DEVICE_LOST
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.engine_process.process import DEVICE_LOST
 from support.fronts import serving
 from support.generators import PATIENCE, generator_process, until
 from support.planted_device_loss import SCRIPT

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from compiled_llm.client import Client, GeneratorError
-from compiled_llm.client import connection as client_connection
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.client.transport import connection as client_connection
 from compiled_llm.protocol import messages
 from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import AskStats, Cancel, Hello, Problem, Stats, Step, Submit
-from compiled_llm.server.generator import connection as server_connection
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.engine_process import connection as server_connection
 from support.generators import PATIENCE, Bytes, Loop, until
 
 PROMPT = [3, 4, 5]

@@ -16,13 +16,13 @@ import torch
 import compiled_llm
 from compiled_llm.client import AsyncClient, Client, GeneratorBusyError, GeneratorError, GeneratorLostError
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.output import Completion, RequestOutput
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
 from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import AskStats, Cancel, Preparing, Refused, Step, Submit, Welcome
-from compiled_llm.server.generator import connection, stream
-from compiled_llm.server.generator.facts import ready_of
+from compiled_llm.requests.outputs import Completion, RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.server.engine_process import connection, stream
+from compiled_llm.server.engine_process.facts import ready_of
 from support.failing_calls import fail_once
 from support.generators import PATIENCE, Bytes, Loop, generating, until
 from support.text_tokenizers import byte_level

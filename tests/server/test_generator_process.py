@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compiled_llm
 from compiled_llm.client import Client, GeneratorError, GeneratorLostError
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.characters import character_tokenizer
 from support.generators import COMMAND, PATIENCE, generator_process, until
 from support.tiny_models import tiny_qwen3
@@ -24,7 +24,7 @@ OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "20000 tokens")
 LEAVING_CLIENT = """
 import sys
 from compiled_llm.client import Client
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.sampling_params import SamplingParams
 client = Client(sys.argv[1])
 handles = [client.submit([3, 4, number], SamplingParams(max_tokens=900, ignore_eos=True)) for number in range(4)]
 for handle in handles:

@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 
 from compiled_llm.client import Client
-from compiled_llm.compilation.graphs.profile import Profile, UsedStep
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.execution.runtime import Runtime
-from compiled_llm.server.generator.kept_profile import KeptProfile
+from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
+from compiled_llm.execution.lifecycle.runtime import Runtime
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.engine_process.kept_profile import KeptProfile
 from support.generators import PATIENCE, generator_process
 
 OPTIONS = ("--mode", "compile", "--warmup", "1", "--max-rows", "8", "--kv-memory", "20000 tokens")

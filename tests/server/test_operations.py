@@ -23,11 +23,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 import compiled_llm
 from compiled_llm.client import Client, GeneratorError
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
 from compiled_llm.protocol.messages import Ready
-from compiled_llm.server.generator import process
-from compiled_llm.server.generator.facts import ready_of
-from compiled_llm.server.generator.operations import Operations
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.engine_process import process
+from compiled_llm.server.engine_process.facts import ready_of
+from compiled_llm.server.engine_process.operations import Operations
 from support.characters import character_tokenizer
 from support.fronts import fronting, serving
 from support.generators import PATIENCE, Loop, generating, generator_process, operating, until

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 
-from compiled_llm.server.generator.outlet import Outlet
+from compiled_llm.server.engine_process.transport import Outlet
 from support.generators import PATIENCE
 
 LARGE = 2**20

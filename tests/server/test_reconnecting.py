@@ -15,8 +15,8 @@ from compiled_llm.client import async_client as async_client_file
 from compiled_llm.client import client as client_file
 from compiled_llm.client.base import BaseClient
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.server.generator.facts import ready_of
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.engine_process.facts import ready_of
 from support.characters import character_tokenizer
 from support.generators import PATIENCE, Loop, generating
 from support.text_tokenizers import byte_level

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.server.generator import socket_file
-from compiled_llm.server.generator.socket_file import listen, remove
+from compiled_llm.server.engine_process import socket_file
+from compiled_llm.server.engine_process.socket_file import listen, remove
 
 
 def left_behind(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from compiled_llm.server.front.answer_parts import Parts, PartsReader
+from compiled_llm.server.openai.parsing.answer_parts import Parts, PartsReader
 
 
 class Told(NamedTuple):

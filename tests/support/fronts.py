@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 from transformers import PreTrainedTokenizerBase
 
-from compiled_llm.server.front.http_server import HttpServer
-from compiled_llm.server.front.serving import listen
-from compiled_llm.server.front.settings import FrontSettings
+from compiled_llm.server.http_server import HttpServer
+from compiled_llm.server.serving import listen
+from compiled_llm.server.settings import FrontSettings
 from support.generators import COMMAND, PATIENCE
 from support.text_tokenizers import byte_level
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from compiled_llm.model.fused_weights import FusedGroup, FusedWeights, LinearRecorder
+from compiled_llm.model.weights.fused_weights import FusedGroup, FusedWeights, LinearRecorder
 
 
 class Heads(nn.Module):

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import compiled_llm
-from compiled_llm.execution.slow_paths import WORDINGS
+from compiled_llm.execution.reporting.slow_paths import WORDINGS
 from support import vision
 from support.callbacks import Halve, LaterLength, SecondEos, Silent, Until
 from support.custom_loops import own_greedy

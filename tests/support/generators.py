@@ -16,10 +16,10 @@ from typing import Any
 from compiled_llm.engine.engine import Engine
 from compiled_llm.protocol.frames import Frames, frame_of
 from compiled_llm.protocol.messages import FromGenerator, Hello, Problem, Ready, Welcome
-from compiled_llm.server.generator.facts import ready_of
-from compiled_llm.server.generator.generator import Generator
-from compiled_llm.server.generator.kept_profile import KeptProfile
-from compiled_llm.server.generator.operations import Operations
+from compiled_llm.server.engine_process.engine_server import Generator
+from compiled_llm.server.engine_process.facts import ready_of
+from compiled_llm.server.engine_process.kept_profile import KeptProfile
+from compiled_llm.server.engine_process.operations import Operations
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
 PATIENCE = 60.0

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from compiled_llm.engine.grammars.source import GrammarSource
-from compiled_llm.server.front.vocabulary import Vocabulary
+from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
+from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
 FOLDER = "LOOP_RECORDER"
 """The variable that names the folder in which each process has a file."""

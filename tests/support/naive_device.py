@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from compiled_llm.compilation.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution.batch import Batch, Step
 from compiled_llm.execution.growth import grown
 from compiled_llm.kvcache.pool import PagePool

@@ -37,7 +37,7 @@ def plant_in_steps(file: str) -> None:
 
 def plant_in_generators(file: str) -> None:
     """Have a front start generators by this script."""
-    from compiled_llm.server.front.generator_process import GeneratorProcess
+    from compiled_llm.server.engine_process.starter import GeneratorProcess
 
     begin: Any = GeneratorProcess.__init__
 

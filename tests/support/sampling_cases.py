@@ -32,12 +32,12 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from compiled_llm.compilation.bias import BARRED, FORCED, Bias, packed
-from compiled_llm.compilation.masks import mask_of
-from compiled_llm.compilation.sampling import Sampling, SamplingTables
-from compiled_llm.execution.arena import Arena
-from compiled_llm.execution.slot_settings import SlotSettings
-from compiled_llm.execution.staging import Staging
+from compiled_llm.compilation.sampling.bias import BARRED, FORCED, Bias, packed
+from compiled_llm.compilation.sampling.masks import mask_of
+from compiled_llm.compilation.sampling.sampling import Sampling, SamplingTables
+from compiled_llm.execution.state.arena import Arena
+from compiled_llm.execution.state.slot_settings import SlotSettings
+from compiled_llm.execution.state.staging import Staging
 from compiled_llm_ops import COUNTED
 from compiled_llm_ops.contracts import OF_TILES, OF_TOKENS, TILE, SampleTokens
 from compiled_llm_ops.race import exponentials

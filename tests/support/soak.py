@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from compiled_llm import Engine, RequestError, SamplingParams
-from compiled_llm.engine.handle import RequestHandle
+from compiled_llm.engine.thread.handle import RequestHandle
 
 THREADS = 8
 VOCABULARY = 128

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 import compiled_llm
-from compiled_llm.compat.triton import kernels_built
+from compiled_llm.compat.torch.triton import kernels_built
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13]]
 NEW_TOKENS = 6

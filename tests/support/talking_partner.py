@@ -12,8 +12,8 @@ from typing import Any
 from compiled_llm.commands.chat.chat import Chat
 from compiled_llm.commands.chat.conversation import Conversation
 from compiled_llm.commands.chat.terminal import Terminal
-from compiled_llm.engine.output import Completion, RequestOutput
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.outputs import Completion, RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
 
 
 class Tokenizer:

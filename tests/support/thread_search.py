@@ -26,10 +26,10 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.handle import RequestHandle
-from compiled_llm.engine.output import Completion
-from compiled_llm.engine.params import SamplingParams
-from compiled_llm.engine.request import RequestError
+from compiled_llm.engine.steps.request import RequestError
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.outputs import Completion
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3

@@ -14,7 +14,7 @@ from compiled_llm.commands.bench.contender import Log
 from compiled_llm.commands.bench.report import Report
 from compiled_llm.commands.bench.table import Table
 from compiled_llm.commands.bench.tables import footer, header, tables_of
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 
 def show(report: Report) -> None:

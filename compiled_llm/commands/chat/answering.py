@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from compiled_llm.commands.chat.partner import Handle
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 _SILENT_SECONDS = 0.5
 """After which it is said that an answer is on its way."""

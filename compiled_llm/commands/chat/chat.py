@@ -15,8 +15,8 @@ from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.commands.errors import complaint
 
 if TYPE_CHECKING:
-    from compiled_llm.engine.output import RequestOutput
-    from compiled_llm.engine.params import SamplingParams
+    from compiled_llm.requests.outputs import RequestOutput
+    from compiled_llm.requests.sampling_params import SamplingParams
 
 _HELP = '''\
 /clear        forget what was said, and begin a new chat

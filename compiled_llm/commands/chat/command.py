@@ -36,7 +36,7 @@ from compiled_llm.commands.request import SamplingFlags, check_range
 from compiled_llm.commands.source import DEMO, locate
 
 if TYPE_CHECKING:
-    from compiled_llm.engine.params import SamplingParams
+    from compiled_llm.requests.sampling_params import SamplingParams
 
 _OF_OWN_MODEL = ("mode", "backend", "dtype", "device")
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from compiled_llm.execution.plain_text import plain_text
+from compiled_llm.execution.reporting.plain_text import plain_text
 
 if TYPE_CHECKING:
     from compiled_llm.engine.metrics import EngineStats
-    from compiled_llm.engine.output import RequestOutput
     from compiled_llm.protocol.messages import Stats
+    from compiled_llm.requests.outputs import RequestOutput
 
 
 def figures_of(stats: EngineStats | Stats, last: RequestOutput | None) -> str:

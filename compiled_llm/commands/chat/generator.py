@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compiled_llm.commands.connecting import wait_until_ready
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 if TYPE_CHECKING:  # need the extra `server`
     from compiled_llm.client.handle import RemoteHandle
-    from compiled_llm.engine.params import SamplingParams
     from compiled_llm.protocol.messages import Ready, Stats
+    from compiled_llm.requests.sampling_params import SamplingParams
 
 
 class Generator:

@@ -14,9 +14,9 @@ from compiled_llm.config import WrapConfig
 
 if TYPE_CHECKING:
     from compiled_llm.engine.engine import Engine
-    from compiled_llm.engine.handle import RequestHandle
     from compiled_llm.engine.metrics import EngineStats
-    from compiled_llm.engine.params import SamplingParams
+    from compiled_llm.engine.thread.handle import RequestHandle
+    from compiled_llm.requests.sampling_params import SamplingParams
 
 
 class RunningOptions(NamedTuple):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from compiled_llm.client.handle import RemoteHandle
-    from compiled_llm.engine.handle import RequestHandle
     from compiled_llm.engine.metrics import EngineStats
-    from compiled_llm.engine.params import SamplingParams
+    from compiled_llm.engine.thread.handle import RequestHandle
     from compiled_llm.protocol.messages import Stats
+    from compiled_llm.requests.sampling_params import SamplingParams
 
 Handle: TypeAlias = "RequestHandle | RemoteHandle"
 

@@ -18,7 +18,7 @@ from compiled_llm.commands.doctor.finding import Finding
 from compiled_llm.commands.doctor.findings import examine, has_cuda
 from compiled_llm.commands.doctor.trial import try_builds
 from compiled_llm.commands.importing import ended_by_ctrl_c
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 _STYLES = {
     "ok": "green",

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compiled_llm.commands.doctor.compilers import find_nvcc
 from compiled_llm.commands.doctor.finding import Finding, essence
-from compiled_llm.execution.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     import torch
 
     from compiled_llm.config import Mode
-    from compiled_llm.execution.stats import Stats
+    from compiled_llm.execution.reporting.stats import Stats
 
 _PART = "kernel builds"
 _PROMPT_TOKENS, _NEW_TOKENS = 40, 16

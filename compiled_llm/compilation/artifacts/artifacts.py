@@ -19,12 +19,12 @@ from compiled_llm.compat import (
     try_vector_instructions_early,
     without_precompiled_headers,
 )
-from compiled_llm.compat.triton import find_kernels_in, forget_kernels_in, has_triton, kernels_built
+from compiled_llm.compat.torch.triton import find_kernels_in, forget_kernels_in, has_triton, kernels_built
 from compiled_llm.compilation.artifacts import stand_in_compiler
 from compiled_llm.compilation.artifacts.checked_folder import RefusedError, copy, manifest_of
 from compiled_llm.compilation.artifacts.manifest import MadeFor, Manifest, differences
+from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.artifacts.writing import PLACE, PROFILE
-from compiled_llm.compilation.graphs.profile import Profile
 from compiled_llm_ops.protocol import Backend
 
 

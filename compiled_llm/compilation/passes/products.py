@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from compiled_llm import compat
 from compiled_llm.compat import CustomGraphPass, example_of, get_hash_for_files, inputs_by_tensor
 from compiled_llm.compilation.passes.normed_products import NORMED_LINEAR
-from compiled_llm.model.fused_weights import FusedWeights, is_one
+from compiled_llm.model.weights.fused_weights import FusedWeights, is_one
 from compiled_llm_ops.kernels import linear_tiling
 from compiled_llm_ops.linear import linear
 
@@ -134,7 +134,7 @@ class SkinnyProducts(CustomGraphPass):
 
 def rule_files() -> list[Path]:
     """Return the files that decide what a graph becomes: the passes, and what says which weights have a kernel."""
-    passes, private = (Path(str(module)).parent.glob("*.py") for module in (__file__, compat.__file__))
+    passes, private = (Path(str(module)).parent.rglob("*.py") for module in (__file__, compat.__file__))
     tilings = Path(linear_tiling.__file__).parent.glob("*_tiling.py")
     return [*sorted(passes), *sorted(tilings), Path(linear.__file__), *sorted(private)]
 

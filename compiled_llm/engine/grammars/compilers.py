@@ -8,12 +8,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from compiled_llm.engine.grammars.source import GrammarSource
+from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
 
 if TYPE_CHECKING:
     import xgrammar
 
-    from compiled_llm.engine.grammars.constraint import Constraint  # imports torch, which the worker process does not
+    from compiled_llm.engine.steps.constraint import Constraint  # imports torch, which the worker process does not
 
 KEPT = 2**28
 """Bytes of compiled grammars that are kept, and of parts that they share with later ones."""

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compiled_llm.engine.grammars.compilers import Key, Latest, asked, compiler, most_at_once, spelled
-from compiled_llm.engine.grammars.constraint import Constraint
-from compiled_llm.engine.grammars.source import GrammarSource
 from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, Vocabulary
 from compiled_llm.engine.grammars.worker_process import WorkerProcess
+from compiled_llm.engine.steps.constraint import Constraint
+from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
 
 if TYPE_CHECKING:
     import xgrammar

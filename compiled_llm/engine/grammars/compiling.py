@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_llm.compat.condition import Condition
 from compiled_llm.engine.grammars.compilers import KEPT, Compilers, CompilersHere, UnwantedError, most_at_once
-from compiled_llm.engine.grammars.constraint import Constraint
-from compiled_llm.engine.grammars.source import GrammarSource, said
-from compiled_llm.engine.request import FinishReason, InvalidRequestError, Request, RequestError
-from compiled_llm.engine.structured_outputs import StructuredOutputsParams
+from compiled_llm.engine.steps.constraint import Constraint
+from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
+from compiled_llm.requests.outputs import FinishReason
+from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource, said
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     import xgrammar

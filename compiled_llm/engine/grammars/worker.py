@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
-from compiled_llm.engine.grammars.source import GrammarSource, said
 from compiled_llm.engine.grammars.worker_messages import (
     MOST_BYTES,
     MOST_COMPILED,
@@ -33,6 +32,7 @@ from compiled_llm.engine.grammars.worker_messages import (
     received,
 )
 from compiled_llm.protocol.frames import frame_of
+from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource, said
 
 _WARMING = GrammarSource("json", '{"type": "object"}')
 """Compiled once for each vocabulary: forks have what it shares with other grammars."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_QUEUE, MAX_ROWS
-from compiled_llm.server.front.settings import FrontSettings, keys_in
+from compiled_llm.server.settings import FrontSettings, keys_in
 
 OF_GENERATORS = frozenset(
     {"artifacts", "backend", "device", "dtype", "kv_memory", "max_queue", "max_rows", "max_step_ms", "mode", "quiet"}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from ray.serve import Application
 
-    from compiled_llm.server.front.settings import FrontSettings
+    from compiled_llm.server.settings import FrontSettings
 
 GENERATOR = "generator"
 _MOST_OF_A_FRONT = 2**16
@@ -111,8 +111,8 @@ def _application(settings: FrontSettings) -> Callable[[], FastAPI]:
     def build() -> FastAPI:
         from ray import serve
 
-        from compiled_llm.server.front.app import application
-        from compiled_llm.server.front.generator_link import GeneratorLink
+        from compiled_llm.server.app import application
+        from compiled_llm.server.openai.common.engine_link import GeneratorLink
         from compiled_llm.server.replicas.ray_replicas import ServeReplicas
         from compiled_llm.server.replicas.replica_client import ReplicaClient
 

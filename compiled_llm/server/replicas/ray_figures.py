@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray.serve.metrics import Counter, Gauge
 
 from compiled_llm.protocol.messages import Stats
-from compiled_llm.server.figures import COUNTERS, GAUGES, PAGES, QUANTILES, STATES, WAITS
+from compiled_llm.server.openai.figures import COUNTERS, GAUGES, PAGES, QUANTILES, STATES, WAITS
 
 
 class ReplicaFigures:

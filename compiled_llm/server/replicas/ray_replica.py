@@ -11,11 +11,11 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from compiled_llm.client.connection import Connection
 from compiled_llm.client.errors import GeneratorLostError
+from compiled_llm.client.transport.connection import Connection
 from compiled_llm.protocol.messages import Ready, Submit
-from compiled_llm.server.front.generator_process import GeneratorProcess
-from compiled_llm.server.generator.socket_folder import SocketFolder
+from compiled_llm.server.engine_process.socket_folder import SocketFolder
+from compiled_llm.server.engine_process.starter import GeneratorProcess
 from compiled_llm.server.replicas.ray_figures import ReplicaFigures
 from compiled_llm.server.replicas.relay import Relay
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from compiled_llm.client.connection import Line
 from compiled_llm.client.errors import GeneratorLostError
+from compiled_llm.client.transport.connection import Line
 from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import (
     AskStats,

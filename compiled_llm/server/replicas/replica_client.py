@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from compiled_llm.client import AsyncClient, GeneratorError
-from compiled_llm.client.connection import Line
+from compiled_llm.client.transport.connection import Line
 from compiled_llm.protocol.messages import Stats
 from compiled_llm.server.replicas.replica_line import ReplicaLine, Replicas
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from compiled_llm.client.errors import GeneratorBusyError, GeneratorError, GeneratorLostError
-from compiled_llm.client.loop_connection import check_may_wait, loop_closed
+from compiled_llm.client.transport.loop_connection import check_may_wait, loop_closed
 from compiled_llm.protocol.frames import Frames
 from compiled_llm.protocol.messages import Cancel, FromGenerator, Preparing, Ready, Refused, Submit
 

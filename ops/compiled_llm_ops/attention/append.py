@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention import plain
+from compiled_llm_ops import plain_attention
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import AppendPagedKv, check_int32
 from compiled_llm_ops.library import define
@@ -79,7 +79,7 @@ def _check(args: AppendPagedKv) -> None:
 
 def _cpu(args: AppendPagedKv) -> None:
     _check(args)
-    plain.append(args)
+    plain_attention.append(args)
 
 
 def _cuda(args: AppendPagedKv) -> None:

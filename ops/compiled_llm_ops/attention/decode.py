@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from compiled_llm_ops.attention.lse import define_with_lse
-from compiled_llm_ops.attention.plain import attend_row_by_row, gather
 from compiled_llm_ops.contracts import DecodeAttention, PageTable, check_int32
 from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.plain_attention import attend_row_by_row, gather
 
 
 def decode_attention(

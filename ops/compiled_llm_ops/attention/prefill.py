@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.lse import define_with_lse
-from compiled_llm_ops.attention.plain import attend_row_by_row
 from compiled_llm_ops.contracts import PagedAttention, check_int32
 from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.plain_attention import attend_row_by_row
 from compiled_llm_ops.protocol import owner_of
 
 

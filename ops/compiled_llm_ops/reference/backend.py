@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention import plain
+from compiled_llm_ops import plain_attention
 from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlannedBatch
 from compiled_llm_ops.protocol import Captured, own
 
@@ -28,7 +28,9 @@ class ReferencePlan:
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         """Attend to one row after the other."""
         how = (args.scale, args.window_left, args.logits_soft_cap)
-        result, result_lse = plain.attend_row_by_row(args.query, args.pages, args.table, *how, lse is not None)
+        result, result_lse = plain_attention.attend_row_by_row(
+            args.query, args.pages, args.table, *how, lse is not None
+        )
         out.copy_(result)
         if lse is not None and result_lse is not None:
             lse.copy_(result_lse)
@@ -102,7 +104,7 @@ class Reference:
 
     def append(self, args: AppendPagedKv) -> None:
         """Write one page slot for each token."""
-        plain.append(args)
+        plain_attention.append(args)
 
 
 BACKEND = Reference()

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.server.generator.facts import ready_of
+from compiled_llm.server.engine_process.facts import ready_of
 from support.fronts import RunningFront, chat_tokenizer, fronting
 from support.generators import Loop
 from support.parity import assert_account_is_empty

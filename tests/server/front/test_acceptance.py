@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compiled_llm
 from compiled_llm.client import Client
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.fronts import serving
 from support.generators import PATIENCE
 from support.pages import CHECKOUT

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from compiled_llm.server.front.call_form import CallForm
-from compiled_llm.server.front.response_template import response_template_of
-from compiled_llm.server.front.tool_fields import Function
-from compiled_llm.server.front.vocabulary import Vocabulary
+from compiled_llm.server.openai.fields.tools import Function
+from compiled_llm.server.openai.parsing.call_form import CallForm
+from compiled_llm.server.openai.parsing.response_template import response_template_of
+from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 from support.accepting import takes
 from support.fronts import chat_tokenizer
 from support.scripted import RESPONSES, TEMPLATE, tool_tokenizer

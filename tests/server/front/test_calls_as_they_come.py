@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from compiled_llm.compat.response_templates import known_response_template
-from compiled_llm.server.front.call_text import JsonCall
-from compiled_llm.server.front.response_template import ResponseTemplate
-from compiled_llm.server.front.vocabulary import Vocabulary
+from compiled_llm.server.openai.parsing.call_text import JsonCall
+from compiled_llm.server.openai.parsing.response_template import ResponseTemplate
+from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 from support.answer_reading import Told, read_in_pieces
 from support.scripted import RESPONSES, tool_tokenizer
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from compiled_llm.compat.response_templates import known_response_template
-from compiled_llm.server.front.call_form import SAMPLE_TOOL
-from compiled_llm.server.front.delimiters import Delimiters
-from compiled_llm.server.front.response_template import ResponseTemplate
+from compiled_llm.server.openai.parsing.call_form import SAMPLE_TOOL
+from compiled_llm.server.openai.parsing.delimiters import Delimiters
+from compiled_llm.server.openai.parsing.response_template import ResponseTemplate
 from support.answer_reading import Told, read_in_pieces
 from support.scripted import RESPONSES, tool_tokenizer
 

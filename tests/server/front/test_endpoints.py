@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 import compiled_llm
-from compiled_llm.server.front.serving import listen
-from compiled_llm.server.front.settings import FrontSettings
+from compiled_llm.server.serving import listen
+from compiled_llm.server.settings import FrontSettings
 from support.fronts import RunningFront, chat_tokenizer, fronting
 from support.generators import Loop
 from support.pages import DOCS

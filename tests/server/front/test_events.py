@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from compiled_llm.server.front.api_error import ApiError
-from compiled_llm.server.front.chat_response import ChatChunk, ChunkChoice, Delta
-from compiled_llm.server.front.completion_response import CompletionChoice, TextCompletion
-from compiled_llm.server.front.events import EventStream, TextEvent, event
-from compiled_llm.server.front.http_protocol import _HeadWithBody
+from compiled_llm.server.http.api_error import ApiError
+from compiled_llm.server.http.http_protocol import _HeadWithBody
+from compiled_llm.server.openai.chat.response import ChatChunk, ChunkChoice, Delta
+from compiled_llm.server.openai.common.events import EventStream, TextEvent, event
+from compiled_llm.server.openai.completions.response import CompletionChoice, TextCompletion
 
 HEAD: dict[str, Any] = {"id": "an-id", "created": 7, "model": 'a "model"', "usage": None}
 NOTHING: dict[str, Any] = {"logprobs": None, "finish_reason": None}

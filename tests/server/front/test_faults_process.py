@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from compiled_llm.client import Client, GeneratorError
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.fronts import is_refused, serving
 from support.generators import PATIENCE, until
 from support.processes import children, files_of, threads_of
@@ -31,7 +31,7 @@ ROUNDS, AT_ONCE = 20, 12
 # The command, with more restarts an hour than it has.
 MANY_RESTARTS = """
 from compiled_llm.__main__ import main
-from compiled_llm.server.front.generator_process import GeneratorProcess
+from compiled_llm.server.engine_process.starter import GeneratorProcess
 GeneratorProcess.__init__.__defaults__ = (1000,)
 main()
 """

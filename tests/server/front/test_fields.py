@@ -12,10 +12,10 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsStr
 from openai.types.completion_create_params import CompletionCreateParamsStreaming as TextParams
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponsesParams
 
-from compiled_llm.server.front.chat_request import ChatRequest, Message
-from compiled_llm.server.front.completion_request import CompletionRequest
-from compiled_llm.server.front.fields import Body, NoEffect, Refused
-from compiled_llm.server.front.responses_request import ResponsesRequest
+from compiled_llm.server.openai.chat.request import ChatRequest, Message
+from compiled_llm.server.openai.completions.request import CompletionRequest
+from compiled_llm.server.openai.fields.fields import Body, NoEffect, Refused
+from compiled_llm.server.openai.responses.request import ResponsesRequest
 from support.fronts import RunningFront
 from support.pages import DOCS
 

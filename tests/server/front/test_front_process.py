@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.fronts import is_refused, serving
 from support.generators import COMMAND, PATIENCE, until
 
@@ -117,8 +117,8 @@ def test_the_next_front_removes_what_a_killed_one_has_left(
 
 PATIENT = """
 from compiled_llm.__main__ import main
-from compiled_llm.server.front import generator_process
-generator_process._PATIENCE = 1e6
+from compiled_llm.server.engine_process import starter
+starter._PATIENCE = 1e6
 main()
 """
 
@@ -143,8 +143,8 @@ def test_a_generator_that_does_not_end_is_ended_by_the_second_ctrl_c(
 
 IMPATIENT = """
 from compiled_llm.__main__ import main
-from compiled_llm.server.front import generator_link
-generator_link._SILENT_SECONDS = 12
+from compiled_llm.server.openai.common import engine_link
+engine_link._SILENT_SECONDS = 12
 main()
 """
 

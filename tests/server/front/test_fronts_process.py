@@ -256,8 +256,8 @@ def test_https_and_keys_with_several_fronts(model_folder: Path, tmp_path: Path) 
 BROKEN = """
 import sys
 from compiled_llm.__main__ import main
-from compiled_llm.server.front import front_process
-front_process._COMMAND = (sys.executable, "-c", "raise SystemExit(3)")
+from compiled_llm.server.processes import worker_process
+worker_process._COMMAND = (sys.executable, "-c", "raise SystemExit(3)")
 main()
 """
 

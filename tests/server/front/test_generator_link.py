@@ -13,9 +13,10 @@ import pytest
 
 from compiled_llm.client import AsyncClient, GeneratorError
 from compiled_llm.engine.engine import Engine
-from compiled_llm.server.front import generator_link, vocabulary
-from compiled_llm.server.front.generator_link import GeneratorLink
-from compiled_llm.server.generator import generator as generators
+from compiled_llm.server.engine_process import engine_server as generators
+from compiled_llm.server.openai.common import engine_link
+from compiled_llm.server.openai.common.engine_link import GeneratorLink
+from compiled_llm.server.openai.tokenizer import vocabulary
 from support.fronts import chat_tokenizer, fronting
 from support.generators import PATIENCE, Loop, generating, until
 
@@ -85,7 +86,7 @@ def test_it_ends_with_what_nobody_has_expected(
     def fails(*_: object) -> None:
         raise Panic("its bytes")
 
-    monkeypatch.setattr(generator_link, "TokenBytes", fails)
+    monkeypatch.setattr(engine_link, "TokenBytes", fails)
     assert linking(generator.generator._path, lambda link, said: soon(lambda: said)) == ["its bytes"]
     assert "Panic" in caplog.text
 
@@ -127,7 +128,7 @@ class Hanging:
 @pytest.fixture
 def hanging(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
     monkeypatch.setattr(generators, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(generator_link, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(engine_link, "_SILENT_SECONDS", 1.0)
     with tempfile.TemporaryDirectory(prefix="uds-") as folder:
         tokenizer = Path(folder) / "tokenizer"
         chat_tokenizer().save_pretrained(tokenizer)

@@ -16,10 +16,10 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from compiled_llm.server.front import guard
-from compiled_llm.server.front.guard import Guard
-from compiled_llm.server.front.metrics import FrontMetrics
-from compiled_llm.server.front.settings import FrontSettings, keys_in, readers_of
+from compiled_llm.server import guard
+from compiled_llm.server.guard import Guard
+from compiled_llm.server.openai.metrics import FrontMetrics
+from compiled_llm.server.settings import FrontSettings, keys_in, readers_of
 from support.fronts import RunningFront, fronting
 from support.generators import Loop
 

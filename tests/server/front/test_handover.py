@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.server.front import front_process
-from compiled_llm.server.front.fronts import Fronts
-from compiled_llm.server.front.handover import (
+from compiled_llm.server.processes import worker_process
+from compiled_llm.server.processes.handover import (
     CANNOT_SERVE,
     LEFT,
     READY,
@@ -24,7 +23,8 @@ from compiled_llm.server.front.handover import (
     receive_start,
     send_start,
 )
-from compiled_llm.server.front.settings import FrontSettings
+from compiled_llm.server.processes.workers import Fronts
+from compiled_llm.server.settings import FrontSettings
 from support.generators import PATIENCE
 
 Word = tuple[bytes, "socket.socket | None"]
@@ -126,7 +126,7 @@ def test_the_end_of_one_is_told_to_the_other_once(ends: tuple[socket.socket, soc
 
 def test_a_front_that_cannot_serve_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = f"import sys; sys.exit({CANNOT_SERVE})"
-    monkeypatch.setattr(front_process, "own_command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(worker_process, "own_command", lambda *_: [sys.executable, "-c", code])
     settings = FrontSettings(names=("tiny",), port=0, figures=tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         fronts = Fronts(Start(settings, tmp_path / "generator", False), listening, 1)

@@ -14,11 +14,11 @@ import openai
 import pytest
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.loop import Loop as EngineLoop
-from compiled_llm.engine.plan import Chunk
-from compiled_llm.engine.request import Request
-from compiled_llm.engine.scheduler import Scheduler
-from compiled_llm.server.generator.facts import ready_of
+from compiled_llm.engine.steps.loop import Loop as EngineLoop
+from compiled_llm.engine.steps.plan import Chunk
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.scheduler import Scheduler
+from compiled_llm.server.engine_process.facts import ready_of
 from support.fronts import RunningFront, chat_tokenizer, fronting
 from support.generators import Loop
 from support.scripted import Script

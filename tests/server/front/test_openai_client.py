@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.output import Completion, RequestOutput
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.outputs import Completion, RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.fronts import RunningFront, chat_tokenizer
 
 MESSAGES: list[Any] = [

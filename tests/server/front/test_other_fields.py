@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.accepting import takes
 from support.fronts import RunningFront, chat_tokenizer
 from support.scripted import Script

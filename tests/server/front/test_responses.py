@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.sampling_params import SamplingParams
 
 PLAIN = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the quick fox"}]
 INPUTS: list[Any] = [

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.fronts import RunningFront, chat_tokenizer
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -18,12 +18,12 @@ from starlette.types import Receive, Scope, Send
 from compiled_llm.client import GeneratorError
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.protocol.messages import Update
-from compiled_llm.server.front.answering import answered
-from compiled_llm.server.front.answers import Answers
-from compiled_llm.server.front.api_error import ApiError
-from compiled_llm.server.front.body_values import MOST_VALUES, check_values
-from compiled_llm.server.front.completion_request import CompletionRequest
-from compiled_llm.server.front.short_way import ShortWay, decoded
+from compiled_llm.server.http.api_error import ApiError
+from compiled_llm.server.http.body_values import MOST_VALUES, check_values
+from compiled_llm.server.http.short_way import ShortWay, decoded
+from compiled_llm.server.openai.common.answering import answered
+from compiled_llm.server.openai.common.answers import Answers
+from compiled_llm.server.openai.completions.request import CompletionRequest
 
 
 def asked(body: object, raises: Exception | None = None) -> tuple[list[str], Any]:

@@ -13,8 +13,8 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from compiled_llm.server.front.special_tokens import SpecialTokens
-from compiled_llm.server.front.vocabulary import Vocabulary
+from compiled_llm.server.openai.tokenizer.special_tokens import SpecialTokens
+from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 from support.fronts import RunningFront, fronting
 from support.scripted import Script, scripted, tool_tokenizer
 from support.text_tokenizers import byte_fallback, byte_level, slow, word_pieces

@@ -13,7 +13,7 @@ import pytest
 
 from compiled_llm.commands.serve_http import HttpFlags, _introduce
 from compiled_llm.commands.source import Source
-from compiled_llm.server.front.settings import FrontSettings, check_certificate
+from compiled_llm.server.settings import FrontSettings, check_certificate
 from support.certificates import signed_by_itself
 from support.fronts import RunningFront, fronting
 from support.generators import PATIENCE, Loop

@@ -16,7 +16,7 @@ import pytest
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.server.generator.facts import ready_of
+from compiled_llm.server.engine_process.facts import ready_of
 from support.fronts import RunningFront, fronting
 from support.generators import Loop
 from support.scripted import tool_tokenizer

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from compiled_llm import SamplingParams
 from compiled_llm.client import GeneratorBusyError, GeneratorError, GeneratorLostError
-from compiled_llm.client.connection import Connection
 from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.client.transport.connection import Connection
 from compiled_llm.engine.engine import Engine
 from compiled_llm.protocol.messages import Ready, Submit
 from compiled_llm.server.replicas import replica_client

@@ -17,7 +17,7 @@ from compiled_llm.commands.bench.workers.silence import Silence
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.metrics import EngineStats
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.sampling_params import SamplingParams
 
 OURS = "compiled-llm:engine"
 _COUNTS = {"steps": "steps", "preemptions": "preemptions", "cached tokens": "cached_tokens"}

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from compiled_llm.client import AsyncClient
 from compiled_llm.commands.bench.workers.http_client import Answer, Ask, HttpClient
 from compiled_llm.commands.bench.workers.silence import Silence
-from compiled_llm.engine.params import SamplingParams
+from compiled_llm.requests.sampling_params import SamplingParams
 
 
 class Client(Protocol):

@@ -1,0 +1,1 @@
+"""How a client and its engine process exchange messages over a socket."""

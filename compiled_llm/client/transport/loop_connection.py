@@ -1,0 +1,127 @@
+"""A connection that an event loop reads: a thread would have to be woken for each step's tokens, and then the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec import Struct
+
+from compiled_llm.client.errors import GeneratorLostError
+from compiled_llm.client.transport.connection import Connection, Handle, Lose, loss_of
+from compiled_llm.requests.listeners import running_loop
+
+
+class LoopConnection(Connection):
+    """Has what comes handled in an event loop."""
+
+    def __init__(self, path: Path, loop: asyncio.AbstractEventLoop, busy_poll: float = 0.0) -> None:
+        """Connect, and say hello.
+
+        Args:
+            path: of the socket.
+            loop: that reads.
+            busy_poll: seconds for which the loop does not sleep after each message, sent or received.
+
+        Raises:
+            GeneratorLostError: there is no generator.
+            GeneratorError: it does not want to talk to this client.
+        """
+        self._loop = loop
+        self._busy_poll = busy_poll
+        self._awake_until = 0.0
+        self._is_awake = False
+        super().__init__(path)  # says hello: all of the above is needed for that
+        self._ending: asyncio.Task[None] | None = None  # kept here: an event loop knows its tasks only weakly
+
+    def start(self, handle: Handle, lost: Lose) -> None:
+        """Have the event loop read from now on.
+
+        Args:
+            handle: takes messages, those that have come together.
+            lost: is told at the end why nothing more comes.
+        """
+        self._loop.call_soon_threadsafe(self._begin, handle, lost)
+
+    def _begin(self, handle: Handle, lost: Lose) -> None:
+        handle(self._early)
+        ended: asyncio.Future[GeneratorLostError] = self._loop.create_future()
+        self._loop.add_reader(self._socket, self._take, handle, ended)
+        self._ending = self._loop.create_task(self._end(ended, lost))
+
+    def _take(self, handle: Handle, ended: asyncio.Future[GeneratorLostError]) -> None:
+        self._stay_awake()
+        try:
+            handle(self.receive(socket.MSG_DONTWAIT))
+        except BlockingIOError:  # there was nothing, after all
+            pass
+        except Exception as error:
+            self._loop.remove_reader(self._socket)
+            if not ended.done():
+                ended.set_result(loss_of(error))
+
+    def send(self, message: Struct) -> None:
+        """Send a message, as any connection; what answers it may come soon."""
+        super().send(message)
+        if self._busy_poll:
+            with suppress(RuntimeError):  # the loop is closed: nobody reads an answer
+                self._loop.call_soon_threadsafe(self._stay_awake)
+
+    def _stay_awake(self) -> None:
+        """Keep the loop from sleeping for a while: being woken may take longer than what comes takes to be read."""
+        if not self._busy_poll:
+            return
+        self._awake_until = self._loop.time() + self._busy_poll
+        if not self._is_awake:
+            self._poll()
+
+    def _poll(self) -> None:
+        """Come again in the loop's next round, so that it only looks for bytes and does not wait for them."""
+        self._is_awake = self._loop.time() < self._awake_until
+        if self._is_awake:
+            self._loop.call_soon(self._poll)
+
+    async def _end(self, ended: asyncio.Future[GeneratorLostError], lost: Lose) -> None:
+        """Close the socket once the connection has ended, or when the event loop does: it cancels its tasks first."""
+        error = loop_closed()
+        try:
+            error = await ended
+        finally:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            lost(error)
+
+    def check_may_wait(self) -> None:
+        """Check that this thread may wait for what comes.
+
+        Raises:
+            RuntimeError: it runs the event loop that reads it.
+        """
+        check_may_wait(self._loop)
+
+    def close(self) -> None:
+        """End the connection; the loop finds the end, and closes the socket, which it must not find closed."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._loop.is_closed():
+            self._socket.close()
+
+
+def loop_closed() -> GeneratorLostError:
+    """Return why nothing more comes, though the generator may be there."""
+    return GeneratorLostError("the event loop that has read the connection is closed")
+
+
+def check_may_wait(loop: asyncio.AbstractEventLoop) -> None:
+    """Check that this thread may wait for what an event loop reads.
+
+    Raises:
+        RuntimeError: it is the one that runs the loop.
+    """
+    if running_loop() is loop:
+        raise RuntimeError(
+            "nothing would come while this thread waits: its event loop reads the connection; await the handle, or use "
+            "compiled_llm.client.Client"
+        )

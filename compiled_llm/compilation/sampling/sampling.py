@@ -1,0 +1,256 @@
+"""Choosing the next token inside the graph, with settings and random numbers for each row.
+
+A draw is a race: of competitors with exponential random numbers, the one whose number divided by its probability is the
+smallest wins, first among tiles of neighbouring tokens, then among the tokens of that tile. The numbers come from a
+counter-based generator keyed by the row's seed and counted by the position and the token. So a replayed graph draws
+with other numbers each step (positions advance in the graph), and a row draws the same tokens whatever else runs in its
+batch: logits that are rounded otherwise there change a draw only if two are nearly level.
+
+Shapes: B rows, V vocabulary, X rows with settings of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_llm.compilation.sampling.bias import ALWAYS, NO_BIASES
+from compiled_llm_ops import (
+    BIASED,
+    CLEANED,
+    COUNTED,
+    DEFERRED,
+    FILTERED,
+    FOLLOWING,
+    GROWING,
+    MASKED,
+    MOST_BIASES,
+    MOST_FOLLOWED,
+    MOST_GROWING,
+    PROMPTED,
+    Seldom,
+    sample_tokens,
+)
+from compiled_llm_ops import NOT_A_TOKEN as NOT_A_TOKEN
+
+_NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """How one row chooses its tokens.
+
+    Attributes:
+        temperature: divides the logits; 0.0 takes the most likely token.
+        top_k: draw among the k most likely; 0 for all.
+        top_p: draw among the most likely that together exceed this probability; 1.0 for all.
+        min_p: draw among those at least this times as likely as the most likely; 0.0 for all.
+        top_h: draw among the most likely whose entropy is this part of that of the 100 most likely; 0.0 for all.
+        typical_p: draw among those whose information is closest to the entropy, that together have this probability;
+            1.0 for all.
+        epsilon_cutoff: draw among those that are at least this likely; 0.0 for all.
+        eta_cutoff: the same, or less where the entropy is high; 0.0 for all.
+        prompt_penalty: as the next, of tokens of the prompt alone, before it.
+        repetition_penalty: divides positive logits of tokens seen before, multiplies negative ones; 1.0 for none.
+        presence_penalty: subtracted from logits of tokens that the answer has.
+        frequency_penalty: subtracted for each time that the answer has a token.
+        cleaned: NaN becomes 0 and infinities become finite.
+        seed: decides the row's draws.
+        seen: ``[n]`` int64, tokens of the prompt that count as seen.
+        chosen: ``[n]`` int64, tokens that the answer has already.
+        biases: ``[4 + F, n]`` int32, packed, at most ``MOST_BIASES``.
+        start: position of the answer's first token, from which on the steps of biases count.
+        tail: ``[n]`` int64, the tokens before it that biases may look at.
+        mask: ``[words]`` int32, a bit for each token, the lowest first: 0 bars it; None for all tokens.
+        growth: binary logarithm of what logits of ``growing`` grow by at each step.
+        grows_after: the step after which they do.
+        growing: tokens, at most ``MOST_GROWING``.
+        deferred: its token is chosen by a launch of its own, once the host has seen the tokens before it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_h: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    prompt_penalty: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    cleaned: bool = False
+    seed: int = 0
+    seen: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
+    chosen: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
+    biases: NDArray[np.int32] = field(default_factory=lambda: NO_BIASES)
+    start: int = 0
+    tail: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
+    mask: NDArray[np.int32] | None = None
+    growth: float = 0.0
+    grows_after: int = 0
+    growing: tuple[int, ...] = ()
+    deferred: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters how often the row has seen which token."""
+        penalties = (self.repetition_penalty, self.prompt_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 1.0, 0.0, 0.0)
+
+    @property
+    def followed(self) -> int:
+        """How many tokens before the one that is chosen biases look at."""
+        return len(self.biases) - 4
+
+    @property
+    def forgets(self) -> bool:
+        """Whether it does not matter which tokens the row has seen."""
+        return not (self.counts or self.followed or self.deferred)
+
+    @property
+    def seldom(self) -> Seldom:
+        """The numbers that few rows have."""
+        return Seldom(*(getattr(self, name) for name in Seldom._fields))
+
+    @property
+    def filtered(self) -> bool:
+        """Whether other filters than top-k, top-p and min-p leave tokens out."""
+        return (self.top_h, self.typical_p, self.epsilon_cutoff, self.eta_cutoff) != (0.0, 1.0, 0.0, 0.0)
+
+    @property
+    def edits(self) -> int:
+        """Which tables a row uses, as ``sample_tokens`` reads it."""
+        kinds = COUNTED * self.counts + MASKED * (self.mask is not None) + CLEANED * self.cleaned
+        kinds += FILTERED * self.filtered + GROWING * bool(self.growing) + PROMPTED * (self.prompt_penalty != 1.0)
+        return int(kinds + FOLLOWING * self.followed + DEFERRED * self.deferred + BIASED * self.biases.shape[1])
+
+    def starting_at(self, position: int) -> Sampling:
+        """Return the same for an answer whose first token has this position."""
+        return self if self._starts_anywhere or self.start == position else replace(self, start=position)
+
+    @cached_property
+    def _starts_anywhere(self) -> bool:
+        """Whether no step differs from another, and no position of an answer from another."""
+        if self.growing or self.followed:
+            return False
+        first, end = self.biases[2:4]
+        return not self.biases.size or bool((first == 0).all() and (end == ALWAYS).all())
+
+
+NUMBERS = {
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "edits": torch.int32,
+    "repetition_penalty": torch.float32,
+    "presence_penalty": torch.float32,
+    "frequency_penalty": torch.float32,
+    "seed": torch.int64,
+}
+"""The attributes of ``Sampling`` that are one number a row, and what they are on the device."""
+
+
+class SamplingTables(NamedTuple):
+    """What the rows' slots hold on the device beside their pages; the last of the X is that of padding rows.
+
+    Attributes:
+        next_token: ``[X]`` int64, the token that was chosen last, which the row feeds in next.
+        temperature: ``[X]`` float32.
+        top_k: ``[X]`` int32.
+        top_p: ``[X]`` float32.
+        min_p: ``[X]`` float32.
+        edits: ``[X]`` int32, which of the tables below the row's logits are changed by.
+        repetition_penalty: ``[X]`` float32.
+        presence_penalty: ``[X]`` float32.
+        frequency_penalty: ``[X]`` float32.
+        seed: ``[X]`` int64.
+        counts: ``[X, V]`` int16, twice how often the answer has a token, and 1 more if the prompt has it.
+        allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token.
+        biases: ``[X, 4 + MOST_FOLLOWED, MOST_BIASES]`` int32, packed, their steps as positions.
+        recent: ``[X, MOST_FOLLOWED + 1]`` int32, the latest tokens, at their positions modulo that.
+        seldom: ``[X, len(Seldom._fields)]`` float32.
+        growing: ``[X, 1 + MOST_GROWING]`` int32, a position, and tokens whose logits grow from there on, or -1.
+    """
+
+    next_token: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    edits: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    seed: Tensor
+    counts: Tensor
+    allowed: Tensor
+    biases: Tensor
+    recent: Tensor
+    seldom: Tensor
+    growing: Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, vocabulary: int, device: torch.device) -> SamplingTables:
+        """Allocate for ``rows`` rows and one for padding; all choose greedily."""
+        entries = rows + 1
+        numbers = {
+            name: torch.full((entries,), getattr(GREEDY, name), dtype=dtype, device=device)
+            for name, dtype in NUMBERS.items()
+        }
+        next_token = torch.zeros(entries, dtype=torch.int64, device=device)
+        return cls(next_token=next_token, **numbers, **wide_tables(entries, vocabulary, device))
+
+
+def wide_tables(entries: int, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
+    """Return zeros for the tables that have more than a number a row."""
+    shapes = {
+        "counts": ((entries, vocabulary), torch.int16),
+        "allowed": ((entries, -(-vocabulary // 32)), torch.int32),
+        "biases": ((entries, 4 + MOST_FOLLOWED, MOST_BIASES), torch.int32),
+        "recent": ((entries, MOST_FOLLOWED + 1), torch.int32),
+        "seldom": ((entries, len(Seldom._fields)), torch.float32),
+        "growing": ((entries, 1 + MOST_GROWING), torch.int32),
+    }
+    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False) -> Tensor:
+    """Choose each row's next token, keep it in its slot, count and remember it.
+
+    Args:
+        logits: ``[B, V]``.
+        slots: ``[B]`` int64, each row's entry in ``tables``.
+        positions: ``[B]`` int64, the position of the token that is chosen.
+        tables: the settings; ``next_token``, ``counts`` and ``recent`` are written.
+        deferred: whether these are the rows that wait for this, or all others; rows of both kinds may stand there if
+            it is not.
+
+    Returns:
+        ``[B]`` int64; ``NOT_A_TOKEN`` for a row of the other kind, whose slot keeps any token until it is chosen, and
+        for one that is drawn and whose logits are NaN, +inf or all -inf.
+    """
+    chosen = choose_with(tables.seed[slots], logits, slots, positions, tables, deferred)
+    tables.next_token.index_put_((slots,), chosen.clamp(min=0))
+    return chosen
+
+
+def choose_with(
+    seeds: Tensor, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False
+) -> Tensor:
+    """Choose each row's next token with these seeds, ``[B]`` int64, and keep it nowhere; otherwise as ``choose``."""
+    filters = (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
+    penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
+    wide = (tables.counts, tables.allowed, tables.biases, tables.recent, tables.seldom, tables.growing)
+    return sample_tokens(logits, seeds, slots, positions, *filters, tables.edits, *penalties, *wide, deferred)

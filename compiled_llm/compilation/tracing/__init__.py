@@ -1,0 +1,1 @@
+"""Regional tracing: one decoder layer is traced, the others follow it."""

@@ -1,0 +1,272 @@
+"""Tracing equal layers once (regional tracing: like torch's ``nested_compile_region``), from an outline of the model.
+
+Dynamo takes longer to trace a model than all later stages take with warm caches, and it traces the same layer again and
+again. So we give it an outline: shallow copies of the model and of the modules down to its layers. In it each layer
+stands between two marks, and of several equal layers only the first does anything there. ``fill`` copies what that one
+does between the marks of the others, with their own weights and pages. The graph is then the one that Dynamo would have
+made of the model itself.
+
+Layers are equal if all their attributes are the same, and if a run on fake tensors right before tracing has seen them
+call the same functions on the same things. Later, Dynamo's guards check the layer that was traced, what lies outside
+the layers, and all tensors. They know nothing of the layers that were not traced: we check the attributes of those.
+
+| what | for | ends when |
+| --- | --- | --- |
+| the outline | seconds of each start | ``nested_compile_region`` takes ops that mutate, and user objects |
+
+The first was pytorch#186807, closed after torch 2.12 was cut; the second is pytorch#191781, open. Look at both again
+with each torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import chain
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compiled_llm.compat import fake_tensors, is_compiled_for
+from compiled_llm.compilation.tracing.layer_marks import marked_class
+from compiled_llm.compilation.tracing.layer_state import (
+    KnownState,
+    State,
+    describe_attributes,
+    describe_tensors,
+    layout,
+    tensors_of,
+)
+from compiled_llm.compilation.tracing.layer_tracer import LayerTracer, NoOutlineError, traced_class
+from compiled_llm.model.modules import InnerModules
+from compiled_llm.model.restore import attributes_restored
+
+logger = logging.getLogger("compiled_llm.graphs")
+
+
+class Outline:
+    """What one program of a model is traced from.
+
+    It is used for one trace. Whatever makes Dynamo trace again may have changed what the layers do, so from then on
+    Dynamo is given the model itself.
+
+    Attributes:
+        is_current: whether the model cannot have changed since the last ``prepare``; False is set from outside.
+    """
+
+    def __init__(self, program: Callable[..., Any], known: KnownState) -> None:
+        """Look at nothing yet.
+
+        Args:
+            program: what will be traced, made by ``own_copy``; two of its arguments are ``model`` and ``pages``.
+            known: the state of the layers, shared by all outlines of the model.
+        """
+        self._program = program
+        self._known = known
+        self._prepared = False
+        self._layers: _Layers | None = None
+        self.is_current = False
+
+    def prepare(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
+        """Return what to call the program with in place of the model; the first call finds out which layers are equal.
+
+        Args:
+            arguments: the program's, by name.
+        """
+        prepared = self._prepare(arguments)
+        self.is_current = True
+        return prepared
+
+    def _prepare(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
+        first, self._prepared = not self._prepared, True
+        if first:
+            self._layers = self._find_layers(arguments)
+        if self._layers is not None:
+            self._layers.take_tensors(arguments["pages"])
+        outline = self.of(arguments)
+        if first or self._layers is None or is_compiled_for(self._program, {**arguments, "model": outline}):
+            return outline
+        self._trace_all("the program is traced again")
+        return self.of(arguments)
+
+    def refreshed(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
+        """Return what ``prepare`` last returned, with the tensors that the layers have now."""
+        if self._layers is not None and not self.is_current:
+            self._layers.take_tensors(arguments["pages"])
+        return self.standing_for(arguments["model"])
+
+    def of(self, arguments: Mapping[str, Any], glance: int | None = None) -> PreTrainedModel:
+        """Return what stands for the model: the model itself from the moment that a layer has changed.
+
+        The layers' tensors are those of the last call of ``prepare``. ``glance`` as in ``Guards.valid``.
+        """
+        model: PreTrainedModel = arguments["model"]
+        if self._layers is not None and not self._layers.valid(model, glance):
+            self._trace_all("a layer has changed")
+        return self.standing_for(model)
+
+    def standing_for(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return what ``prepare`` last returned, made anew: kept, it would keep the model alive."""
+        return model if self._layers is None else self._layers.outline(model)
+
+    def drop_tensors(self) -> None:
+        """Let go of the layers' tensors, and of changed layers, in case that the model has others by now."""
+        self.is_current = False
+        if self._layers is not None and not self._layers.drop_tensors():
+            self._trace_all("a layer has changed")
+
+    def _find_layers(self, arguments: Mapping[str, Any]) -> _Layers | None:
+        try:
+            layers = _compared_layers(self._program, arguments, self._known)
+        except Exception as error:  # any: the model may be anything
+            self._trace_all(f"{type(error).__name__}: {error}")
+            return None
+        logger.debug("%d of %d layers are traced, and stand for the others", len(set(layers.like)), len(layers.like))
+        return layers
+
+    def _trace_all(self, reason: str) -> None:
+        self._layers = None
+        logger.debug("all layers are traced from now on: %s", reason)
+
+
+class _Layers:
+    """The layers of a model, and which of them are equal.
+
+    Attributes:
+        like: for each layer the number of the first that equals it, its own if there is none before it.
+    """
+
+    def __init__(self, model: nn.Module, count: int, known: KnownState) -> None:
+        """Find the list of ``count`` layers.
+
+        Raises:
+            NoOutlineError: there is none.
+        """
+        names = [name for name, found in model.named_modules() if type(found) is nn.ModuleList and len(found) == count]
+        if not names:
+            raise NoOutlineError(f"no list of {count} layers was found")
+        self._path = names[0].split(".")
+        self._list = cast(nn.ModuleList, model.get_submodule(names[0]))
+        self._all = [*self._list]
+        self._tensors = [tensors_of(layer) for layer in self._all]
+        self._state = known.of(list(self._list.modules()))
+        self._marked: list[nn.Module] = []
+        self.like: list[int] = []
+
+    def compare(self, descriptions: Sequence[Hashable]) -> None:
+        """Note which layers have equal descriptions.
+
+        Raises:
+            NoOutlineError: no two have.
+        """
+        self.like = _first_equal(descriptions)
+        if len(set(self.like)) == len(descriptions):
+            raise NoOutlineError("no two layers are alike")
+        self._marked = [
+            _copy(layer, marked_class(_class_of(layer)), _tensors=[], _number=number, _like=like)
+            for number, (layer, like) in enumerate(zip(self._all, self.like, strict=True))
+        ]
+
+    def valid(self, model: nn.Module, glance: int | None) -> bool:
+        """Whether these are still the model's layers, unchanged but for their tensors."""
+        found: nn.Module | None = model
+        for name in self._path:
+            found = None if found is None else found._modules.get(name)
+        return found is self._list and self._state.valid(glance)
+
+    def tensors(self, number: int, pages: Sequence[Tensor]) -> list[Tensor]:
+        """Return a layer's parameters, buffers and pages."""
+        tensors = chain.from_iterable(map(dict.values, self._tensors[number]))
+        return [*(tensor for tensor in tensors if tensor is not None), pages[number]]
+
+    def take_tensors(self, pages: Sequence[Tensor]) -> None:
+        """Give the outline the tensors that the layers have now."""
+        for number, layer in enumerate(self._marked):
+            vars(layer)["_tensors"] = self.tensors(number, pages)
+
+    def drop_tensors(self) -> bool:
+        """Take all tensors from the outline; return whether the layers are unchanged, and so hold no others either."""
+        for layer in self._marked:
+            vars(layer)["_tensors"] = []
+        return self._state.valid()
+
+    def outline(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return the model with marks around all layers, and nothing in those that are not traced."""
+        return self._with_layers(model, self._marked)
+
+    def traced(self, model: PreTrainedModel, tracer: LayerTracer) -> PreTrainedModel:
+        """Return the model with layers that tell ``tracer`` what they do."""
+        layers = [
+            _copy(layer, traced_class(_class_of(layer)), _tracer=tracer, _number=number)
+            for number, layer in enumerate(self._all)
+        ]
+        return self._with_layers(model, layers)
+
+    def _with_layers(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> PreTrainedModel:
+        """Return a shallow copy of the model with other layers."""
+        copied: PreTrainedModel = _with_children(
+            model, self._path, {str(number): layer for number, layer in enumerate(layers)}
+        )
+        return copied
+
+    def describe(self, number: int) -> Hashable:
+        """Return all that a layer's code may read, but for what differs from layer to layer by nature."""
+        return tuple(
+            (name, type(module), *describe_attributes(module, number), *describe_tensors(module))
+            for name, module in self._all[number].named_modules(remove_duplicate=False)
+        )
+
+
+def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], known: KnownState) -> _Layers:
+    """Run the program on fake tensors and return its layers, compared.
+
+    Raises:
+        Exception: of any type, if they cannot be compared.
+    """
+    model, pages = arguments["model"], arguments["pages"]
+    if InnerModules().hooks(model):
+        raise NoOutlineError("hooks may do anything")
+    layers = _Layers(model, len(pages), known)
+    descriptions = [(layers.describe(number), layout(own)) for number, own in enumerate(pages)]
+    with fake_tensors() as fakes:
+        tensors = [layers.tensors(number, pages) for number in range(len(pages))]
+        tracer = LayerTracer(tensors, _first_equal(descriptions), fakes)
+        traced = layers.traced(model, tracer)
+        state = State(list(traced.modules()))
+        with attributes_restored(traced), tracer:
+            program(**{**arguments, "model": traced})
+            if not state.valid():
+                raise NoOutlineError("the model changes its attributes")
+    if len(tracer.calls) != len(pages):
+        raise NoOutlineError("not every layer of the list was called")
+    layers.compare(list(zip(descriptions, tracer.calls, strict=True)))
+    return layers
+
+
+def _first_equal(entries: Sequence[Hashable]) -> list[int]:
+    """Return for each entry the place of the first that equals it."""
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(entry, place) for place, entry in enumerate(entries)]
+
+
+# ---- shallow copies
+
+
+def _copy(module: nn.Module, kind: type, **attributes: Any) -> Any:
+    copied: Any = object.__new__(kind)
+    vars(copied).update(vars(module), **attributes)
+    return copied
+
+
+def _with_children(module: nn.Module, path: Sequence[str], layers: Mapping[str, nn.Module]) -> Any:
+    """Return a copy of ``module`` in which the module at ``path`` has ``layers`` as children."""
+    if not path:
+        return _copy(module, type(module), _modules=dict(layers))
+    name, *rest = path
+    children = {**module._modules, name: _with_children(module.get_submodule(name), rest, layers)}
+    return _copy(module, type(module), _modules=children)
+
+
+def _class_of(layer: nn.Module) -> Any:
+    return type(layer)

@@ -1,0 +1,1 @@
+"""Turns prompts and their settings into requests, or refuses them."""

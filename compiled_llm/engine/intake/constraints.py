@@ -1,0 +1,86 @@
+"""What the answers to one prompt have to follow: what ``SamplingParams`` say, as constraints of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from compiled_llm.engine.steps.constraint import Constraint, Processor
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource, check_installed
+
+
+def constraints_for(
+    params: SamplingParams, eos: frozenset[int], vocabulary: int, tokenizer: Any
+) -> list[Constraint | None]:
+    """Return what each of the ``n`` answers follows; None for nothing.
+
+    Args:
+        params: what the user says.
+        eos: the model's end-of-sequence tokens.
+        vocabulary: how many logits a token has.
+        tokenizer: whose tokens grammars are about; None if there is none.
+
+    Raises:
+        ValueError: there is no tokenizer, or no token that would end an answer.
+        RuntimeError: xgrammar is missing.
+    """
+    source = _source(params, tokenizer)
+    if source is None and not params.logits_processors:
+        return [None] * params.n
+    return [
+        Constraint(
+            source=source,
+            stops=frozenset() if source is None else stops_of(eos, params.stop_token_ids or (), vocabulary, tokenizer),
+            ends=frozenset(token for token in (*eos, *(params.stop_token_ids or ())) if token < vocabulary),
+            least=params.min_tokens,
+            vocabulary=vocabulary,
+            processors=tuple(map(Processor.of, params.logits_processors or ())),
+        )
+        for _ in range(params.n)
+    ]
+
+
+def _source(params: SamplingParams, tokenizer: Any) -> GrammarSource | None:
+    form = params.structured_outputs
+    if form is None:
+        return None
+    check_tokenizer(tokenizer)
+    return form.source
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Check that grammars can be compiled.
+
+    Raises:
+        ValueError: there is no tokenizer.
+        RuntimeError: xgrammar is missing.
+    """
+    check_installed()
+    if tokenizer is None:
+        raise ValueError(
+            "structured_outputs: a form needs a tokenizer; give compiled_llm.Engine(model, tokenizer=tokenizer)"
+        )
+
+
+def stops_of(eos: frozenset[int], others: Iterable[int], vocabulary: int, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end an answer whose form is complete: the first of these that there are.
+
+    Args:
+        eos: the model's.
+        others: that the user has named.
+        vocabulary: how many logits a token has.
+        tokenizer: may know one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    own = getattr(tokenizer, "eos_token_id", None)
+    found = eos or tuple(others) or ([] if own is None else [own])
+    stops = frozenset(int(token) for token in found if token < vocabulary)
+    if not stops:
+        raise ValueError(
+            "structured_outputs: no token ends an answer; set eos_token_id in model.generation_config, or give "
+            "stop_token_ids"
+        )
+    return stops

@@ -1,0 +1,176 @@
+"""What a user asks for as requests, checked before anything runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from compiled_llm.engine.intake.constraints import check_tokenizer, constraints_for, stops_of
+from compiled_llm.engine.intake.prompts import Prompt, token_ids
+from compiled_llm.engine.intake.sampling import Choosings
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.model.inputs import vocabulary_of
+from compiled_llm.model.sizes import logits_width
+from compiled_llm.requests.sampling_params import SamplingParams
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as may; nothing was taken."""
+
+
+class TokenFacts(NamedTuple):
+    """What of a model's tokens requests follow.
+
+    Attributes:
+        vocabulary: how many ids it can take.
+        logits: how many logits a token has.
+        ends: the end-of-sequence tokens that ``generate`` would stop at.
+    """
+
+    vocabulary: int
+    logits: int
+    ends: frozenset[int]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> TokenFacts:
+        """Return those of a model as it is now."""
+        return cls(vocabulary_of(model), logits_width(model), end_tokens(model))
+
+
+def check_queue(waiting: int, more: int, most: int | None) -> None:
+    """Check that more requests may wait.
+
+    Raises:
+        QueueFullError: they may not.
+    """
+    if most is not None and waiting + more > most:
+        raise QueueFullError(f"{waiting} requests wait already, and max_queue={most}; try again later")
+
+
+def requests_for(
+    prompt: Prompt,
+    params: SamplingParams,
+    model: TokenFacts,
+    device_model: DeviceModel,
+    tokenizer: Any,
+    *,
+    priority: int = 0,
+    timeout: float | None = None,
+    salt: Hashable = None,
+    choosings: Choosings | None = None,
+) -> list[Request]:
+    """Return the answers that a prompt asks for.
+
+    Args:
+        prompt: token ids, text or chat messages.
+        params: how to answer.
+        model: what of it answers follow.
+        device_model: its device side.
+        tokenizer: for text and messages; None if there is none.
+        priority: smaller ones run first.
+        timeout: seconds after which they end with what they have.
+        salt: requests with equal ones may read each other's cached pages.
+        choosings: of the other requests of the call.
+
+    Raises:
+        ValueError: the prompt is impossible, or with its answer never fits the positions or the pages; how it is to
+            wait is impossible; or its settings do not fit the model.
+    """
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params: give SamplingParams(...); got a {type(params).__name__}")
+    _check_waiting(priority, timeout, salt)
+    ids, now = token_ids(prompt, tokenizer, model.vocabulary), time.monotonic()
+    most = _most_new(len(ids), params.max_tokens, device_model)
+    if params.min_tokens > most:
+        raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")
+    stops, eos, width = frozenset(params.stop_token_ids or ()), model.ends, model.logits
+    ends = stops if params.ignore_eos else stops | eos
+    constraints = constraints_for(params, eos, width, tokenizer)
+    requests: list[Request] = []
+    choosing = (choosings or Choosings()).of(params, stops | eos, width, tokenizer)
+    for index, sampling in enumerate(choosing.samplings(ids)):
+        if (constraint := constraints[index]) is not None:
+            ends |= constraint.stops
+            sampling = constraint.applied_to(sampling)
+        request = Request(
+            prompt=ids,
+            sampling=sampling,
+            most=most,
+            ends=ends,
+            stop_ids=stops if params.ignore_eos else stops - eos,
+            priority=priority,
+            deadline=None if timeout is None else now + timeout,
+            salt=salt,
+            constraint=constraint,
+            index=index,
+            logprobs=params.logprobs,
+            prompt_logprobs=None if index else params.prompt_logprobs,
+            leader=requests[0] if requests else None,
+            submitted=now,
+        )
+        requests.append(request)
+    return requests
+
+
+def check_grammars(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Check that answers may have forms, and return the tokens that end those; raises as ``requests_for`` does."""
+    check_tokenizer(tokenizer)
+    return stops_of(end_tokens(model), (), logits_width(model), tokenizer)
+
+
+def _check_waiting(priority: int, timeout: float | None, salt: Hashable) -> None:
+    if not isinstance(priority, Integral):
+        raise ValueError(f"priority={priority!r}: give a whole number; smaller ones run first")
+    if timeout is not None and not (isinstance(timeout, Real) and timeout > 0):
+        raise ValueError(f"timeout={timeout!r}: give seconds above 0, or None for no limit")
+    if not isinstance(salt, Hashable):
+        raise ValueError(f"cache_salt={salt!r}: give something that can be hashed, as a string can")
+
+
+def _most_new(prompt: int, max_tokens: int | None, device_model: DeviceModel) -> int:
+    """Return how many tokens an answer can have; without a limit, as many as there are positions and pages for.
+
+    Raises:
+        ValueError: they never fit.
+    """
+    left, pool = device_model.max_positions - prompt, device_model.pool
+    _check_prompt(prompt, device_model, answered=max_tokens != 0)
+    room = pool.total * pool.page_size - prompt + 1  # the last token is never stored
+    most = min(left, max(1, room)) if max_tokens is None else int(max_tokens)
+    if most > left:
+        raise ValueError(
+            f"max_tokens={max_tokens}: with a prompt of {prompt} tokens that is more than the model's "
+            f"{device_model.max_positions} positions; shorten the prompt, or give at most {left}"
+        )
+    needed = pool.pages_for(prompt + max(1, most) - 1)
+    if needed > pool.total:
+        raise ValueError(
+            f"max_tokens={max_tokens}: a prompt of {prompt} tokens and {most} more need {needed} pages of "
+            f"{pool.page_size} tokens, and there are {pool.total}; give fewer, or wrap with a larger kv_memory"
+        )
+    return most
+
+
+def _check_prompt(tokens: int, device_model: DeviceModel, answered: bool) -> None:
+    """Check that there is room for a prompt, and for one token after it if it is ``answered``."""
+    positions, pool = device_model.max_positions, device_model.pool
+    if tokens + answered > positions:
+        raise ValueError(
+            f"prompt: {tokens} tokens leave no room for an answer in the model's {positions} positions; shorten it"
+        )
+    if (needed := pool.pages_for(tokens)) > pool.total:
+        raise ValueError(
+            f"prompt: {tokens} tokens and an answer of one need {needed} pages of {pool.page_size} tokens, and there "
+            f"are {pool.total}; shorten it, or wrap with a larger kv_memory"
+        )
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Return the end-of-sequence tokens that ``generate`` would stop at."""
+    ends = None if model.generation_config is None else model.generation_config.eos_token_id
+    return frozenset([ends] if isinstance(ends, int) else ends or ())

@@ -1,0 +1,91 @@
+"""All engines of a model, which share its weights and its pages: what changes these waits for all that uses them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.execution.lifecycle.runtime import Runtime
+
+_PATIENCE = 0.5
+"""Seconds for which an engine is waited for while others are kept: several steps, since it lets go after one."""
+
+
+def drivers_of(runtime: Runtime) -> list[Driver]:
+    """Return all engines of a model; always in the same order, so that two threads do not wait for each other."""
+    return sorted((found for found in list(runtime.engines) if isinstance(found, Driver) and found.open), key=id)
+
+
+@contextmanager
+def all_paused(runtime: Runtime) -> Iterator[list[Driver]]:
+    """Let no engine run.
+
+    A thread that has paused one engine may use another, so nobody may keep that one while waiting for the first: what
+    cannot be had soon is waited for alone, with nothing else in hand.
+    """
+    drivers, last = drivers_of(runtime), None
+    while True:
+        with ExitStack() as stack:
+            last = _first_taken(sorted(drivers, key=lambda driver: driver is not last), stack)
+            if last is None:
+                yield drivers
+                return
+
+
+def _first_taken(drivers: list[Driver], stack: ExitStack) -> Driver | None:
+    """Pause engines until the end of the stack; return the first that another thread keeps, None if there is none.
+
+    The first of them is waited for however long that takes.
+    """
+    for number, driver in enumerate(drivers):
+        if not stack.enter_context(driver.paused(_PATIENCE if number else math.inf)):
+            return driver
+    return None
+
+
+def check_outside(runtime: Runtime, doing: str) -> None:
+    """Check that this thread may wait for calls and engines to end.
+
+    Args:
+        runtime: of the model.
+        doing: what is about to be done, for the message.
+
+    Raises:
+        RuntimeError: it is inside a call, or runs or has paused an engine.
+    """
+    if runtime.calls.here or runtime.loop_lock.here:
+        raise RuntimeError(f"{doing}: a call of generate is in progress in this thread; call it from outside of that")
+    for driver in drivers_of(runtime):
+        driver.turns.check_elsewhere()
+
+
+@contextmanager
+def calls_ended(runtime: Runtime, doing: str) -> Iterator[None]:
+    """Run the block once the calls of ``generate`` in progress have ended; those that come later wait for its end.
+
+    Engines run on meanwhile, since a streamer may wait for one. Arguments and errors as ``check_outside``.
+    """
+    check_outside(runtime, doing)
+    drivers = drivers_of(runtime)
+    with runtime.calls.waiting(), ExitStack() as stack:
+        for driver in drivers:
+            stack.enter_context(driver.joined.left())
+        runtime.calls.wait()
+        yield
+
+
+@contextmanager
+def nothing_running(runtime: Runtime) -> Iterator[list[Driver] | None]:
+    """Run the block while neither an engine nor a call of ``generate`` runs; inside ``calls_ended``.
+
+    Yields the engines; None if a call is in progress, one that may wait for an engine: whoever wants this has to let
+    all run until the calls have ended, and to try again.
+    """
+    with all_paused(runtime) as drivers, runtime.calls.barred() as barred:
+        if not barred:
+            yield None
+            return
+        with runtime.loop_lock.taken(fits=lambda: False):  # once no loop is in progress that is no call's
+            yield drivers

@@ -1,0 +1,104 @@
+"""New weights for a model that serves: no request is answered with some of the old and some of the new, unless asked.
+
+All engines of a model get them together, since they share it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal
+
+from compiled_llm.engine.lifecycle.all_engines import (
+    all_paused,
+    calls_ended,
+    check_outside,
+    drivers_of,
+    nothing_running,
+)
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.execution.lifecycle.runtime import Runtime
+from compiled_llm.execution.threads.interrupts import check, deferred
+from compiled_llm.model.weights.new_weights import NewWeights
+
+logger = logging.getLogger("compiled_llm.engine")
+
+_LOOKING = 0.005
+"""Seconds between two looks whether requests have ended."""
+
+
+def update_weights(runtime: Runtime, folder: Path, requests: Literal["wait", "keep", "end"]) -> None:
+    """Have the weights in a folder from now on.
+
+    Args:
+        runtime: of the model.
+        folder: with weights.
+        requests: what becomes of those that have not ended.
+
+    Raises:
+        ValueError: the model or the folder does not allow it; nothing has changed.
+        RuntimeError: requests cannot end; or a loop of this thread's has called this. Nothing has changed.
+    """
+    check_outside(runtime, "update_weights")
+    new = NewWeights(runtime.facts.model, folder)  # while requests run
+    with deferred(), calls_ended(runtime, "update_weights"):
+        with all_paused(
+            runtime
+        ):  # whoever has paused an engine may wait for new requests of another, kept from here on
+            pass
+        while not _updated(runtime, new, requests):
+            runtime.calls.wait()
+    logger.info("compiled_llm: the weights are those of %s", folder)
+
+
+def _updated(runtime: Runtime, new: NewWeights, requests: Literal["wait", "keep", "end"]) -> bool:
+    """Change the weights while nothing runs, the model's own forward neither; False if a call is in progress."""
+    with ExitStack() as stack:
+        if requests != "keep":
+            stack.enter_context(_ended(runtime, requests == "end"))
+        drivers = stack.enter_context(nothing_running(runtime))
+        if drivers is None:
+            return False
+        try:
+            with runtime.facts.attention.moving_weights(threading.get_ident()):
+                new.write()
+        finally:
+            for driver in drivers:
+                driver.model_may_have_changed(weights_stay=False)
+        return True
+
+
+@contextmanager
+def _ended(runtime: Runtime, cancels: bool) -> Iterator[None]:
+    """Run the block once all requests have ended that have come before; those that come later begin after it."""
+    with ExitStack() as stack:
+        before = [request for driver in drivers_of(runtime) for request in _came_before(driver, stack)]
+        for driver in drivers_of(runtime) if cancels else ():
+            driver.cancel([request for request in before if request in driver.handles])
+        _wait_for(before, runtime)
+        yield
+
+
+def _came_before(driver: Driver, stack: ExitStack) -> Sequence[Request]:
+    """Return an engine's requests that have not ended; until the end of the stack nobody else begins."""
+    before = driver.handles.held.begin()
+    stack.callback(driver.handles.held.end)
+    return before
+
+
+def _wait_for(requests: Sequence[Request], runtime: Runtime) -> None:
+    while left := sum(not request.done for request in requests):
+        if runtime.asleep:
+            raise RuntimeError(
+                f"update_weights: the model is asleep, and {left} requests have not ended; wake() it first, or give "
+                "requests='end', or requests='keep' to let them go on with the new weights"
+            )
+        for driver in drivers_of(runtime):
+            driver.cancel(driver.handles.held.pop_overdue(time.monotonic()), "timeout")
+        time.sleep(_LOOKING)
+        check()

@@ -1,0 +1,38 @@
+"""What an engine prepares before its first request, beside the steps themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from compiled_llm.engine.grammars.compiling import Grammars
+from compiled_llm.engine.intake.input_processor import check_grammars
+from compiled_llm.engine.steps.logprobs import prepare_logprobs
+from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.execution.lifecycle.runtime import Runtime
+from compiled_llm.execution.lifecycle.warmup import Report, Wanted
+from compiled_llm.model.sizes import logits_width
+
+
+def prepare_grammars(grammars: Grammars, model: PreTrainedModel, tokenizer: Any) -> None:
+    """Learn what grammars are compiled with; raises as ``check_grammars`` does."""
+    stops = check_grammars(model, tokenizer)
+    grammars.prepare(logits_width(model), stops)
+
+
+def warm_up(runtime: Runtime, driver: Driver, wanted: Wanted, structured: bool, report: Report) -> None:
+    """Prepare steps and what else requests launch, while none runs.
+
+    Args:
+        runtime: of the model.
+        driver: of the engine.
+        wanted: the steps.
+        structured: choices under grammars for as many rows, too; a profile says itself which.
+        report: takes what is being prepared, in words.
+    """
+    with driver.paused():
+        runtime.warming.prepare(wanted, report)
+        device_model = driver.check.look()
+        prepare_logprobs(device_model)
+        device_model.thread.call(device_model.prepare_deferred, wanted.sizes if structured else ())

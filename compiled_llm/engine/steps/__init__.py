@@ -1,0 +1,1 @@
+"""What an engine runs: the scheduler, and the loop that launches and reads steps."""

@@ -1,0 +1,218 @@
+"""The tokens of one step that are chosen once the host has read the ones before, and says which may follow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
+from compiled_llm.engine.steps.constraint import Constraint, MaskWriter, accept
+from compiled_llm.engine.steps.logprobs import Arriving, ArrivingPrompt, Watch
+from compiled_llm.engine.steps.processors import edited_logits
+from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
+from compiled_llm.execution.decode.deferred_choice import Masks
+from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.state.staging import Readback, Staging
+from compiled_llm.kvcache.row import Row
+
+
+class _Member(NamedTuple):
+    """A request that the host has a say in.
+
+    Attributes:
+        place: where it stands among those that a step chooses tokens for.
+        request: the request.
+        row: its row.
+        constraint: what says so.
+    """
+
+    place: int
+    request: Request
+    row: Row
+    constraint: Constraint
+
+
+class Constrained:
+    """Those of a plan's requests that the host has a say in: looked at once, and not in each of its steps.
+
+    Attributes:
+        members: all of them, in the plan's order.
+        formed: those that have grammars.
+        rows: of the formed ones.
+        matchers: of the formed ones.
+        narrowed: of the formed ones, where those stand whose settings may bar more.
+        processed: those whose logits are the user's to change.
+        plain: whether nothing but a grammar has a say in any of them.
+    """
+
+    def __init__(self, members: list[_Member]) -> None:
+        """Look at requests that have rows."""
+        self.members = members
+        self.formed = [each for each in members if each.constraint.matcher is not None]
+        self.rows = [each.row for each in self.formed]
+        self.matchers = [each.constraint.matcher for each in self.formed if each.constraint.matcher is not None]
+        self.narrowed = [
+            at for at, each in enumerate(self.formed) if each.constraint.mask is not None or each.constraint.least
+        ]
+        self.processed = [each for each in members if each.constraint.processors]
+        barring = any(each.constraint.mask is not None for each in members)
+        self.plain = len(self.formed) == len(members) and not (self.processed or barring)
+
+    @classmethod
+    def among(cls, requests: Sequence[Request]) -> Constrained | None:
+        """Return those of a step's requests, which all have rows; None if there are none."""
+        members = [
+            _Member(place, request, request.running_row, request.constraint)
+            for place, request in enumerate(requests)
+            if request.constraint is not None
+        ]
+        return cls(members) if members else None
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.members)
+
+    def present(self) -> Constrained:
+        """Return those that have not ended."""
+        running = [each.request.finish_reason is None for each in self.members]
+        return self if all(running) else Constrained(list(itertools.compress(self.members, running)))
+
+
+class LateChoice:
+    """The requests of one step whose tokens are chosen late.
+
+    Attributes:
+        failed: what ends requests alone, their tokens not being read.
+    """
+
+    def __init__(self, requests: Constrained, watch: Watch) -> None:
+        """Choose nothing yet.
+
+        Args:
+            requests: in the order in which the step returns them.
+            watch: looks at the step's logits.
+        """
+        self._requests = requests
+        self._watch = watch
+        self._readback: Readback | None = None
+        self._masks: Masks | None = None
+        self._tokens: Tensor | None = None  # on the device
+        self._edited: dict[Request, Tensor] | None = None  # logits
+        self._nan: Readback | None = None  # of each edited request, whether there is NaN in its logits
+        self._logprobs: list[Arriving | ArrivingPrompt] = []
+        self.failed: dict[Request, RequestError] = {}
+
+    def choose(self, device_model: DeviceModel, persistent: PersistentBatch, writer: MaskWriter) -> None:
+        """Have the tokens chosen, those before them having been read, and wait for nothing.
+
+        What has been done before this failed is not done again.
+        """
+        if self._readback is not None:
+            return
+        masks = None
+        if self._tokens is None:
+            present = self._requests.present()
+            masks = self._masks = _masks(present, device_model.state.staging, writer) if present.formed else None
+            if self._edited is None:
+                self._edited = self._edit(device_model, persistent, present.processed)
+        device_model.thread.call(self._choose, device_model, persistent, masks)
+
+    def _choose(self, device_model: DeviceModel, persistent: PersistentBatch, masks: Masks | None) -> None:
+        logits = self._edited or {}
+        edited = {each.row: logits[each.request] for each in self._requests.processed if each.request in logits}
+        if self._tokens is None:
+            self._tokens = device_model.choose_deferred(persistent, masks, edited).tokens
+        if edited:
+            nan = torch.stack([own.isnan().any() for own in edited.values()])
+            self._nan = device_model.readbacks.start(nan.long())
+        self._logprobs += self._watch.taken()
+        self._readback = device_model.readbacks.start(self._tokens)
+
+    def _edit(
+        self, device_model: DeviceModel, persistent: PersistentBatch, requests: Sequence[_Member]
+    ) -> dict[Request, Tensor]:
+        """Call the processors of requests, in this thread; who fails is left to choose from what the model said."""
+        if not requests:
+            return {}
+        rows = [each.row for each in requests]
+        given = device_model.thread.call(lambda: [persistent.deferred.logits_of(row).float() for row in rows])
+        edited = {}
+        for each, logits in zip(requests, given, strict=True):
+            try:
+                edited[each.request] = edited_logits(each.request, logits)
+            except RequestError as error:
+                self.failed[each.request] = error
+        return edited
+
+    def read(self, tokens: list[int]) -> list[Arriving | ArrivingPrompt]:
+        """Write the tokens that were chosen late among a step's, let grammars go on, and return what came with them."""
+        if self._readback is None:
+            return []
+        for each, token in zip(self._requests.members, self._readback.result(), strict=True):
+            tokens[each.place] = token
+        self._advance(tokens)
+        return self._logprobs
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        requests = self._requests.present()
+        chosen = [tokens[each.place] for each in requests.members]
+        if requests.plain and NOT_A_TOKEN not in chosen:
+            fits = accept(requests.matchers, chosen)
+            if not all(fits):
+                members = zip(requests.members, chosen, fits, strict=True)
+                lost = [each.request for each, token, fit in members if not fit and token not in each.request.ends]
+                self.failed = {request: _lost(request) for request in lost}
+        else:
+            self._advance_one_by_one(requests.members, chosen)
+
+    def _advance_one_by_one(self, members: Sequence[_Member], tokens: Sequence[int]) -> None:
+        edited, nan = self._edited or {}, [] if self._nan is None else self._nan.result()
+        for request in itertools.compress(edited, nan):
+            self.failed.setdefault(request, _unusable(request))
+        for (_, request, row, constraint), token in zip(members, tokens, strict=True):
+            if token in request.ends or request in self.failed:
+                continue
+            if token == NOT_A_TOKEN and request in edited:
+                self.failed[request] = _unusable(request)
+            elif self._is_lost(row, constraint, token):
+                self.failed[request] = _lost(request)
+
+    def _is_lost(self, row: Row, constraint: Constraint, token: int) -> bool:
+        """Go on by a token, if there is one; whether the grammar, with what the request bars, has left none."""
+        unsure = constraint.matcher is not None and (token == NOT_A_TOKEN or constraint.mask is not None)
+        masks = self._masks if unsure else None
+        if masks is not None and not masks.bits[masks.rows.index(row)].any():
+            return True
+        return token != NOT_A_TOKEN and not constraint.accepts(token)
+
+
+def _masks(requests: Constrained, staging: Staging, writer: MaskWriter) -> Masks:
+    """Return which tokens requests that have grammars may have next."""
+    words = -(-requests.formed[0].constraint.vocabulary // 32)
+    bits = staging.lend(len(requests.formed), words)
+    writer.fill(requests.matchers, bits)
+    for at in requests.narrowed:
+        _, request, _, constraint = requests.formed[at]
+        constraint.narrow(bits[at], len(request.tokens))
+    return Masks(requests.rows, bits)
+
+
+def _lost(request: Request) -> RequestError:
+    return InvalidRequestError(
+        f"structured_outputs: no token is left after {len(request.tokens)} new ones; see whether the "
+        "model's tokens can spell the form, and whether allowed_token_ids, bad_words and "
+        "logits_processors leave some that it allows"
+    )
+
+
+def _unusable(request: Request) -> RequestError:
+    return RequestError(
+        f"logits_processors: no token can be drawn after {len(request.tokens)} new ones, because what they return is "
+        "NaN, +inf or all -inf"
+    )

@@ -1,0 +1,268 @@
+"""Log-probabilities that requests want of their tokens: computed beside a step, and read with its tokens."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_llm.compilation.sampling.logprobs import Draws, ScoredTokens, score_tokens
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.scores import Scores, TokenScores
+from compiled_llm.execution.batch import Step
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.state.staging import Readback
+from compiled_llm.kvcache.row import Row
+from compiled_llm.requests.outputs import Logprob
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""Of what the model says, or of what tokens are drawn from: after penalties, biases, masks, temperature and filters."""
+
+
+class Logprobs(Sequence[dict[int, Logprob]]):
+    """The entries of some tokens, one after the other, made when they are looked at: millions would take seconds.
+
+    Each has its own token's first, then those of the likeliest ones.
+    """
+
+    def __init__(self, scores: Scores, tokens: Sequence[int], most: int, start: int = 0) -> None:
+        """Keep where they are.
+
+        Args:
+            scores: of these tokens, or of fewer or more.
+            tokens: from the one at ``start`` on.
+            most: of how many of the likeliest tokens.
+            start: how many tokens before them have scores, too.
+        """
+        self._scores = scores
+        self._tokens = list(tokens[: max(0, len(scores) - start)])
+        self._most = most
+        self._start = start
+
+    def __len__(self) -> int:
+        """Of how many tokens they are."""
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob]]: ...
+
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob]]:
+        """Return a token's entries, by token id; of a slice, a list of them."""
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        return logprobs_of(self._scores[self._start + place], self._tokens[place], self._most)
+
+    def __repr__(self) -> str:
+        """Of how many tokens they are."""
+        return f"<{type(self).__name__} of {len(self)} tokens>"
+
+
+class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
+    """The entries of a prompt's tokens, made when they are looked at; None in place of the first."""
+
+    def __init__(self, behind: Logprobs) -> None:
+        """Keep those of the tokens ``behind`` the first."""
+        self._behind = behind
+
+    def __len__(self) -> int:
+        """Of how many tokens they are, the first included."""
+        return 1 + len(self._behind)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
+
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob] | None] | None:
+        """Return a token's entries, by token id; of a slice, a list of them."""
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        return self._behind[place - 1] if place else None
+
+    def __repr__(self) -> str:
+        """Of how many tokens they are."""
+        return f"<{type(self).__name__} of {len(self)} tokens>"
+
+
+def logprobs_of(scores: TokenScores, token: int, most: int) -> dict[int, Logprob]:
+    """Return the entries of one place: the token that stands there first, then the ``most`` likeliest ones.
+
+    Args:
+        scores: of the place.
+        token: that was chosen.
+        most: how many others, at most as many as ``scores`` has.
+    """
+    found = {token: Logprob(scores.chosen, scores.rank)}
+    rank, before = 1, None
+    for place, value in enumerate(scores.values[:most]):
+        rank, before = (rank if value == before else place + 1), value
+        found.setdefault(scores.tokens[place], Logprob(value, rank))
+    return found
+
+
+def token_logprobs(request: Request, tokens: Sequence[int], count: int = 0) -> Logprobs | None:
+    """Return the entries of a request's ``tokens`` behind the first ``count``; None if it does not want them."""
+    return None if request.logprobs is None else Logprobs(request.scored, tokens, request.logprobs, count)
+
+
+def prompt_logprobs(request: Request) -> PromptLogprobs | None:
+    """Return the entries of each of a prompt's tokens, as far as they were computed; None if nobody wants them."""
+    if request.prompt_logprobs is None:
+        return None
+    return PromptLogprobs(Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs))
+
+
+def prepare_logprobs(device_model: DeviceModel) -> None:
+    """Have the kernels compiled that compute them; no recording has these."""
+    device_model.thread.call(_score_nothing, device_model)
+
+
+def _score_nothing(device_model: DeviceModel) -> None:
+    state = device_model.state
+    logits = torch.zeros_like(state.slots.tables.counts[:1], dtype=state.pages[0].dtype)
+    score_tokens(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
+
+
+class Arriving(NamedTuple):
+    """Log-probabilities on their way to the host.
+
+    Attributes:
+        requests: whose they are.
+        readback: the numbers.
+    """
+
+    requests: Sequence[Request]
+    readback: Readback
+
+    def hand_out(self) -> None:
+        """Give them to requests that have not ended; a token that comes for one that has is dropped, too."""
+        scored = ScoredTokens.unpacked(self.readback.array(), len(self.requests))
+        packed = {most: scored.packed(most) for most in {request.logprobs or 0 for request in self.requests}}
+        for row, request in enumerate(self.requests):
+            if request.finish_reason is None:
+                request.scored.append(packed[request.logprobs or 0][row])
+
+
+class ArrivingPrompt(NamedTuple):
+    """Log-probabilities of a chunk of a prompt, on their way to the host.
+
+    Attributes:
+        request: whose they are.
+        start: how many tokens of the prompt stand before the chunk.
+        length: of how many tokens they are.
+        readback: the numbers.
+    """
+
+    request: Request
+    start: int
+    length: int
+    readback: Readback
+
+    def hand_out(self) -> None:
+        """Give them to the request, those that it does not have: it may have begun again."""
+        scored, known = ScoredTokens.unpacked(self.readback.array(), self.length), self.request.prompt_scored
+        if self.start <= len(known):
+            known.extend(scored.packed(self.request.prompt_logprobs or 0)[len(known) - self.start :])
+
+
+class Watch:
+    """Has log-probabilities computed in each step of one plan."""
+
+    def __init__(
+        self, device_model: DeviceModel, launches: Iterable[Sequence[Request]], mode: LogprobsMode = "raw_logprobs"
+    ) -> None:
+        """Look who wants them.
+
+        Args:
+            device_model: what runs the plan.
+            launches: of each launch of the plan, the requests that it chooses tokens for, in this order.
+            mode: of which distribution.
+        """
+        self._device_model = device_model
+        self._groups: dict[Row, _Group] = {}
+        for requests in _observed_together(launches):
+            if at := [at for at, request in enumerate(requests) if request.logprobs is not None]:
+                self._groups[requests[0].running_row] = _Group(requests, at, mode)
+        self._arriving: list[Arriving | ArrivingPrompt] = []
+
+    def __bool__(self) -> bool:
+        """Whether anybody wants them."""
+        return bool(self._groups)
+
+    def see(self, step: Step) -> None:
+        """Compute what is wanted of a launch; in the model's executor."""
+        group = self._groups.get(step.rows[0])
+        if group is not None and step.logits is not None:
+            numbers = group.compute(self._device_model, step)
+            self._arriving.append(Arriving(group.requests, self._device_model.readbacks.start(numbers)))
+
+    def add(self, arriving: ArrivingPrompt) -> None:
+        """Have something else read with the step's tokens."""
+        self._arriving.append(arriving)
+
+    def taken(self) -> list[Arriving | ArrivingPrompt]:
+        """Return what has been computed since it was last asked for."""
+        arriving, self._arriving = self._arriving, []
+        return arriving
+
+
+def _observed_together(launches: Iterable[Sequence[Request]]) -> Iterator[Sequence[Request]]:
+    """Yield the requests of each launch: first those whose tokens it chooses, then those whose choice is deferred."""
+    for requests in launches:
+        kinds = [request.sampling is not None and request.sampling.deferred for request in requests]
+        if True not in kinds:
+            yield requests
+        else:
+            yield [request for request, kind in zip(requests, kinds, strict=True) if not kind]
+            yield [request for request, kind in zip(requests, kinds, strict=True) if kind]
+
+
+class _Group:
+    """The requests of one launch that want log-probabilities.
+
+    Attributes:
+        requests: who wants them.
+    """
+
+    def __init__(self, all_of_them: Sequence[Request], at: Sequence[int], mode: LogprobsMode) -> None:
+        """Look what they want who are ``at`` these places of the launch."""
+        self.requests = [all_of_them[place] for place in at]
+        self._most = max(request.logprobs or 0 for request in self.requests)
+        self._at = None if len(at) == len(all_of_them) else np.array(at, dtype=np.int64)
+        self._kinds = _kinds(self.requests) if mode == "processed_logprobs" else None
+        self._there: Tensor | None = None  # where on the device, once that has been uploaded
+
+    def compute(self, device_model: DeviceModel, step: Step) -> Tensor:
+        logits, tokens = step.logits if self._kinds is None or step.edited is None else step.edited, step.tokens
+        assert logits is not None, "a step of one launch"
+        if self._at is not None:
+            if self._there is None:
+                (self._there,) = device_model.state.staging.to_device([self._at])
+            logits, tokens = logits.index_select(0, self._there), tokens.index_select(0, self._there)
+        draws = None if self._kinds is None else self._draws(device_model, step.rows, self._kinds)
+        return score_tokens(logits, tokens, min(self._most, logits.shape[1]), draws)
+
+    def _draws(self, device_model: DeviceModel, all_rows: Sequence[Row], kinds: int) -> Draws:
+        """Return how the rows have chosen: each step, since slots may change and positions do."""
+        state = device_model.state
+        rows = all_rows if self._at is None else [all_rows[place] for place in self._at]
+        positions = np.array([row.position for row in rows], dtype=np.int64)
+        slots, at = state.staging.to_device([state.slots.of(rows, len(rows)), positions])
+        return Draws(slots, at, state.slots.tables, kinds)
+
+
+def _kinds(requests: Iterable[Request]) -> int | None:
+    """Return the edits of all requests, or-ed together; None if all take what the model says is likeliest."""
+    settings = [request.sampling for request in requests if request.sampling is not None]
+    return functools.reduce(operator.or_, [sampling.edits for sampling in settings]) if settings else None

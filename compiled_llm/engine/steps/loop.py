@@ -1,0 +1,317 @@
+"""Plans launched one after the other; the tokens of each are read while the next one runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.engine.steps.constraint import MaskWriter
+from compiled_llm.engine.steps.deferred_sampling import Constrained, LateChoice
+from compiled_llm.engine.steps.logprobs import Arriving, ArrivingPrompt, LogprobsMode, Watch
+from compiled_llm.engine.steps.plan import Chunk, Plan
+from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.engine.steps.scheduler import Scheduler
+from compiled_llm.engine.steps.scored_prompts import run_scored
+from compiled_llm.engine.steps.token_budget import Pace
+from compiled_llm.execution.batch import Batch, Extension
+from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.state.device_timer import DeviceTimer
+from compiled_llm.execution.state.staging import Readback
+from compiled_llm.kvcache.prefix_tree import PrefixTree
+
+logger = logging.getLogger("compiled_llm.engine")
+
+
+class _Launched(NamedTuple):
+    """A step whose tokens have not been read: what it ran, what arrives of it where, and how long it takes."""
+
+    plan: Plan
+    readbacks: list[Readback]
+    timer: DeviceTimer | None
+    logprobs: list[Arriving | ArrivingPrompt]
+    late: LateChoice | None
+
+    @property
+    def first_tokens_arrived(self) -> bool:
+        """Whether it ran prompts, and nothing has to be waited for or chosen any more."""
+        return bool(self.plan.extend) and self.late is None and all(readback.arrived for readback in self.readbacks)
+
+
+class _Prepared(NamedTuple):
+    """What runs a plan: a batch, scored chunks beside it, who looks at the logits, and whose tokens are chosen late."""
+
+    plan: Plan
+    batch: Batch
+    scored: list[Chunk]
+    watch: Watch
+    constrained: Constrained | None
+
+
+class LoopSettings(NamedTuple):
+    """What the user of an engine says of its loop.
+
+    Attributes:
+        max_rows: how many requests run at once.
+        max_step_ms: how long a step may take; None for as long as it takes.
+        prefix_cache: keep pages of texts.
+        logprobs_mode: of which distribution log-probabilities are.
+        watch_model: look now and then whether the model is still what it was.
+    """
+
+    max_rows: int
+    max_step_ms: float | None = None
+    prefix_cache: bool = True
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    watch_model: bool = True
+
+
+class Loop:
+    """Runs what a scheduler plans on a model's device side; one thread at a time.
+
+    Attributes:
+        device_model: the model's device side.
+        scheduler: who runs when.
+        prefixes: keeps pages of texts that have been computed; None if nothing does.
+        steps: how many plans were launched.
+        stuck: whether nothing could run in the last step: pages that are missing belong to others.
+    """
+
+    def __init__(
+        self,
+        device_model: DeviceModel,
+        scheduler: Scheduler,
+        pace: Pace,
+        prefixes: PrefixTree | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ) -> None:
+        """Begin with nothing launched.
+
+        Args:
+            device_model: the model's device side.
+            scheduler: who runs when.
+            pace: learns how long steps take.
+            prefixes: keeps pages of texts that have been computed.
+            logprobs_mode: of which distribution log-probabilities are.
+        """
+        self._pace = pace
+        self.device_model = device_model
+        self.scheduler = scheduler
+        self.prefixes = prefixes
+        self._persistent = PersistentBatch(device_model.state, device_model.decode)
+        self._logprobs_mode: LogprobsMode = logprobs_mode
+        self._masks = MaskWriter()
+        self._prepared: _Prepared | None = None  # for the last plan
+        self._launched: deque[_Launched] = deque()
+        self.steps = 0
+        self.stuck = False
+
+    @classmethod
+    def of(cls, device_model: DeviceModel, settings: LoopSettings) -> Loop:
+        """Return a loop on a model as it is placed now."""
+        prefixes = device_model.prefixes if settings.prefix_cache else None
+        pace = Pace(settings.max_step_ms, device_model.config.prefill_tokens)
+        slots = device_model.state.slots.room_for
+        scheduler = Scheduler(device_model.pool, settings.max_rows, pace.tokens, prefixes, slots)
+        return cls(device_model, scheduler, pace, prefixes, settings.logprobs_mode)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to run and nothing to read."""
+        return self.scheduler.idle and not self._launched
+
+    @property
+    def underway(self) -> list[Request]:
+        """The requests that run, and those whose last tokens have not been read."""
+        unread = (request for step in self._launched for request in step.plan.choosing if not request.done)
+        return list(dict.fromkeys([*self.scheduler.running, *unread]))
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a step may still be running when it has been launched; else reading late gains nothing."""
+        return self.device_model.device.type != "cpu"
+
+    def note_model(self) -> None:
+        """Know the model as it is now: what was computed with another one is forgotten."""
+        if self.prefixes is not None:
+            if self.device_model.watch.changed():
+                self.prefixes.clear()
+            self.scheduler.generation = self.prefixes.generation
+
+    def step(self, unchanged: bool = False) -> list[Request]:
+        """Launch the next plan, if anybody can run, and read the tokens of the one before.
+
+        Args:
+            unchanged: the model cannot have changed since the last step; skip looking at it.
+
+        Returns:
+            The requests that have got a token or have ended.
+        """
+        plan = self.scheduler.plan()
+        launched = bool(plan.decode or plan.extend)
+        if launched:
+            self.device_model.thread.call(self._launch, plan, unchanged)
+            self.scheduler.launched(plan)
+            self.steps += 1
+        self.stuck = not (launched or self.scheduler.idle or self._launched)
+        return self._read_all_but(int(self.asynchronous and launched))
+
+    def read_first_tokens(self) -> list[Request]:
+        """Read a step with prompts in it if it is done: whoever waits for them need not wait for the next launch, too.
+
+        Otherwise as ``step``.
+        """
+        if not (self._launched and self._launched[0].first_tokens_arrived):
+            return []
+        changed = self._read(self._launched[0])
+        self._launched.popleft()
+        return changed
+
+    def drain(self) -> list[Request]:
+        """Read what has been launched, and let nothing go on; otherwise as ``step``."""
+        self.device_model.settle()
+        return self._read_all_but(0)
+
+    def restart(self) -> None:
+        """Let all requests compute again what they need, after a step that failed: their next tokens may be lost."""
+        lost = [request for step in self._launched for request in step.plan.choosing]
+        self._launched.clear()
+        while self.scheduler.running:
+            self.scheduler.preempt()
+        self.scheduler.again(lost)
+        self._prepared = None
+        self._persistent.restart()
+
+    def rest(self, wanted: Callable[[], object]) -> None:
+        """Know that nobody runs for now: capture what steps have missed until something is ``wanted``, and tidy up."""
+        if self.idle:
+            self.free_leaks()
+        if self.scheduler.idle:
+            self.device_model.catch_up(wanted)
+
+    def free_leaks(self) -> None:
+        """Give back what requests that have ended still have, and say so."""
+        rows, self.scheduler.rows = self.scheduler.rows, set()
+        if rows:
+            logger.error(
+                "compiled_llm: requests that have ended still had %d pages and %d slots, which are given back now; "
+                "this is a fault of the engine's, please report it",
+                *(sum(len(row.pages) for row in rows), sum(row.slot is not None for row in rows)),
+            )
+        for row in rows:
+            row.free()
+
+    def close(self) -> None:
+        """Give all pages back."""
+        self._launched.clear()
+        self._persistent.restart()
+        if self.prefixes is not None:
+            self.prefixes.clear()
+
+    # ---- in the executor
+
+    def _launch(self, plan: Plan, unchanged: bool) -> None:
+        if plan.extend:
+            self._admit(plan.extend)
+        timer = DeviceTimer(self.device_model.device) if self._pace.bounded else None
+        before = 0.0 if timer is None else self.device_model.events.preparing.seconds
+        prepared = self._prepared_for(plan)
+        # If all tokens are chosen late, there is nothing to read yet.
+        all_late = prepared.constrained is not None and prepared.constrained.count == len(plan.choosing)
+        launched = self._run(prepared, unchanged)
+        readbacks = [self.device_model.readbacks.start(tokens) for tokens in launched if not all_late]
+        if timer is not None:
+            timer.stop()
+            if self.device_model.events.preparing.seconds > before:  # that takes longer than the device does
+                timer = None
+        late = None if prepared.constrained is None else LateChoice(prepared.constrained, prepared.watch)
+        self._launched.append(_Launched(plan, readbacks, timer, prepared.watch.taken(), late))
+        self.device_model.go_on()
+
+    def _run(self, prepared: _Prepared, unchanged: bool) -> Iterator[Tensor]:
+        """Yield the tokens of each launch, in the order of ``Plan.choosing``."""
+        _, batch, scored, watch, _ = prepared
+        if batch.decode or batch.extend:
+            yield self.device_model.run(batch, self._persistent, unchanged).tokens
+        for chunk in scored:
+            yield run_scored(self.device_model, self._persistent, chunk, watch)
+
+    def _prepared_for(self, plan: Plan) -> _Prepared:
+        """Return what runs a plan; the scheduler gives the same one again while nobody comes or goes."""
+        if self._prepared is None or self._prepared.plan is not plan:
+            plain = [chunk for chunk in plan.extend if not chunk.scored]
+            scored = [chunk for chunk in plan.extend if chunk.scored]
+            ending = [
+                [chunk.request for chunk in chunks if chunk.ends] for chunks in (plain, *([each] for each in scored))
+            ]
+            watch = Watch(self.device_model, (plan.decode, *ending), self._logprobs_mode)
+            rows = [request.running_row for request in plan.decode]
+            batch = Batch(rows, [_extension(chunk) for chunk in plain], observer=watch.see if watch else None)
+            self._prepared = _Prepared(plan, batch, scored, watch, Constrained.among(plan.choosing))
+        return self._prepared
+
+    def _admit(self, chunks: Sequence[Chunk]) -> None:
+        """Give new rows slots, with their settings."""
+        now = time.monotonic()
+        for chunk in chunks:
+            chunk.request.admitted = chunk.request.admitted or now
+        new = [
+            (chunk.request.running_row, _as_of_now(chunk.request, chunk.request.sampling))
+            for chunk in chunks
+            if chunk.request.running_row.slot is None
+        ]
+        if new:
+            self.device_model.state.slots.admit([row for row, _ in new], [sampling for _, sampling in new])
+
+    def _read_all_but(self, steps: int) -> list[Request]:
+        changed: list[Request] = []
+        while len(self._launched) > steps:
+            self._choose_late(self._launched[0])
+            changed += self._read(self._launched[0])
+            self._launched.popleft()
+        if self._launched:  # all before it has been read, and the device is busy with it
+            self._choose_late(self._launched[0])
+        return changed
+
+    def _choose_late(self, step: _Launched) -> None:
+        if step.late is not None:
+            step.late.choose(self.device_model, self._persistent, self._masks)
+
+    def _read(self, step: _Launched) -> list[Request]:
+        tokens = [token for readback in step.readbacks for token in readback.result()]
+        tokens = tokens or [NOT_A_TOKEN] * len(step.plan.choosing)
+        late = [] if step.late is None else step.late.read(tokens)
+        for arriving in (*step.logprobs, *late):
+            arriving.hand_out()  # before the tokens: whoever sees one finds what belongs to it
+        if step.timer is not None:
+            self._pace.ran(len(step.plan.decode), sum(len(chunk.ids) for chunk in step.plan.extend), step.timer.seconds)
+        failed = [] if step.late is None else self._end(step.late.failed)
+        return self.scheduler.read(step.plan.choosing, tokens, time.monotonic()) + failed
+
+    def _end(self, failed: Mapping[Request, RequestError]) -> list[Request]:
+        """End requests alone, and return them."""
+        for request, error in failed.items():
+            self.scheduler.end(request, "error", error)
+        return list(failed)
+
+
+def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:
+    """Return a request's settings; the tokens that it got before it lost its pages count."""
+    if sampling is None:
+        return None
+    sampling = sampling.starting_at(len(request.prompt))
+    if sampling.forgets or not request.tokens:
+        return sampling
+    return dataclasses.replace(sampling, chosen=np.array(request.tokens, dtype=np.int64))
+
+
+def _extension(chunk: Chunk) -> Extension:
+    return Extension.of(chunk.request.running_row, chunk.ids, chunk.ends)

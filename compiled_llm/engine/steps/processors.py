@@ -1,0 +1,45 @@
+"""Logits processors of the user's own, each called for its request alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.execution.threads.interrupts import allowed
+from compiled_llm.requests.users_code import described, raise_interrupt
+
+
+def edited_logits(request: Request, logits: Tensor) -> Tensor:
+    """Return what a request's processors make of its logits.
+
+    Args:
+        request: whose tokens before have all been read.
+        logits: ``[V]`` float32, nobody else's.
+
+    Raises:
+        RequestError: one has failed, or returns something else.
+    """
+    assert request.constraint is not None, "it has processors"
+    answer = list(request.tokens)
+    for processor in request.constraint.processors:
+        tokens = (request.prompt.tolist(), answer) if processor.takes_prompt else (answer,)
+        try:
+            with torch.no_grad(), allowed():
+                found = processor.function(*tokens, logits)
+        except BaseException as error:
+            raise_interrupt(error)
+            raise _error(processor.name, f"has failed: {described(error)}") from error
+        if not isinstance(found, Tensor) or found.shape != logits.shape:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise _error(processor.name, f"has returned {shape}, and it must return logits {list(logits.shape)}")
+        if found.layout != logits.layout:
+            raise _error(processor.name, f"has returned a tensor of layout {found.layout}, and it must be dense")
+        if found.device != logits.device:
+            raise _error(processor.name, f"has returned logits on {found.device}, and they were on {logits.device}")
+        logits = found.float()
+    return logits
+
+
+def _error(name: str, what: str) -> RequestError:
+    return RequestError(f"logits_processors: {name} {what}")

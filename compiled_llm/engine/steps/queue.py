@@ -1,0 +1,60 @@
+"""The requests that wait for their turn."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+from compiled_llm.engine.steps.request import Request
+
+
+class Queue:
+    """Requests without a row.
+
+    Attributes:
+        ready: those that may run, whoever is next first.
+    """
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self.ready: list[Request] = []
+        self._followers: dict[Request, list[Request]] = {}  # by whose prompt they wait for
+
+    def __bool__(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self.ready or self._followers)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield whoever is next first; those that wait for another's prompt at the end."""
+        yield from self.ready
+        for group in self._followers.values():
+            yield from group
+
+    @property
+    def leaders(self) -> list[Request]:
+        """The requests whose prompts others wait for."""
+        return list(self._followers)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn, or for the prompt that it shares with another."""
+        leader = request.leader
+        if leader is None or leader.done or leader.prefilled:
+            bisect.insort(self.ready, request, key=lambda entry: entry.order)
+        else:
+            self._followers.setdefault(leader, []).append(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it is."""
+        if request in self.ready:
+            self.ready.remove(request)
+            return
+        for leader, group in list(self._followers.items()):
+            if request in group:
+                group.remove(request)
+                if not group:
+                    del self._followers[leader]
+
+    def release(self, leader: Request) -> None:
+        """Let those that waited for a request's prompt wait for their turn."""
+        for request in self._followers.pop(leader, ()):
+            self.add(request)

@@ -1,0 +1,150 @@
+"""One answer on its way through the engine: host facts, written by the loop alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.engine.steps.constraint import Constraint
+from compiled_llm.engine.steps.scores import Scores
+from compiled_llm.kvcache.row import Row
+from compiled_llm.requests.outputs import FinishReason
+
+
+class RequestError(RuntimeError):
+    """What one request has failed of; the others go on."""
+
+
+class InvalidRequestError(RequestError):
+    """What a request asks for turns out to be impossible: it would fail again."""
+
+
+_arrivals = itertools.count()
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """One answer to one prompt.
+
+    Attributes:
+        prompt: ``[T]`` int64, at least one token.
+        sampling: how its tokens are chosen; the most likely ones if None.
+        most: how many tokens it gets at most; with 0, what follows from its prompt is dropped.
+        ends: tokens that end it.
+        stop_ids: those of them that the user has named.
+        priority: smaller ones run first.
+        deadline: on ``time.monotonic``'s clock, when it ends with what it has; None for never.
+        salt: requests with equal ones may read each other's cached pages.
+        constraint: what says on the host which tokens it may have next; None if nothing does.
+        index: which of its prompt's answers it is.
+        logprobs: of how many of the likeliest tokens it wants log-probabilities, beside those that are chosen; None for
+            none at all.
+        prompt_logprobs: the same of its prompt's tokens.
+        leader: the answer whose prompt this one shares, and waits for; None for the first.
+        arrival: counts requests as they come.
+        row: its pages while it runs.
+        tokens: chosen and read.
+        scored: the log-probabilities of each token; those of one may be there before it.
+        prompt_scored: the same of its prompt's second token and those behind it.
+        generation: of the prefix cache when it was last admitted; others may not begin with its pages in another one.
+        cached: how many of its prompt's tokens came from the prefix cache when it first ran.
+        finish_reason: why it has ended; None while it has not.
+        error: what ended it, with ``"error"``.
+        submitted: when it came, on ``time.monotonic``'s clock.
+        admitted: when it first ran.
+        first_token: when its first token was read.
+        last_token: when its latest one was before it went on in the group that it is in (``Latencies``).
+        finished: when it ended.
+        preemptions: how often it lost its pages.
+    """
+
+    prompt: NDArray[np.int64]
+    sampling: Sampling | None
+    most: int
+    ends: frozenset[int]
+    stop_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    deadline: float | None = None
+    salt: Hashable = None
+    constraint: Constraint | None = None
+    index: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    leader: Request | None = None
+    submitted: float = 0.0
+    arrival: int = field(default_factory=_arrivals.__next__)
+    row: Row | None = None
+    tokens: list[int] = field(default_factory=list)
+    scored: Scores = field(default_factory=Scores)
+    prompt_scored: Scores = field(default_factory=Scores)
+    generation: int = 0
+    cached: int | None = None
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+    preemptions: int = 0
+    # All that is known of its text when it was last admitted; computed as far as the row is long.
+    known: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who runs first: by priority, then by arrival."""
+        return self.priority, self.arrival
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may wait for its turn; its grammar is compiled first."""
+        return self.constraint is None or self.constraint.ready
+
+    @property
+    def keeps_slot(self) -> bool:
+        """Whether its row's slot knows what it has seen, and cannot go to another row before it ends."""
+        return self.sampling is not None and not self.sampling.forgets
+
+    @property
+    def place(self) -> str:
+        """Where it is, while it has not ended."""
+        return "waiting" if self.row is None else "running"
+
+    @property
+    def running_row(self) -> Row:
+        """Its row; it runs."""
+        assert self.row is not None, "the request does not run"
+        return self.row
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether all that was known of it when it was admitted is computed, or queued to be."""
+        return self.row is not None and self.row.length >= len(self.known)
+
+    @property
+    def fed(self) -> bool:
+        """Whether its row has taken in all that it ever will, and the last token follows from that."""
+        return self.row is not None and self.row.length == self.stored
+
+    def unscored(self, start: int) -> bool:
+        """Whether log-probabilities are missing that follow from tokens of its prompt at ``start`` and behind it."""
+        return self.prompt_logprobs is not None and max(start, len(self.prompt_scored)) < len(self.prompt) - 1
+
+    @property
+    def stored(self) -> int:
+        """How many tokens its row holds in the end: the last one is chosen and never fed in."""
+        return len(self.prompt) + max(1, self.most) - 1
+
+    @property
+    def text(self) -> NDArray[np.int64]:
+        """``[T + G]`` int64, the prompt and the tokens read so far."""
+        return np.concatenate([self.prompt, np.array(self.tokens, dtype=np.int64)])

@@ -1,0 +1,393 @@
+"""Who runs in the next step: admission, chunks of prompts beside decode, preemption, and who has ended.
+
+Host facts only: nothing here knows of a device. The loop asks for a plan, launches it, says so, and brings the tokens
+once it has read them, mostly after it has launched the next plan.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
+from compiled_llm.engine.steps.latencies import Latencies
+from compiled_llm.engine.steps.plan import Chunk, Plan
+from compiled_llm.engine.steps.queue import Queue
+from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
+from compiled_llm.kvcache.prefix_tree import PrefixTree
+from compiled_llm.kvcache.row import Row
+from compiled_llm.requests.outputs import FinishReason
+
+logger = logging.getLogger("compiled_llm.engine")
+
+_FIRST_GUESS = 256
+"""How long answers are taken to be until some have ended, in tokens."""
+_MORE = 64
+"""Tokens that a row is promised pages for at a time, once its answer has become longer than is likely."""
+_SCORED = 256
+"""Tokens of a prompt that are scored at a time: of each there are as many logits as the vocabulary is large."""
+_WEIGHT = 1 / 16
+"""Of an ended answer's length in the guess for the next ones."""
+
+
+class Scheduler:
+    """Decides what runs; one thread at a time.
+
+    First come, first served within a priority. A request is admitted once there are a slot for it and pages for its
+    prompt and for as much of an answer as is likely; if pages run out nevertheless, whoever has computed least of the
+    lowest priority gives its pages back, waits at the front of its queue, and goes on with the same draws.
+
+    Attributes:
+        running: requests that have a row, in the order in which they were admitted.
+        rows: those that have not given all back; when nobody runs, there are none.
+        preemptions: how many there were.
+        finished: how many requests have ended.
+        prompt_tokens: tokens of the prompts that have begun to run.
+        cached_tokens: how many of those were in the prefix cache.
+        new_tokens: tokens read.
+        latencies: how long requests have waited.
+        admits_until: when others began to wait for pages, on ``time.monotonic``'s clock; later requests wait for them.
+        lets_pass: whether others may run before the next request while there are too few pages or slots for that one.
+        generation: of the prefix cache when the model was last looked at; pages computed since are of this one.
+        short_since: when the next request came, if the last plan had too few pages or slots for it; None if it had
+            enough.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        max_rows: int,
+        budget: Callable[[int], int],
+        prefixes: PrefixTree | None = None,
+        slots: Callable[[int, int], bool] = lambda new, keeping: True,
+    ) -> None:
+        """Begin with nobody.
+
+        Args:
+            pool: of the pages.
+            max_rows: how many requests may run at once.
+            budget: how many tokens of prompts to run beside this many decoding rows; at least 1.
+            prefixes: keeps pages of texts; None to compute each prompt whole.
+            slots: whether so many rows may begin together, of which so many keep their slots.
+        """
+        self._slots = slots
+        self._beginning: list[bool] = []  # in the plan that is made, and whether they keep their slots
+        self._pool = pool
+        self._max_rows = max_rows
+        self._budget = budget
+        self._prefixes = prefixes
+        self.generation = 0 if prefixes is None else prefixes.generation
+        self._queue = Queue()
+        self._next_deadline = math.inf
+        self._likely = float(_FIRST_GUESS)  # tokens of an answer
+        self._plan = Plan([], [])  # the last one; it holds for so many more steps, if nobody comes or goes:
+        self._same = 0
+        self.rows: set[Row] = set()
+        self.running: list[Request] = []
+        self.preemptions = self.finished = 0
+        self.prompt_tokens = self.cached_tokens = self.new_tokens = 0
+        self.latencies = Latencies()
+        self.admits_until = math.inf
+        self.short_since: float | None = None
+        self.lets_pass = False
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests without a row, whoever is next first; those that wait for another's prompt at the end."""
+        return list(self._queue)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody runs or waits."""
+        return not (self.running or self._queue)
+
+    # ---- requests come and go
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn."""
+        if request.done:  # cancelled before anybody knew of it
+            return
+        self._next_deadline = min(self._next_deadline, _deadline(request))
+        self._queue.add(request)
+
+    def add_all(self, requests: Sequence[Request]) -> None:
+        """Let requests wait for their turn."""
+        for request in requests:
+            self.add(request)
+
+    def end(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
+        """End a request, wherever it is; one that has ended stays as it is."""
+        if request.done:
+            return
+        request.finish_reason, request.error = reason, error
+        self.finished += 1
+        if request.row is not None:
+            self._retire(request)
+        else:
+            self._queue.remove(request)
+        self._queue.release(request)
+        if reason in ("stop", "length") and request.most:
+            self._likely += _WEIGHT * (len(request.tokens) - self._likely)
+
+    def expire(self, now: float) -> list[Request]:
+        """End requests whose deadline is over, and return them; ``now`` is on ``time.monotonic``'s clock."""
+        if self._next_deadline > now:
+            return []
+        late = [entry for entry in (*self.running, *self.waiting) if _deadline(entry) <= now]
+        for request in late:
+            self.end(request, "timeout")
+        self._next_deadline = min(map(_deadline, (*self.running, *self.waiting)), default=math.inf)
+        return late
+
+    # ---- plan
+
+    def plan(self) -> Plan:
+        """Return what to run next; nothing if nobody can run."""
+        self.short_since = None
+        if self._same and not self._has_room:
+            return self._plan
+        before, self._beginning = self.preemptions, []
+        decode = self._decoding_within_pages()
+        room = self._budget(len(decode))
+        extend: list[Chunk] = []
+        for request in self.running:
+            if room > 0 and not request.prefilled:
+                room = self._add_chunk(extend, request, room)
+        while room > 0 and self.preemptions == before and (admitted := self._admit()) is not None:
+            room = self._add_chunk(extend, admitted, room)
+        extend.sort(key=lambda chunk: chunk.scored)
+        self._plan, self._same = Plan(decode, extend), 0
+        return self._plan
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether somebody waits who may begin to run, if there are pages."""
+        waiting = self._queue.ready
+        return bool(waiting) and len(self.running) < self._max_rows and waiting[0].submitted <= self.admits_until
+
+    def _decoding_within_pages(self) -> list[Request]:
+        """Return the requests that go on by a token, once there are pages for all of them."""
+        while True:
+            decode = [request for request in self.running if request.prefilled and not _only_waits(request)]
+            if all(self._may_enter(request) for request in decode if not request.running_row.room):
+                return decode
+            self.preempt()
+
+    def _may_enter(self, request: Request) -> bool:
+        """Promise a row the page that it enters; several, if all others could have as many: that is looked at less."""
+        row = request.running_row
+        if row.limit > row.length:
+            return True
+        spare = self._pool.available // len(self.running) * self._pool.page_size
+        rest = request.stored - row.length
+        return self._reserved(row, row.length + max(1, min(_MORE, rest, spare)))
+
+    def _add_chunk(self, extend: list[Chunk], request: Request, room: int) -> int:
+        chunk = self._chunk(request, room)
+        extend.append(chunk)
+        return room - len(chunk.ids)
+
+    def _chunk(self, request: Request, room: int) -> Chunk:
+        start = request.running_row.length
+        scored = request.unscored(start)
+        ids = request.known[start : start + (min(room, _SCORED) if scored else room)]
+        return Chunk(request, ids, start + len(ids) == len(request.known), scored)
+
+    def _admit(self) -> Request | None:
+        """Give the next waiting request its row; None if there is none, or it has to go on waiting."""
+        if not self._has_room:
+            return None
+        ready = self._queue.ready
+        for request in ready if self.lets_pass else ready[:1]:
+            if (row := self._row_for(request)) is not None:
+                break
+            self.short_since = ready[0].submitted
+        else:
+            return None
+        request.row = row
+        self._beginning.append(request.keeps_slot)
+        ready.remove(request)
+        bisect.insort(self.running, request, key=lambda entry: entry.order)
+        return request
+
+    def _row_for(self, request: Request) -> Row | None:
+        """Return a row with what is cached of the request's text, and a promise of what it likely needs beyond.
+
+        None if there are too few pages, or if too many rows keep their slots.
+        """
+        keeping = sum(self._beginning) + request.keeps_slot
+        if not self._slots(len(self._beginning) + 1, keeping):
+            return None
+        known, row = request.text, Row(self._pool, 0)
+        self.rows.add(row)
+        if self._prefixes is not None:
+            if not request.unscored(0):
+                row.begin_from(self._prefixes.match(known, request.salt))
+            request.generation = self.generation
+        elif (leader := request.leader) is not None and leader.row is not None and leader.prefilled:
+            row.begin_from(self._shared_with(leader.row, len(request.prompt)))
+        rest = min(request.stored - len(known) + 1, round(self._likely))
+        if not (self._reserved(row, len(known) + rest - 1) or (not self.running and self._reserved(row, len(known)))):
+            self._free(row)
+            return None
+        if request.cached is None:
+            request.cached = row.length
+            self.prompt_tokens += len(request.prompt)
+            self.cached_tokens += row.length
+        request.known = known
+        return row
+
+    @staticmethod
+    def _reserved(row: Row, tokens: int) -> bool:
+        """Promise a row pages for so many tokens, if there are enough."""
+        try:
+            row.reserve(tokens)
+        except OutOfPagesError:
+            return False
+        return True
+
+    def _shared_with(self, row: Row, tokens: int) -> list[int]:
+        """Return the pages of a row that its first ``tokens`` fill, shared; at least one token is left to compute."""
+        pages = row.pages[: (tokens - 1) // self._pool.page_size]
+        self._pool.share(pages)
+        return pages
+
+    # ---- preemption
+
+    def preempt(self) -> None:
+        """Take the pages of whoever has computed least of the lowest priority.
+
+        Raises:
+            OutOfPagesError: nobody runs.
+        """
+        if not self.running:
+            raise OutOfPagesError("no page is free, and no request has any")
+        victim = max(self.running, key=lambda request: (request.priority, -request.running_row.length, request.arrival))
+        self._retire(victim)
+        victim.preemptions += 1
+        self.preemptions += 1
+        self.add(victim)
+        logger.debug("request %d gives its pages back after %d tokens", victim.arrival, len(victim.tokens))
+
+    def park(self) -> list[Request]:
+        """Take the pages of all that run, and return all requests, to go on in another one of these."""
+        for request in tuple(self.running):
+            self._retire(request)
+            self.add(request)
+        return self.waiting
+
+    def again(self, requests: Sequence[Request]) -> None:
+        """Let requests wait once more that gave their pages back before their last token was read; it is lost."""
+        for request in requests:
+            if not request.done and request.row is None and request not in self.waiting:
+                self.add(request)
+
+    # ---- what has happened
+
+    def launched(self, plan: Plan) -> list[Request]:
+        """Note that a plan is queued; return whose last step it was, and give back their pages."""
+        if self._same:
+            self._same -= 1
+            return []
+        for chunk in plan.extend:
+            request, row = chunk.request, chunk.request.running_row
+            self._keep(request, request.known[: row.length])
+            if chunk.ends:
+                self._queue.release(request)
+        ended = [request for request in plan.choosing if request.fed]
+        for request in ended:
+            if request.constraint is None:  # the others' last tokens are chosen later, by rows with slots
+                self._retire(request)
+        if not (plan.extend or ended):
+            self._same = min(map(_steps_alike, plan.decode))
+        return ended
+
+    def read(self, requests: Sequence[Request], tokens: Sequence[int], now: float) -> list[Request]:
+        """Take the tokens that a step has chosen.
+
+        Args:
+            requests: those that they are for; what comes for one that has ended is dropped.
+            tokens: one for each.
+            now: on ``time.monotonic``'s clock.
+
+        Returns:
+            The requests that have got a token or have ended.
+        """
+        got: list[Request] = []
+        failed: list[Request] = []
+        ended: list[tuple[Request, FinishReason]] = []
+        for request, token in zip(requests, tokens, strict=True):
+            if request.finish_reason is not None:
+                continue
+            if token == NOT_A_TOKEN:
+                failed.append(request)
+                continue
+            if request.most == 0:  # it was only computed
+                ended.append((request, "length"))
+                continue
+            request.tokens.append(token)
+            got.append(request)
+            if token in request.ends:
+                ended.append((request, "stop"))
+            elif len(request.tokens) == request.most:
+                ended.append((request, "length"))
+        self.new_tokens += len(got)
+        self.latencies.read(got, now)
+        for request, reason in ended:
+            self.end(request, reason)
+        for request in failed:
+            self._fail(request)
+        return got + [request for request, _ in ended if not request.most] + failed
+
+    def _fail(self, request: Request) -> None:
+        """End a request whose logits no token can be drawn from."""
+        error = RequestError(
+            f"no token can be drawn after {len(request.tokens)} new ones, because the logits are NaN, +inf or all "
+            "-inf; check the weights and their dtype"
+        )
+        self.end(request, "error", error)
+        if self._prefixes is not None:
+            self._prefixes.clear()  # there may be NaN in what others would begin with
+
+    # ---- rows
+
+    def _retire(self, request: Request) -> None:
+        """Take a request's row, and keep its pages for others to begin with.
+
+        A step that is still queued may write after what is known of the text, never into pages that it fills.
+        """
+        row = request.running_row
+        self._keep(request, request.text[: row.length])
+        self.running.remove(request)
+        self._same = 0
+        request.row = None
+        self._free(row)
+
+    def _free(self, row: Row) -> None:
+        row.free()
+        self.rows.discard(row)
+
+    def _keep(self, request: Request, ids: NDArray[np.int64]) -> None:
+        if self._prefixes is not None and request.generation == self._prefixes.generation:
+            self._prefixes.insert(ids, request.running_row.pages, request.salt)
+
+
+def _steps_alike(request: Request) -> int:
+    """Return how many more steps it takes part in without asking for pages, or ending, whatever its tokens are."""
+    row = request.running_row
+    return min(row.limit, request.stored - 1) - row.length
+
+
+def _only_waits(request: Request) -> bool:
+    """Return whether nothing is left to run of it, but its last token is chosen late."""
+    return request.constraint is not None and request.fed
+
+
+def _deadline(request: Request) -> float:
+    return math.inf if request.deadline is None else request.deadline

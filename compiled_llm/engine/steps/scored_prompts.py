@@ -1,0 +1,36 @@
+"""Chunks of prompts whose tokens' log-probabilities are wanted: launches of their own, which keep all logits.
+
+Shapes: Q tokens of a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from compiled_llm.compilation.sampling.logprobs import score_tokens
+from compiled_llm.engine.steps.logprobs import ArrivingPrompt, Watch
+from compiled_llm.engine.steps.plan import Chunk
+from compiled_llm.execution.batch import Extension
+from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.device_model import DeviceModel
+
+
+def run_scored(device_model: DeviceModel, persistent: PersistentBatch, chunk: Chunk, watch: Watch) -> Tensor:
+    """Run a chunk without waiting for it; in the model's executor.
+
+    Returns:
+        ``[1]`` int64, the token that was chosen after it; ``[0]`` if the chunk does not end the prompt.
+    """
+    request, row, count = chunk.request, chunk.request.running_row, len(chunk.ids)
+    start = row.length
+    persistent.leave([row])
+    logits = device_model.extend([Extension.of(row, chunk.ids, chunk.ends)], keep=np.arange(count))  # [Q, V]
+    following = request.prompt[start + 1 : start + 1 + count]
+    (tokens,) = device_model.state.staging.to_device([following])
+    most = min(request.prompt_logprobs or 0, logits.shape[1])
+    numbers = score_tokens(logits[: len(following)], tokens, most)
+    watch.add(ArrivingPrompt(request, start, len(following), device_model.readbacks.start(numbers)))
+    if not chunk.ends:
+        return tokens[:0]
+    return device_model.choose([row], logits[-1:].clone(), persistent, watch.see).tokens  # all of them would be kept

@@ -1,0 +1,404 @@
+"""Who runs the loop: one thread at a time, that of a caller who waits for answers, or one of the engine's own.
+
+Requests come in as messages, which whoever runs the loop takes between two steps; so nobody else writes its state.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from compiled_llm.engine.device_loss import device_lost, restarted
+from compiled_llm.engine.intake.input_processor import check_queue
+from compiled_llm.engine.metrics import EngineStats
+from compiled_llm.engine.model_check import ModelCheck
+from compiled_llm.engine.steps.loop import Loop, LoopSettings
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.thread.arrivals import Inbox
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.engine.thread.joined_calls import JoinedCalls
+from compiled_llm.engine.thread.placed_loop import PlacedLoop
+from compiled_llm.engine.thread.request_table import Handles
+from compiled_llm.engine.thread.serving import ServingThread
+from compiled_llm.engine.thread.starvation import Shortage
+from compiled_llm.engine.thread.step_lock import Turns
+from compiled_llm.execution.lifecycle.runtime import Runtime
+from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.requests.outputs import FinishReason
+from compiled_llm.requests.users_code import described, failure_of
+
+logger = logging.getLogger("compiled_llm.engine")
+
+
+class Driver:
+    """Runs the loop of one engine.
+
+    What the loop knows of rows and pages changes only while the model's loop lock is held, by whoever runs it, or by a
+    call that lacks pages (``give_back``).
+
+    Attributes:
+        check: looks at the model.
+        placed: has its loop.
+        turns: which thread runs the loop.
+        handles: of the requests that have not ended.
+        joined: calls of ``generate`` in its batch.
+        closed: whether it runs no more.
+    """
+
+    def __init__(self, model: PreTrainedModel, runtime: Runtime, settings: LoopSettings) -> None:
+        """Begin without requests.
+
+        Args:
+            model: wrapped.
+            runtime: its compiled side.
+            settings: what the user says of its loop.
+        """
+        self._runtime = runtime
+        self.check = ModelCheck(model, runtime, settings.watch_model)
+        self.placed = PlacedLoop(self.check, settings)
+        self.closed = False
+        self._shortage = Shortage()
+        self._inbox = Inbox()
+        self._changed = self._inbox.changed
+        self.handles = Handles(self._inbox)
+        self.turns = Turns(self._changed)
+        self.joined = JoinedCalls(self._changed)
+        weakref.finalize(self, self._inbox.close).atexit = False
+        self._serving = ServingThread(self, self._inbox)
+
+    # ---- messages, from any thread
+
+    def add(self, handles: Sequence[RequestHandle], most_waiting: int | None = None) -> None:
+        """Let requests wait for their turn; those that are not ``ready`` have to ``arrive`` later.
+
+        Args:
+            handles: of the requests.
+            most_waiting: how many requests may wait with them; None for any number.
+
+        Raises:
+            RuntimeError: the engine is closed, or asleep.
+            QueueFullError: more would wait; none was added.
+        """
+        requests = {request: handle for handle in handles for request in handle.requests}
+        with self._changed:
+            self.check.check_awake()
+            check_queue(self.waiting, len(requests), most_waiting)
+            self.handles.held.arrive([request for request in requests if request.ready])
+            self.handles.update(requests)
+
+    def cancel(
+        self, requests: Sequence[Request], reason: FinishReason = "cancelled", error: BaseException | None = None
+    ) -> None:
+        """End requests before the next step."""
+        with self._changed:
+            if self.turns.resting:
+                self.handles.end(None, requests, reason, error)
+            elif requests and not self.closed:
+                self._inbox.send(lambda loop: self.handles.end(loop, requests, reason, error))
+
+    @property
+    def loop(self) -> Loop | None:
+        """What runs steps on the model as it is placed now; None before the first request, and asleep."""
+        return self.placed.loop
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes requests, in this process."""
+        return not self.closed and self.turns.in_this_process
+
+    @property
+    def waiting(self) -> int:
+        """How many requests have not begun to run, or run no more."""
+        return len(self.handles) - (0 if self.loop is None else len(self.loop.scheduler.running))
+
+    # ---- one thread at a time
+
+    def run(self, done: Callable[[], bool]) -> None:
+        """Run the loop in this thread until ``done``, or wait while another thread runs it.
+
+        Raises:
+            RuntimeError: this thread has paused it.
+        """
+        # Without gradients, as ``generate``: each step would have to leave that world otherwise.
+        with deferred(), torch.no_grad():
+            while self.turns.begin(done):
+                try:
+                    self._run(lambda: bool(done() or self.turns.pausing))
+                finally:
+                    self._leave()
+
+    def answer(self, handles: Sequence[RequestHandle]) -> None:
+        """Run the loop in this thread until these have ended; if it is interrupted, they end."""
+        remaining = list(handles)
+
+        def ended() -> bool:  # asked after each step: who has ended is not asked again
+            while remaining and remaining[-1].done:
+                remaining.pop()
+            return not remaining or self.closed
+
+        with deferred():
+            try:
+                self.run(ended)
+            finally:
+                for handle in handles:
+                    handle.cancel()
+                self._receive_unless_running()
+
+    @contextmanager
+    def paused(self, patience: float = math.inf) -> Iterator[bool]:
+        """Let no thread run the loop for the block, once the step that it is in has been launched and read.
+
+        Yields whether that is so: False if another thread has had the loop for ``patience`` seconds.
+
+        Raises:
+            RuntimeError: this thread runs it, or it belongs to another process.
+        """
+        if not self.turns.pause(patience):
+            yield False
+            return
+        try:
+            if self.loop is not None:
+                with self._runtime.loop_lock.taken():
+                    self._inbox.deliver(self.loop)
+                    self.drain(self.loop)
+            yield True
+        finally:
+            self._leave()
+
+    def _receive_unless_running(self) -> None:
+        """Take messages, unless somebody runs the loop, who takes them."""
+        if not (self._inbox and self.turns.begin_if_free()):
+            return
+        try:
+            if self.loop is not None:
+                with self._runtime.loop_lock.taken():
+                    self._inbox.deliver(self.loop)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._runtime.loop_lock.claim_pages(self, None)
+        self.turns.leave()
+        if self._inbox or self.placed.busy:  # other threads' requests, which the engine's own thread goes on with
+            self._inbox.call()
+
+    def start_thread(self) -> None:
+        """Let a thread of our own run the loop while there are requests."""
+        with self._changed:
+            self._serving.start()
+
+    def serve(self) -> None:
+        """Run the loop until no request is left, or the model falls asleep."""
+
+        def done() -> bool:
+            return self.closed or self.turns.resting or not (self._inbox or self.placed.busy)
+
+        self.run(done)
+
+    def close(self) -> None:
+        """End all requests and give everything back; nothing is run afterwards."""
+        self.joined.end()
+        with self.paused(), self._runtime.loop_lock.taken():
+            self.closed = True
+            self._inbox.close()
+            self.handles.end(self.loop, list(self.handles), "cancelled")
+            self.placed.drop()
+        self._serving.join()
+        self.handles.output.close()
+
+    # ---- in the thread that runs it
+
+    def _run(self, done: Callable[[], bool]) -> None:
+        while not done():
+            try:
+                self._turn(done)
+            except BaseException as error:  # the model is where it cannot run, or there is no memory for its pages
+                if self._interrupts(error):
+                    raise
+                with self._runtime.loop_lock.taken():
+                    self._give_up(error)
+
+    def _turn(self, done: Callable[[], bool]) -> None:
+        """Run steps while there is something to run, or wait until there is."""
+        loop = self.placed.current()
+        if loop.idle:
+            self._inbox.deliver(loop)
+        if loop.idle:
+            del loop  # while nothing runs, nobody here holds device memory
+            with self._changed:
+                self.turns.wait_until(lambda: self._inbox or done())
+            return
+        with self._runtime.loop_lock.taken():
+            self._work(loop, done)
+        self._rest(loop)
+        self.check.forget()  # whoever waited for what has ended may change it now
+        pause = self._shortage.pause(loop)
+        del loop
+        if pause:
+            time.sleep(pause)
+
+    def _rest(self, loop: Loop) -> None:
+        """Let a loop prepare what it has missed; what fails there is no request's, unless the device is lost."""
+        try:
+            loop.rest(lambda: self._inbox or self.turns.pausing)
+        except BaseException as error:
+            if self._interrupts(error) or device_lost(error) is not None:
+                raise
+            logger.error("compiled_llm: an idle engine has failed, of %s", described(error), exc_info=error)
+
+    def _work(self, loop: Loop, done: Callable[[], bool]) -> None:
+        """Run steps while there is something to run.
+
+        A loop that is stuck has no pages, and goes: others may wait for all that have any to end.
+        """
+        lock, loop.stuck = self._runtime.loop_lock, False
+        while not (done() or loop.idle or loop.stuck):
+            try:
+                self._step(loop)
+            except BaseException as error:
+                self._recover(loop, error)
+            if lock.wanted and not loop.stuck:
+                with lock.yielded():
+                    time.sleep(0)
+
+    def _step(self, loop: Loop) -> None:
+        self.handles.notify(loop.read_first_tokens())
+        self._inbox.deliver(loop)
+        if looked := self.check.look_if_due(loop.device_model):
+            loop.note_model()
+        self.handles.notify(loop.scheduler.expire(time.monotonic()))
+        lock, scheduler = self._runtime.loop_lock, loop.scheduler
+        scheduler.lets_pass, scheduler.admits_until = self._shortage.lasting, lock.pages_wanted_since(apart_from=self)
+        self.handles.notify(loop.step(unchanged=not looked))
+        # If nobody else runs who could give pages back, caches have them, and others may well fit.
+        lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)
+
+    def model_may_have_changed(self, weights_stay: bool) -> None:
+        """Look at the model before the next step; unless its weights stay, all engines forget what came of them."""
+        self.check.forget()
+        if (present := self._runtime.device_side.present) is not None and not weights_stay:
+            present.prefixes.clear()
+
+    def drain(self, loop: Loop) -> None:
+        """Read the tokens of the step that was launched last; if that fails, what runs has failed."""
+        try:
+            self.handles.notify(loop.drain())
+        except BaseException as error:
+            self._restart(loop, error)
+            if self._interrupts(error):
+                raise
+
+    def _recover(self, loop: Loop, error: BaseException) -> None:
+        """Begin anew after a step that failed, having read the one before it if that can be; raise an interrupt."""
+        if not self._interrupts(error):
+            try:
+                self.handles.notify(loop.drain())
+            except BaseException as another:  # the first error says more, unless the device is lost or this is Ctrl-C
+                if self._interrupts(another) or device_lost(another) is not None:
+                    error = another
+        self._restart(loop, error)
+        if self._interrupts(error):
+            raise error
+
+    def _restart(self, loop: Loop, error: BaseException) -> None:
+        """Begin anew after a step that failed: what ran has failed with it, unless this thread was interrupted.
+
+        If nothing ran, nothing can: then all have failed.
+        """
+        failed = loop.underway or list(self.handles)
+        lost = restarted(loop, error)
+        self.check.forget()
+        if lost is not None:
+            self._give_up(lost)
+        elif not self._interrupts(error):
+            logger.error("compiled_llm: requests that failed: %d, of %s", len(failed), described(error))
+            if not self._runtime.is_current(loop.device_model):
+                error.__traceback__ = None  # who keeps the error would keep the old device side
+            self.handles.end(loop, failed, "error", failure_of(error))
+
+    def _interrupts(self, error: BaseException) -> bool:
+        """Whether an error is no request's, but meant for the caller in whose thread the loop runs, as Ctrl-C is."""
+        return not isinstance(error, Exception) and not self._serving.here
+
+    def fail(self, error: BaseException) -> None:
+        """End all requests: our own thread has failed outside of the loop, and nobody else would say so."""
+        logger.error("compiled_llm: the engine's thread has failed, of %s", described(error), exc_info=error)
+        if self.turns.here:
+            self._leave()
+        self.turns.pause()
+        try:
+            with self._runtime.loop_lock.taken():
+                self._give_up(error)
+        finally:
+            self._leave()
+
+    def _give_up(self, error: BaseException) -> None:
+        """End all requests; there is no loop to run them, or no device any more, to which nothing is given back."""
+        if (lost := device_lost(error)) is not None:
+            self.check.lose(lost)
+        with self._changed:  # a request that comes now is in neither or in both
+            self._inbox.clear()
+            requests, failure = list(self.handles), lost or failure_of(error)
+        logger.error("compiled_llm: all requests have failed, %d, of %s", len(requests), described(error))
+        try:
+            self.handles.end(self.loop if lost is None else None, requests, "error", failure)
+            self.placed.drop(gives_back=lost is None)
+        finally:  # also if the loop can no more
+            self.placed.forget()
+            self.handles.end(None, requests, "error", failure)
+
+    def stats(self) -> EngineStats:
+        """Return what has happened so far."""
+        return self.placed.stats(self.waiting)
+
+    # ---- asleep, while the loop is paused
+
+    def rest(self, ends: bool) -> None:
+        """Run nothing until ``go_on``; if ``ends``, nothing is left that could."""
+        self.check.forget()
+        with self._changed:
+            self.turns.resting = True
+            if ends:
+                self.handles.end(None, list(self.handles), "cancelled")
+
+    def go_on(self) -> None:
+        """Run what waits."""
+        with self._changed:
+            self.turns.resting = False
+            self._inbox.call()
+
+    # ---- used by the runtime
+
+    def let_go(self) -> None:
+        """Hold the device side no more, which is about to be made anew; unless requests run on it, which then end."""
+        with self._changed:
+            if not self.turns.elsewhere and self.loop is not None and self.loop.idle:
+                self.placed.drop()
+                self.check.forget()
+
+    def forget_other_threads(self) -> bool:
+        """End in a forked process, which has none of its threads; whether requests had pages."""
+        had_pages = self.loop is not None and bool(self.loop.scheduler.running)
+        self._inbox.forget_other_threads()
+        self._changed = self._inbox.changed
+        self._serving.forget()
+        self.turns.forget_other_threads(self._changed)
+        self.handles.forget_other_threads()
+        self.placed.forget()
+        return had_pages
+
+    def give_back(self, pages: int, pool: PagePool) -> None:
+        """Let requests that run wait again until so many pages are available; the caller holds the loop lock."""
+        loop = self.loop
+        if loop is not None and loop.device_model.pool is pool and loop.scheduler.running:
+            self.drain(loop)
+            while loop.scheduler.running and pages > pool.available:
+                loop.scheduler.preempt()

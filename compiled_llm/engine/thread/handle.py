@@ -1,0 +1,153 @@
+"""What ``submit`` returns: a prompt's answers on their way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from compiled_llm.engine.answer import Answer, tokenizer_failure
+from compiled_llm.engine.steps.logprobs import prompt_logprobs
+from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.engine.thread.output_processor import OutputThread
+from compiled_llm.requests.answer_text import AnswerText, TextFormat
+from compiled_llm.requests.listeners import Listeners
+from compiled_llm.requests.outputs import Figures, RequestOutput
+from compiled_llm.requests.pending import PendingAnswers
+from compiled_llm.requests.text_stream import TextStream
+from compiled_llm.requests.users_code import raise_interrupt
+
+
+class RequestHandle(PendingAnswers[Answer]):
+    """A submitted prompt: iterate over its tokens or its ``text``, wait for its ``result``, or ``cancel`` it.
+
+    Any thread may use it; ``async for`` and ``await`` work in any event loop.
+
+    Attributes:
+        requests: the answers as the engine's loop knows them, to be read only.
+        answers: the same as their reader sees them, to be read only.
+        listeners: who waits for them.
+        has_text: whether somebody reads them as text, or stop strings end them.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        cancel: Callable[..., None],
+        form: TextFormat | None = None,
+        output: OutputThread | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait for requests.
+
+        Args:
+            requests: the answers to one prompt.
+            cancel: ends requests; takes them, and a reason and an error, if they are not cancelled.
+            form: how their tokens become text; None without a tokenizer.
+            output: makes the text; needed with ``form``.
+            check: raises an error in a thread that must not wait, because the engine does not run meanwhile.
+        """
+        super().__init__([Answer(request, form) for request in requests], Listeners(check))
+        self.requests = requests
+        self.has_text = form is not None and bool(form.stop)
+        self._cancel = cancel
+        self._output = output
+        self._reading = threading.Lock()
+
+    def __repr__(self) -> str:
+        """How far it is."""
+        tokens = ", ".join(str(answer.tokens) for answer in self.answers)
+        reasons = ", ".join(answer.finish_reason or answer.request.place for answer in self.answers)
+        return f"<{type(self).__name__}: {tokens} tokens, {reasons}>"
+
+    def cancel(self, index: int | None = None) -> None:
+        """End what has not ended, or the answer of that index alone; tokens so far stay."""
+        self._cancel([entry for entry in self.requests if not entry.done and index in (None, entry.index)])
+
+    def fail(self, error: BaseException) -> None:
+        """End what has not ended, with an error; tokens so far stay."""
+        self._cancel([entry for entry in self.requests if not entry.done], "error", error)
+
+    def output(self) -> RequestOutput:
+        """Return what it came to, errors included, once it is ``done``."""
+        first = self.requests[0]
+        return RequestOutput(
+            prompt_token_ids=first.prompt.tolist(),
+            outputs=[answer.completion() for answer in self.answers],
+            prompt_logprobs=prompt_logprobs(first),
+            **self.figures(),
+        )
+
+    def figures(self) -> Figures:
+        """Return the figures of the output, once it is ``done``."""
+        first, now = self.requests[0], time.monotonic()
+        firsts = [request.first_token for request in self.requests if request.first_token is not None]
+        ends = [now if request.finished is None else request.finished for request in self.requests]
+        return Figures(
+            cached_tokens=first.cached or 0,
+            queue_seconds=None if first.admitted is None else first.admitted - first.submitted,
+            first_token_seconds=min(firsts) - first.submitted if firsts else None,
+            seconds=max(ends) - first.submitted,
+        )
+
+    def raise_failure(self) -> None:
+        """Raise what ended all requests, if this is how it ended."""
+        for answer in self.answers:
+            if (error := answer.error) is not None and not isinstance(error, RequestError):
+                raise error
+
+    def text(self, index: int | None = None) -> TextStream:
+        """Return an answer's text, to be read piece by piece with ``for`` or ``async for``.
+
+        Args:
+            index: of which answer; needed if there are several.
+
+        Raises:
+            ValueError: there are several answers, or the engine has no tokenizer.
+        """
+        answer = self._only() if index is None else self.answers[index]
+        with self._reading:
+            text, self.has_text = answer.begin_text(), True
+        if self._output is not None:
+            self._output.read([self])
+        return TextStream(answer, text, self.listeners)
+
+    # ---- used by the engine
+
+    def read_text(self) -> None:
+        """Make the text of the tokens that have come, and end an answer that a stop string has ended."""
+        with self._reading:
+            for answer in self.answers:
+                if answer.text is not None and not answer.text.ended:
+                    self._read(answer, answer.text)
+
+    def _read(self, answer: Answer, text: AnswerText) -> None:
+        try:
+            text.read()
+        except BaseException as error:  # ends this answer alone
+            raise_interrupt(error)
+            text.fail(tokenizer_failure(error))
+        self._end_with(answer, text)
+
+    def lose_text(self, error: RequestError) -> None:
+        """End the answers whose text has not ended: it cannot be made."""
+        with self._reading:
+            for answer in self.answers:
+                if answer.text is not None and not answer.text.ended:
+                    answer.text.fail(error)
+                    self._end_with(answer, answer.text)
+
+    def _end_with(self, answer: Answer, text: AnswerText) -> None:
+        if text.ended and not answer.request.done:
+            self._cancel([answer.request], "stop" if text.error is None else "error", text.error)
+
+    def forget_other_threads(self) -> None:
+        """End in a forked process, which does not have the threads that run the engine."""
+        self.listeners.forget_other_threads()
+        self._reading = threading.Lock()
+        error = RuntimeError(
+            "the request runs in the process that this one was forked from; wait for it there, or submit it "
+            "to an engine that is made here"
+        )
+        for answer in self.answers:
+            answer.give_up(error)

@@ -1,0 +1,192 @@
+"""A thread of the engine that makes text of tokens and finds stop strings, while the loop's thread goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from compiled_llm.compat.condition import Condition
+from compiled_llm.engine.steps.request import RequestError
+from compiled_llm.engine.thread.arrivals import Inbox
+from compiled_llm.requests.listeners import Listeners, tell
+from compiled_llm.requests.users_code import described
+
+logger = logging.getLogger("compiled_llm.engine")
+
+_AT_ONCE = 16
+"""Requests whose text is made before the loop's thread, which may wait for the GIL, gets a chance to go on."""
+_PATIENCE = 10
+"""Seconds: the garbage collector may close it in the very thread that is about to wait."""
+
+
+class Told(Protocol):
+    """A prompt's requests, as far as they are told of.
+
+    Attributes:
+        listeners: who waits for them.
+        has_text: whether they are told of once their text is made.
+        done: whether they have ended.
+    """
+
+    listeners: Listeners
+    has_text: bool
+
+    @property
+    def done(self) -> bool: ...  # noqa: D102
+
+    def read_text(self) -> None:
+        """Make the text of the tokens that have come."""
+
+    def lose_text(self, error: RequestError) -> None:
+        """End what has not ended, because its text cannot be made."""
+
+    def forget_other_threads(self) -> None:
+        """End in a forked process."""
+
+
+class OutputThread:
+    """Makes the text of requests that somebody reads as text, or that stop strings end.
+
+    The loop hands over once a step what has changed; requests without text are told of at once. There is no thread
+    until the first request with text.
+    """
+
+    def __init__(self, inbox: Inbox) -> None:
+        """Begin without a thread.
+
+        Args:
+            inbox: of the engine, whose state has changed when an answer has ended.
+        """
+        self._inbox = inbox
+        self._work = _Work()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._work.close).atexit = False
+
+    def tell(self, handles: Iterable[Told | None]) -> None:
+        """Tell whoever waits for these requests, once their text is made."""
+        awaited = [handle for handle in handles if handle is not None and (handle.has_text or handle.listeners.count)]
+        if not awaited:
+            return
+        if texts := [handle for handle in awaited if handle.has_text]:
+            self.read(texts)
+        tell([handle.listeners for handle in awaited if not handle.has_text])
+
+    def read(self, handles: Iterable[Told]) -> None:
+        """Make the text of what has come of these requests; here and now, if the engine is closed."""
+        if not self._work.add(handles):
+            _read(handles, self._inbox)
+        elif not self._runs:
+            self._start()
+
+    @property
+    def _runs(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _start(self) -> None:
+        with self._work.changed:
+            if not self._runs:
+                arguments = self._work, self._inbox
+                self._thread = threading.Thread(target=_serve, args=arguments, name="compiled_llm output", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Make the text of what has come, and end the thread."""
+        self._work.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def forget_other_threads(self) -> None:
+        """End in a forked process, which does not have the thread."""
+        self._thread = None
+        self._work.forget_other_threads()
+
+
+class _Work:
+    """Requests whose tokens have not been read. It knows of no engine, so that one may be forgotten.
+
+    Attributes:
+        changed: its lock, notified when there is work.
+        over: whether there is none, and none comes.
+    """
+
+    def __init__(self) -> None:
+        self.changed = Condition()
+        self._handles: dict[Told, None] = {}
+        self._taken: list[Told] = []
+        self._closed = False
+
+    @property
+    def over(self) -> bool:
+        return self._closed and not self._handles
+
+    def add(self, handles: Iterable[Told]) -> bool:
+        with self.changed:
+            if not self._closed:
+                self._handles.update(dict.fromkeys(handles))
+                self.changed.notify()
+            return not self._closed
+
+    def take(self) -> list[Told]:
+        """Wait for work; nothing if there will be none."""
+        with self.changed:
+            self._taken = []  # an engine that nobody else holds is forgotten here
+            while not (self._handles or self._closed):
+                self.changed.wait(_PATIENCE)
+            self._taken, self._handles = list(self._handles), {}
+            return self._taken
+
+    def lose(self) -> list[Told]:
+        """Return all that has been waiting or taken, which no text is made of any more."""
+        with self.changed:
+            lost, self._handles, self._taken = [*self._taken, *self._handles], {}, []
+            return lost
+
+    def close(self) -> None:
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+
+    def forget_other_threads(self) -> None:
+        self.changed, self._closed = Condition(), True
+        for handle in (*self._handles, *self._taken):
+            handle.forget_other_threads()
+        self._handles, self._taken = {}, []
+
+
+def _serve(work: _Work, inbox: Inbox) -> None:
+    while not work.over:
+        try:
+            _read(work.take(), inbox)
+        except BaseException as error:  # no request's: what a tokenizer or a listener raises has been dealt with
+            _lose(work, inbox, error)
+
+
+def _lose(work: _Work, inbox: Inbox, error: BaseException) -> None:
+    """End the requests whose text was being made, or waited for that; the thread goes on with others."""
+    lost = work.lose()
+    logger.error("compiled_llm: requests whose text is lost: %d, of %s", len(lost), described(error), exc_info=error)
+    failure = RequestError(f"the thread that makes text has failed: {described(error)}")
+    for handle in lost:
+        handle.lose_text(failure)
+    _tell(lost, inbox)
+
+
+def _read(handles: Iterable[Told], inbox: Inbox) -> None:
+    told: list[Told] = []
+    for number, handle in enumerate(handles, start=1):
+        handle.read_text()
+        told.append(handle)
+        if number % _AT_ONCE == 0:
+            time.sleep(0)
+    _tell(told, inbox)
+
+
+def _tell(told: Sequence[Told], inbox: Inbox) -> None:
+    tell([handle.listeners for handle in told])
+    if any(handle.done for handle in told):
+        with inbox.changed:
+            inbox.changed.notify_all()

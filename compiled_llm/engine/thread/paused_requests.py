@@ -1,0 +1,68 @@
+"""Requests on their way to the scheduler: those that come while weights are about to change begin with the new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.thread.arrivals import Inbox
+
+
+class Held:
+    """Hands requests over, and keeps those that come late while some have to end first."""
+
+    def __init__(self, inbox: Inbox, known: Iterable[Request]) -> None:
+        """Keep nobody.
+
+        Args:
+            inbox: of the engine.
+            known: the requests that have not ended; it changes.
+        """
+        self._inbox = inbox
+        self._known = known
+        self._early: frozenset[Request] | None = None
+        self._late: list[Request] = []
+
+    def arrive(self, requests: Sequence[Request]) -> None:
+        """Let requests wait for their turn, now or once nobody is kept.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        if (early := self._early) is not None:
+            with self._inbox.changed:
+                if self._early is early:
+                    self._late += (request for request in requests if request not in early)
+                    requests = [request for request in requests if request in early]
+        self._inbox.send(lambda loop: loop.scheduler.add_all(requests))
+
+    def begin(self) -> list[Request]:
+        """Keep all that come from now on, and return those that have come and not ended.
+
+        Raises:
+            RuntimeError: somebody is kept already.
+        """
+        with self._inbox.changed:
+            if self._early is not None:
+                raise RuntimeError("update_weights: another update is in progress; wait until it has ended")
+            early = list(self._known)
+            self._early = frozenset(early)
+            return early
+
+    def pop_overdue(self, now: float) -> list[Request]:
+        """Keep those no more whose deadline is over, and return them; ``now`` is on ``time.monotonic``'s clock."""
+        with self._inbox.changed:
+            overdue = [request for request in self._late if request.deadline is not None and request.deadline <= now]
+            self._late = [request for request in self._late if request not in overdue]
+            return overdue
+
+    def end(self) -> None:
+        """Keep nobody any more."""
+        with self._inbox.changed:
+            late, self._early, self._late = self._late, None, []
+            if late and not self._inbox.closed:
+                self.arrive(late)
+
+    def forget_other_threads(self) -> None:
+        """Keep nobody in a forked process."""
+        self._early, self._late = None, []

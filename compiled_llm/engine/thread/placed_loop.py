@@ -1,0 +1,74 @@
+"""An engine's loop on the model as it is placed now: made when there is something to run, and dropped for another."""
+
+from __future__ import annotations
+
+from compiled_llm.engine.metrics import EngineStats, stats_of
+from compiled_llm.engine.model_check import ModelCheck
+from compiled_llm.engine.steps.loop import Loop, LoopSettings
+from compiled_llm.engine.steps.request import Request
+
+
+class PlacedLoop:
+    """Makes loops, one after the other; whoever runs the loop makes and drops it.
+
+    Attributes:
+        loop: runs steps on the model as it is placed now; None before the first request, and asleep.
+    """
+
+    def __init__(self, check: ModelCheck, settings: LoopSettings) -> None:
+        """Begin without a loop.
+
+        Args:
+            check: looks at the model.
+            settings: what the user says of its loop.
+        """
+        self._check = check
+        self._settings = settings
+        self._past = EngineStats()
+        self._parked: list[Request] = []  # that go on in the next loop
+        self.loop: Loop | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to run, now or in the next loop."""
+        loop = self.loop  # another thread may drop it meanwhile
+        return bool(self._parked) or (loop is not None and not loop.idle)
+
+    def current(self) -> Loop:
+        """Return the loop on the model as it is placed now; requests that run stay with theirs, and end there."""
+        if self.loop is None or self.loop.idle:
+            device_model = self._check.begin()  # lets an old one go first
+            if self.loop is None or self.loop.device_model is not device_model:
+                self.drop()
+                device_model.prefixes.clear()  # who knows of which weights they are
+                self.loop = Loop.of(device_model, self._settings)
+                while self._parked:
+                    self.loop.scheduler.add(self._parked.pop(0))
+        return self.loop
+
+    def drop(self, gives_back: bool = True) -> None:
+        """Give all pages back, and hold the device side no more; what has been counted stays."""
+        loop, self.loop = self.loop, None
+        if loop is not None:
+            self._past = stats_of(loop, 0, self._past)
+            if gives_back:
+                loop.close()
+
+    def park(self) -> None:
+        """Have no loop; what runs and waits goes on in the next one. The caller holds the loop lock."""
+        if self.loop is not None:
+            self._parked += self.loop.scheduler.park()
+            self.drop()
+
+    def forget(self) -> None:
+        """Have no loop, give nothing back, and let nothing go on: all requests have ended."""
+        self._parked.clear()
+        self.loop = None
+
+    def stats(self, waiting: int) -> EngineStats:
+        """Return what has happened so far.
+
+        Args:
+            waiting: how many requests wait.
+        """
+        return stats_of(self.loop, waiting, self._past)

@@ -1,0 +1,68 @@
+"""Who waits for which request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.thread.arrivals import Inbox
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.engine.thread.output_processor import OutputThread
+from compiled_llm.engine.thread.paused_requests import Held
+from compiled_llm.requests.outputs import FinishReason
+
+
+class Handles(dict[Request, RequestHandle]):
+    """The handles of requests that have not ended.
+
+    Attributes:
+        output: tells of those that are read as text.
+        held: lets requests come to the scheduler, unless weights are about to change.
+    """
+
+    def __init__(self, inbox: Inbox) -> None:
+        """Begin with none.
+
+        Args:
+            inbox: of the engine.
+        """
+        super().__init__()
+        self._inbox = inbox
+        self.output = OutputThread(inbox)
+        self.held = Held(inbox, self)
+
+    def end(
+        self, loop: Loop | None, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None
+    ) -> None:
+        """End requests, which no loop knows yet if it is None."""
+        for request in requests:
+            if loop is not None:
+                loop.scheduler.end(request, reason, error)
+            elif not request.done:
+                request.finish_reason, request.error = reason, error
+        self.notify(requests)
+
+    def notify(self, changed: Sequence[Request]) -> None:
+        """Tell whoever waits for these requests, and forget those that have ended."""
+        ended = [request for request in changed if request.finish_reason is not None]
+        handles = list(map(self.get, changed))
+        now = time.monotonic()
+        for request in ended:
+            request.finished = request.finished or now
+            self.pop(request, None)
+        try:
+            self.output.tell(handles)
+        finally:
+            if ended:  # nobody waits here for a token
+                with self._inbox.changed:
+                    self._inbox.changed.notify_all()
+
+    def forget_other_threads(self) -> None:
+        """End all requests in a forked process."""
+        self.output.forget_other_threads()
+        self.held.forget_other_threads()
+        for handle in set(self.values()):
+            handle.forget_other_threads()
+        self.clear()

@@ -1,0 +1,64 @@
+"""Requests that wait for pages or slots which nobody in progress has: somebody keeps them, and has to be told."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from compiled_llm.engine.steps.loop import Loop
+
+logger = logging.getLogger("compiled_llm.engine")
+
+_STUCK = 0.005
+"""Seconds between two looks for pages that others have."""
+_LONG = 5.0
+"""Seconds without a step after which it is said once."""
+_PATIENCE = 0.5
+"""Seconds without a step after which smaller requests go first."""
+
+
+class Shortage:
+    """How long nothing could run."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._since: float | None = None
+        self._said = False
+
+    @property
+    def lasting(self) -> bool:
+        """Whether whoever has the pages seems to keep them."""
+        return self._since is not None and time.monotonic() - self._since > _PATIENCE
+
+    def pause(self, loop: Loop) -> float:
+        """Return how many seconds to wait, nothing having run in a loop's last step; said once it has lasted for long.
+
+        Something has: 0.
+        """
+        if not loop.stuck:
+            self._since, self._said = None, False
+            return 0.0
+        now = time.monotonic()
+        self._since = self._since or now
+        if not self._said and now - self._since > _LONG and loop.scheduler.short_since is not None:
+            self._said = True
+            self._say(loop, now - self._since)
+        return _STUCK
+
+    def _say(self, loop: Loop, seconds: float) -> None:
+        pool, request = loop.device_model.pool, loop.scheduler.waiting[0]
+        needed = pool.pages_for(len(request.text))
+        if not loop.device_model.state.slots.room_for(1, request.keeps_slot):
+            logger.warning(
+                "compiled_llm: the engine's next request has waited %.0f s: rows of other engines and calls have the "
+                "slots, which they keep because of penalties or grammars; let them end, or wrap with a larger "
+                "max_batch_size",
+                seconds,
+            )
+            return
+        logger.warning(
+            "compiled_llm: the engine's next request has waited %.0f s: it needs %d pages, and %d of %d are available; "
+            "drop caches that you keep (past_key_values of outputs), do not wait for it in a callback of generate, or "
+            "wrap with a larger kv_memory",
+            *(seconds, needed, pool.available, pool.total),
+        )

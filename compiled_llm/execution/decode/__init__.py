@@ -1,0 +1,1 @@
+"""Decode steps: the batch that stays on the device, and its sampling."""

@@ -1,0 +1,283 @@
+"""Decode steps over seats at fixed addresses, one bucket of rows each, and who sits there at the moment.
+
+Shapes: B rows of a bucket, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from compiled_llm.compat import graph_count
+from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.compilation.inputs import DecodeInputs
+from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE
+from compiled_llm.execution.decode.planned_table import PlannedTable
+from compiled_llm.execution.graphs.readiness import Readiness
+from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.reporting.events import UploadCause
+from compiled_llm.execution.state.decode_buffers import bucket_for
+from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.kvcache.row import Row
+
+logger = logging.getLogger("compiled_llm.uploads")
+
+# Cudagraph trees run a new shape once as it is, record it on the second call and replay it from the third.
+_CALLS_TO_RECORD = 3
+
+# Inductor chooses the blocks of its kernels for the rows that it sees first, and keeps them for all numbers of rows. On
+# an H200, those chosen for 64 rows are up to 2 % faster than those for 2 from 64 rows on, and not slower with fewer.
+_ROWS_TO_COMPILE = 64
+
+
+class Seated(Protocol):
+    """Whose rows are on the seats."""
+
+    def unseat(self) -> None:
+        """Know that others sit there from now on."""
+
+
+class Decode:
+    """The decode steps of one model.
+
+    Attributes:
+        ready: the buckets, among others, that can be run at once; always the same set.
+    """
+
+    def __init__(self, state: DeviceState, readiness: Readiness, planner: Planner) -> None:
+        """Begin with empty seats; nothing is compiled yet."""
+        self._state = state
+        self._readiness = readiness
+        self._planned = PlannedTable(state, planner) if planner.decodes else None
+        self._recordings = readiness.recordings
+        self.ready = readiness.ready
+        self._launchable: set[int] = set()  # that were compiled when they were last missing
+        self._spare = 0  # the bucket that is recorded for others to run in, as long as nobody has wanted itself
+        self._owner: weakref.ref[Seated] | None = None
+        self._largest = self.bucket_for(state.config.max_batch_size)
+        state.recordings.anchors["decode"] = [self._largest]
+
+    def bucket_for(self, rows: int) -> int:
+        """Return the smallest bucket that holds ``rows``."""
+        return bucket_for(rows, self._state.config.max_batch_size)
+
+    @property
+    def records(self) -> bool:
+        """Whether steps are recorded beside others, so that nobody waits for more than compiling."""
+        return self._recordings.ours
+
+    @property
+    def ready_buckets(self) -> list[int]:
+        """The buckets that are compiled, and on CUDA recorded."""
+        return self._readiness.ready_buckets
+
+    @property
+    def wanted_buckets(self) -> list[int]:
+        """The ready buckets that somebody has wanted, and not only run smaller ones in."""
+        return [bucket for bucket in self.ready_buckets if bucket != self._spare]
+
+    def make_ready(
+        self,
+        bucket: int,
+        waiting: int = 0,
+        unchanged: bool = False,
+        number: str = "",
+        anchors: bool = True,
+        exact: bool = False,
+    ) -> int:
+        """Compile decode for the bucket and record its graph, if that has not happened yet or no longer holds.
+
+        A call that waits for no more than a recording does not wait: its step runs in the next larger bucket that is
+        ready, or if there is none or it has to be exact, is launched as it is; and it is recorded beside the steps that
+        follow.
+
+        Args:
+            bucket: B.
+            waiting: how many rows a call has that waits for it.
+            unchanged: the model cannot have changed since the last prefill or the last call without this.
+            number: shown behind what is done, which of how many it is.
+            anchors: if all but one row are compiled for it, record the largest, too, in which any can run.
+            exact: run in no other bucket; if others have to make room for its recording, record it now.
+
+        Returns:
+            The bucket to run.
+        """
+        readiness = self._readiness
+        if bucket == self._spare:
+            self._spare = 0
+        if unchanged and readiness.was_valid(bucket):
+            return bucket
+        if unchanged and waiting and bucket in self._launchable - self.ready:
+            larger = 0 if exact else self._larger(bucket)
+            if exact or readiness.was_valid(larger):
+                return self._run_missing(bucket, larger)
+        if not (unchanged and bucket in self.ready):
+            readiness.check_model()
+        if bucket in self.ready and readiness.is_valid(bucket):
+            return bucket
+        if waiting and self._recordings.ours and (serving := self._serving(bucket, exact)):
+            return serving
+        self.claim(None)
+        first = self._is_first(bucket)
+        self._prepare(bucket, waiting, number, first)
+        if first and anchors:
+            self.record_anchors(only_with_room=exact)
+        return bucket if bucket in self.ready else self._largest  # which may have taken the only room
+
+    def record_anchors(self, only_with_room: bool = True) -> None:
+        """Record the largest bucket, so that nobody waits for a smaller one; ``only_with_room`` evicts no other."""
+        buckets = self.ready_buckets
+        missing = self._recordings.ours and max(buckets, default=1) > 1 and self._largest not in buckets
+        if missing and not (only_with_room and self._state.recordings.full):
+            self._prepare(self._largest, 0, "", False)
+            self._spare = self._largest
+
+    def _serving(self, bucket: int, exact: bool) -> int:
+        """Return the bucket that runs in place of one that is not recorded, itself if it can be launched; else 0."""
+        readiness = self._readiness
+        self._launchable.discard(bucket)
+        if bucket in self.ready or not readiness.can_launch(self._inputs(bucket)):
+            return 0
+        if exact and self._recordings.needs_room_now(bucket):
+            return 0
+        self._launchable.add(bucket)
+        larger = 0 if exact else self._larger(bucket)
+        return self._run_missing(bucket, larger) if not larger or readiness.is_valid(larger) else 0
+
+    def _larger(self, bucket: int) -> int:
+        """Return the next larger bucket that is ready, or 0."""
+        return next((other for other in self.ready_buckets if other > bucket), 0)
+
+    def _run_missing(self, bucket: int, larger: int) -> int:
+        """Return what runs in place of a bucket: the larger one while it is recorded, or if there is none, itself."""
+        if not larger:
+            self._state.recordings.missed(bucket)
+            return bucket  # which has itself recorded
+        self.missed(bucket)
+        if self._recordings.can_begin:
+            self._recordings.want(bucket, functools.partial(self._begin_to_record, bucket))
+        return larger
+
+    def missed(self, bucket: int) -> None:
+        """Count a step that runs in a larger bucket than the one that was wanted."""
+        self._state.recordings.missed(bucket, padded=True)
+
+    def _begin_to_record(self, bucket: int) -> None:
+        """Begin to record a bucket that may never have run, over rows of padding."""
+        if self._planned is not None:
+            self._planned.plan_padding(bucket)
+        self._record(bucket, bucket)
+
+    def _record(self, bucket: int, like: StepOutputs | int, beside: bool = True) -> None:
+        self._readiness.record(bucket, self._inputs(bucket), like, beside=beside)
+
+    def _prepare(self, bucket: int, waiting: int, number: str, first: bool) -> None:
+        """Compile a bucket, for all others if it is the ``first``, and record it."""
+        readiness, what = self._readiness, f"decode bucket {bucket}"
+        waiting = 0 if self._recordings.lost(bucket) else waiting
+        program = DECODE_ONE if bucket == 1 else DECODE_MANY
+        shown = f"decode, {'1 row' if bucket == 1 else f'{bucket} rows'}{number}"
+        with readiness.preparing(what, waiting, program, shown), self._recordings.accounted(what):
+            if first and bucket < (rows := self.bucket_for(min(_ROWS_TO_COMPILE, self._largest))):
+                self._launch_padding(rows)
+            for _ in range(_CALLS_TO_RECORD - 1 if readiness.programs.recorded else 0):
+                self._launch_padding(bucket)
+            outputs = self._launch_padding(bucket)
+            readiness.programs.warn_if_nothing_matched(self._state.facts.model)
+            if self._recordings.ours:
+                self._record(bucket, outputs, beside=False)
+        self.ready.add(bucket)
+
+    def _is_first(self, bucket: int) -> bool:
+        """Whether a bucket is compiled for all but one row, as on CUDA, where its size does not stay built in."""
+        programs = self._readiness.programs
+        on_cuda = self._recordings.ours or (self._state.device.type == "cuda" and not programs.recorded)
+        return on_cuda and bucket > 1 and not graph_count(programs.decode_many_function)
+
+    def _launch_padding(self, bucket: int) -> StepOutputs:
+        self.seat([], bucket, "bucket_prepared")
+        self._state.arena.flush()
+        return self._launch(bucket)
+
+    def claim(self, owner: Seated | None) -> None:
+        """Hand the seats to ``owner``; whoever had them is told."""
+        previous = self._owner() if self._owner is not None else None
+        if previous is not None and previous is not owner:
+            previous.unseat()
+        self._owner = None if owner is None else weakref.ref(owner)
+
+    def owned_by(self, owner: Seated) -> bool:
+        """Whether this owner's rows sit there."""
+        return self._owner is not None and self._owner() is owner
+
+    @property
+    def table_bytes(self) -> int:
+        """Size of what planned steps read beside the seats, in bytes."""
+        return 0 if self._planned is None else self._planned.nbytes
+
+    @property
+    def follows_pages(self) -> bool:
+        """Whether steps are planned, anew whenever a row enters a page."""
+        return self._planned is not None
+
+    def seat(self, rows: Sequence[Row], bucket: int, cause: UploadCause) -> None:
+        """Put rows, already grown by the token that they are about to feed in, on the seats.
+
+        Args:
+            rows: the rows, whose slots have their page numbers; the rest of the bucket becomes padding.
+            bucket: B.
+            cause: why.
+        """
+        self._state.decode_buffers.seat(rows, bucket)
+        self._written(rows, bucket, cause)
+
+    def stay(self, rows: Sequence[Row], bucket: int, cause: UploadCause) -> None:
+        """Let rows go on where they sit, though their pages have changed; otherwise as ``seat``."""
+        self._state.decode_buffers.seat_padding(len(rows), bucket)
+        self._written(rows, bucket, cause)
+
+    def _written(self, rows: Sequence[Row], bucket: int, cause: UploadCause) -> None:
+        if self._planned is not None:
+            self._planned.lay_out(rows, bucket)
+        self._readiness.events.uploads[cause] += 1
+        logger.debug("decode bucket %d: %d rows written: %s", bucket, len(rows), cause)
+
+    def feed(self, rows: int, bucket: int, tokens: Tensor) -> None:
+        """Let the first rows on the seats feed in ``tokens`` ``[rows]``, on the device."""
+        self._state.arena.flush()
+        slots = self._state.decode_buffers.bucket(bucket).slots[:rows]
+        self._state.slots.tables.next_token.index_copy_(0, slots, tokens.long())
+
+    def run(self, bucket: int, wanted: int) -> StepOutputs:
+        """Run one step of who sits there.
+
+        Args:
+            bucket: B.
+            wanted: the bucket that would have been run, had it been ready.
+
+        Returns:
+            ``[B, V]`` logits, and ``[B]`` int64, the next tokens; both overwritten by the next step.
+        """
+        self._readiness.events.used[wanted] += 1
+        self._state.arena.flush()
+        if (recording := self._recordings.get(bucket)) is not None:
+            outputs: StepOutputs = recording.replay()
+            return outputs
+        outputs = self._launch(bucket)
+        if self._recordings.ours:
+            self._recordings.want(bucket, functools.partial(self._record, bucket, outputs))
+        return outputs
+
+    def _launch(self, bucket: int) -> StepOutputs:
+        readiness = self._readiness
+        with readiness.paged():
+            return readiness.programs.decode(readiness.arguments(self._inputs(bucket)))
+
+    def _inputs(self, bucket: int) -> DecodeInputs:
+        inputs = self._state.decode_buffers.bucket(bucket)
+        return inputs if self._planned is None else inputs._replace(planned=self._planned.bucket(bucket))

@@ -1,0 +1,69 @@
+"""The page table of a decode step for a backend that plans it: one list of the rows' pages, laid out anew as they move.
+
+Shapes: B rows of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_llm.compilation.inputs import PlannedRows
+from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.state.decode_buffers import mark_dynamic
+from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.table import build_table
+
+
+class PlannedTable:
+    """The table for the largest batch, and its views and plans for each bucket."""
+
+    def __init__(self, state: DeviceState, planner: Planner) -> None:
+        """Allocate for as many rows as there may be."""
+        self._planner = planner
+        self._staging, self._page_size = state.staging, state.config.page_size
+        max_rows, device = state.config.max_batch_size, state.device
+        entries = max_rows * state.slots.pages_each
+        with torch.inference_mode(False):
+            self._indptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+            self._indices = mark_static(torch.zeros(entries, dtype=torch.int32, device=device))
+            self._last_page_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
+            self._qo_indptr = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._views: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the table, in bytes."""
+        return sum(column.nbytes for column in (self._indptr, self._indices, self._last_page_len, self._qo_indptr))
+
+    def bucket(self, rows: int) -> PlannedRows:
+        """Return what the steps of a bucket read."""
+        if rows not in self._views:
+            whole = (self._indptr[: rows + 1], self._last_page_len[:rows], self._qo_indptr[: rows + 1])
+            for column in whole:
+                mark_static(column)
+                if rows > 1:
+                    mark_dynamic(column)
+            self._views[rows] = whole
+        indptr, last_page_len, qo_indptr = self._views[rows]
+        return PlannedRows(indptr, self._indices, last_page_len, qo_indptr, self._planner.for_decode(rows))
+
+    def plan_padding(self, bucket: int) -> None:
+        """Plan a bucket that nobody runs in now; what is laid out stays."""
+        self._planner.plan_decode(build_table([], [], self._page_size, bucket), bucket)
+
+    def lay_out(self, rows: Sequence[Row], bucket: int) -> None:
+        """Write and plan the table of rows that have grown by the token that they are about to feed in."""
+        table = build_table(rows, [1] * len(rows), self._page_size, bucket)
+        self._staging.upload(
+            [
+                (table.indptr, self._indptr),
+                (table.indices, self._indices),
+                (table.last_page_len, self._last_page_len),
+            ]
+        )
+        self._planner.plan_decode(table, bucket)

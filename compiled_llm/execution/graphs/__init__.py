@@ -1,0 +1,1 @@
+"""Which CUDA graphs a model has, needs and may still replay."""

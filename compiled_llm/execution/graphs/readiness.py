@@ -1,0 +1,286 @@
+"""What of a model is compiled and recorded, and whether that is still valid.
+
+Nothing is run from here: prefill and decode ask, and run what is missing on rows of padding, never on somebody's
+tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+from compiled_llm.compat import compiling_stage
+from compiled_llm.compilation.artifacts.artifacts import Artifacts
+from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.compilation.graphs.recordings import Filled, Recordings, Step, StepInputs
+from compiled_llm.compilation.graphs.rolling import Key
+from compiled_llm.compilation.graphs.validity import Guards
+from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Arguments, PreparedCall, Programs
+from compiled_llm.execution.reporting.events import Events
+from compiled_llm.execution.reporting.progress import ProgressDisplay
+from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.execution.threads.executor import Executor
+from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.kvcache.memory import wait_for
+from compiled_llm.model.weights.fused_weights import FusedWeights
+
+
+def _nothing() -> None:
+    return None
+
+
+class Readiness:
+    """The programs and recordings of one model.
+
+    Attributes:
+        weights: the model's; those that read one input lie side by side in memory.
+        programs: the compiled functions.
+        recordings: CUDA graphs of steps.
+        events: what happened.
+        ready: decode buckets and prefill programs that are compiled, and on CUDA recorded; always the same set.
+    """
+
+    def __init__(
+        self,
+        state: DeviceState,
+        weights: FusedWeights,
+        thread: Executor,
+        events: Events,
+        programs: Programs | None = None,
+        artifacts: Artifacts | None = None,
+    ) -> None:
+        """Begin with nothing ready.
+
+        Args:
+            state: the tensors that programs read.
+            weights: the model's.
+            thread: where everything here runs.
+            events: what to note waiting in.
+            programs: what to run in place of what the config says.
+            artifacts: what was compiled before, in place of compiling.
+        """
+        self._state = state
+        self._thread = thread
+        self.events = events
+        self.weights = weights
+        self._artifacts = artifacts
+        self.programs = programs or self._new_programs()
+        self.recordings = Recordings(state.facts.model, state.config, state.device, state.recordings)
+        self.ready: set[Key | str] = set()
+        # Without a compiler there is nothing to wait for on a CPU.
+        waits = state.device.type == "cuda" or state.config.mode != "eager"
+        self._progress = ProgressDisplay(state.config.progress and waits)
+        self._released = False
+        # How often the model has been looked at, and the recordings that were found valid since the last time.
+        self._glance = 0
+        self._valid: set[Key] = set()
+        state.recordings.when_dropped.append(self.ready.discard)
+
+    @property
+    def ready_buckets(self) -> list[int]:
+        """The decode buckets that are compiled, and on CUDA recorded."""
+        return sorted(bucket for bucket in tuple(self.ready) if isinstance(bucket, int))  # another thread may add one
+
+    @property
+    def recorded(self) -> int:
+        """How many CUDA graphs steps are replayed from; cudagraph trees have one a bucket."""
+        if self.recordings.ours:
+            return len(self.recordings)
+        return len(self.ready_buckets) if self.recordings.replay else 0
+
+    def paged(self) -> AbstractContextManager[None]:
+        """Let this thread use paged attention for the duration."""
+        return self._state.facts.attention.paged()
+
+    def _moving_weights(self) -> AbstractContextManager[None]:
+        return self._state.facts.attention.moving_weights(self._thread.caller)
+
+    # ---- is it still valid?
+
+    def check_model(self) -> None:
+        """Drop recordings of weights that are no longer there; compile again what was replaced or cannot be fused.
+
+        Raises:
+            RuntimeError: the model was put to sleep, and lies over other pages by now.
+        """
+        if self._released:
+            raise RuntimeError("the pages of this call, cache or runner were given back by sleep(); begin anew")
+        self._glance += 1
+        self._valid.clear()
+        self.programs.look_again()
+        self._state.fit_vocabulary()
+        if not self.programs.code_valid():
+            self.events.started_again()
+            self._start_again()
+        if self.recordings.weights_valid():  # those that are multiplied as one, too
+            return
+        if self.recordings.watches:
+            self.ready -= self.recordings.forget()
+        if self.weights.intact():
+            return
+        self.programs.drop_tensors()  # weights that someone else holds cannot be laid out again
+        with self._moving_weights():
+            restored = self.weights.restore()
+        if not restored:
+            self.events.started_again()
+            self._start_again()
+
+    def separate_weights(self) -> None:
+        """Give each fused weight its own memory again."""
+        if self.weights.groups:
+            with self._moving_weights():
+                self.weights.separate()
+            self._start_again()
+
+    def make_room(self) -> None:
+        """Forget everything if torch will compile one of the programs no more, so that it does."""
+        if self.programs.full():
+            self.events.started_again()
+            self._start_again()
+
+    def was_valid(self, key: Key) -> bool:
+        """Whether a step was ready and valid when the model was last looked at."""
+        return key in self._valid and (key in self.ready or key in self.recordings)
+
+    def is_valid(self, key: Key) -> bool:
+        """Whether a step may still be replayed, if it is recorded; if not, all recordings are forgotten.
+
+        ``check_model`` has been called.
+        """
+        if key in self.recordings:
+            with self.paged():
+                valid = self.recordings.guards_valid(key, self._glance)
+            if not valid:
+                wait_for(self._state.device)  # a replay that found this out late may be running
+                self._valid.clear()
+                self.ready -= self.recordings.forget()
+                self.programs.drop_tensors()
+                return False
+        self._valid.add(key)
+        return True
+
+    def release(self) -> None:
+        """Drop all recordings, and let go of all tensors; what was compiled stays, for another one of these."""
+        self._released = True
+        self.ready.clear()
+        self.recordings.forget()
+        self.programs.drop_tensors()
+
+    def _start_again(self) -> None:
+        """Forget what was compiled and recorded; rows and pages stay."""
+        self.recordings.forget()  # first: while one is captured, its program has to stay
+        self.programs = self._new_programs()
+        self.ready.clear()
+
+    def _new_programs(self) -> Programs:
+        state = self._state
+        return Programs(state.config, state.facts, state.device, self.weights, self._artifacts)
+
+    # ---- make it so
+
+    def arguments(self, inputs: StepInputs) -> Arguments:
+        """Return what programs are called with for a step."""
+        state = self._state
+        return Arguments(state.facts.model, inputs, state.slots.tables, state.pages)
+
+    def can_launch(self, inputs: StepInputs) -> bool:
+        """Whether a step can be launched, recorded or not, without compiling anything; the model has been looked at."""
+        with self.paged():
+            return self.programs.compiled_for(self.arguments(inputs))
+
+    def record(
+        self,
+        key: Key,
+        inputs: StepInputs,
+        like: StepOutputs | int,
+        first: Callable[[], None] = _nothing,
+        filled: Filled | None = None,
+        beside: bool = False,
+    ) -> None:
+        """Record a step that has run before, unless it may have run uncompiled: nothing would guard that.
+
+        Args:
+            key: its name from now on.
+            inputs: the tensors that its program reads.
+            like: what it gave, or of how many rows that was.
+            first: what it launches before the program; any thread may call it.
+            filled: what it begins with, if that is filled before each replay.
+            beside: while steps go on; ``adopt`` has it then.
+        """
+        if self.programs.full(inputs):
+            return
+        if not beside:
+            self.recordings.finish()
+            self.adopt()
+            if key in self.recordings:
+                return
+        arguments = self.arguments(inputs)
+        with self.paged():
+            call = self.programs.prepared(arguments, compare=not beside)
+        guards = self.programs.guards(arguments, call)
+        check = partial(_find_guards, guards, call, self.paged)
+        step = Step(check, partial(_launch, call, self.paged, first), like, guards, filled)
+        (self.recordings.begin if beside else self.recordings.record)(key, step)
+
+    def adopt(self) -> None:
+        """Have the recording that was begun beside the steps, if it is done."""
+        key = self.recordings.adopt()
+        if isinstance(key, int):
+            self.ready.add(key)
+
+    def go_on(self) -> None:
+        """Capture for a slice what steps have missed."""
+        if self.recordings.captures_beside:
+            with deferred():
+                self.recordings.go_on()
+
+    @contextmanager
+    def preparing(self, what: str, waiting: int, program: str, shown: str = "") -> Iterator[None]:
+        """Show what the block prepares, and note it if a call of ``waiting`` rows waits for it.
+
+        Args:
+            what: its name in events.
+            waiting: how many rows the call has; 0 if nobody waits.
+            program: the one that it runs.
+            shown: what to show in place of ``what``.
+        """
+        self.recordings.finish()  # to time tilings, Inductor waits for the whole device, which no capture survives
+        start, shown, stage = time.perf_counter(), shown or what, partial(compiling_stage, threading.get_ident())
+        with self.events.prepared(), self._progress.task(f"{self._doing(program)} {shown}", stage) as update:
+
+            def say_compiling() -> None:
+                update(f"compiling {shown}, once")
+
+            with self.programs.compiling.telling(say_compiling):
+                yield
+        if waiting:
+            self.events.waited(what, waiting, time.perf_counter() - start, preparable=what != PREFILL_EMBEDDED)
+
+    def _doing(self, program: str) -> str:
+        """Return what a program's preparation begins with."""
+        config, kind = self._state.config, self._state.device.type
+        if config.mode == "eager":
+            return "preparing kernels for"
+        if self.programs.graph_counts().get(program):
+            return "recording" if config.records_on(kind) or config.uses_trees_on(kind) else "preparing"
+        has_kernels = kind == "cuda" and program in (PREFILL, PREFILL_EMBEDDED)
+        return "preparing kernels for, and tracing" if has_kernels else "tracing"
+
+
+_Paged = Callable[[], AbstractContextManager[None]]
+
+
+def _find_guards(guards: Guards, call: PreparedCall, paged: _Paged) -> None:
+    """Find the guards of a call, if it compiles nothing: that would fail in many ways while a graph is captured."""
+    if not call.interpreted:
+        with paged():
+            guards.find()
+
+
+def _launch(call: PreparedCall, paged: _Paged, first: Callable[[], None]) -> StepOutputs:
+    with paged():
+        first()
+        return call()

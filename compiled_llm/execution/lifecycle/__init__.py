@@ -1,0 +1,1 @@
+"""The model on its device: made, prepared, watched and made again."""

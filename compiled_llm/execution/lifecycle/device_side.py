@@ -1,0 +1,311 @@
+"""The device side of a model: made when it is needed, made again when the model has moved, and given back to sleep."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from compiled_llm.compilation.artifacts.artifacts import Artifacts
+from compiled_llm.compilation.inputs import Shape
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.lifecycle.kept import Kept
+from compiled_llm.execution.reporting.events import Events
+from compiled_llm.execution.reporting.progress import ProgressDisplay
+from compiled_llm.execution.threads.executor import executor_for
+from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.kvcache.memory import reserved_bytes
+from compiled_llm.model.checks import check_layers, check_placement
+from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.modules import InnerModules
+from compiled_llm.model.sizes import MaxPositions
+from compiled_llm.model.weights.host_weights import HostWeights
+
+
+class Holder(Protocol):
+    """What holds the device side, and lets it go."""
+
+    def let_go(self) -> None:
+        """Hold the device side no more, which is about to be made anew, unless requests run on it."""
+
+
+class DeviceSide:
+    """Has a model's ``DeviceModel``, if there is one.
+
+    Attributes:
+        present: what there is; None before the first use, and asleep.
+        asleep: whether it was given back, until ``wake``.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        config: WrapConfig,
+        modules: InnerModules,
+        events: Events,
+        holders: Iterable[Holder],
+        artifacts: Artifacts | None = None,
+    ) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            facts: what is known of the model.
+            config: the options of ``wrap``.
+            modules: those inside the model.
+            events: what to note things in.
+            holders: all that hold it beside those that have rows.
+            artifacts: what was compiled before, in place of compiling; all of its room for rows is made.
+        """
+        self._facts = facts
+        self._config = config
+        self._modules = modules
+        self._events = events
+        self._holders = holders
+        self._artifacts = artifacts
+        self._max_rows = config.max_batch_size if artifacts is None else artifacts.rows
+        self._positions = MaxPositions()
+        self.present: DeviceModel | None = None
+        # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
+        self._made_for: tuple[Hashable, ...] = ()
+        self._allocation = threading.Lock()
+        self.asleep = False
+        self._kept: Kept | None = None
+        self._weights: HostWeights | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has room for, or will have."""
+        return self._max_rows
+
+    def make_room(self, rows: int) -> None:
+        """Have room for so many rows; one that has less is made anew when it is next needed."""
+        self._max_rows = max(self._max_rows, rows)
+
+    def current(self) -> DeviceModel:
+        """Return it; made at the first call, and again if the model was moved, converted or hooked.
+
+        And if its config says that it has more positions than before, or more rows are to have room.
+
+        Raises:
+            RuntimeError: it is asleep.
+        """
+        if self.asleep:
+            raise RuntimeError("the model is asleep, and has no pages; call wake() on its engine")
+        return self._current()
+
+    def _current(self) -> DeviceModel:
+        with self._allocation:
+            device_model, made_for = self.present, self._made_for_now()
+            if device_model is None or not self._still_fits(device_model, made_for):
+                if device_model is not None:
+                    self._events.started_again()
+                device_model = self.present = None  # its memory goes back first
+                for holder in list(self._holders):
+                    holder.let_go()
+                check_placement(self._facts.model, self._config)
+                check_layers(self._facts.model, self._facts.layers, self._config)
+                device_model = self._new(made_for)
+                self.present, self._made_for, self._kept = device_model, made_for, None
+            return device_model
+
+    def is_current(self, device_model: DeviceModel) -> bool:
+        """Whether ``device_model`` is the device side of the model as it is now; makes none."""
+        return device_model is self.present and self._still_fits(device_model, self._made_for_now())
+
+    def _made_for_now(self) -> tuple[Hashable, ...]:
+        model = self._facts.model
+        return model.device, model.dtype, self._modules.hooks(model)
+
+    def _still_fits(self, device_model: DeviceModel, made_for: tuple[Hashable, ...]) -> bool:
+        return (
+            made_for == self._made_for
+            and self._positions.of(self._facts.model) <= device_model.max_positions
+            and self._max_rows <= device_model.config.max_batch_size
+        )
+
+    def _new(self, made_for: tuple[Hashable, ...]) -> DeviceModel:
+        config, kept, thread = self._config, self._kept, executor_for(self._facts.model.device, self._config)
+        if kept is not None and not kept.fits(made_for, self._max_rows, self._positions.of(self._facts.model)):
+            self._events.started_again()
+            kept = None
+        if kept is not None:
+            config = kept.configured(config)
+        return thread.call(
+            DeviceModel,
+            self._facts,
+            config,
+            thread,
+            self._events,
+            programs=None if kept is None else kept.programs,
+            max_rows=self._max_rows,
+            weights=None if kept is None else kept.weights,
+            artifacts=self._artifacts,
+        )
+
+    def forget_other_threads(self) -> bool:
+        """Forget what threads had that a forked process does not have; whether they were in the midst of something."""
+        self._allocation = threading.Lock()
+        return self.present is not None and self.present.forget_other_threads()
+
+    def separate_weights(self) -> None:
+        """Give each fused weight its own memory again, on the device."""
+        self.rise()
+        if self.present is not None:
+            self.present.thread.call(self.present.readiness.separate_weights)
+        elif self._kept is not None:
+            with self._moving_weights():
+                self._kept.weights.separate()
+            self._kept = None
+
+    # ---- asleep
+
+    @deferred()
+    def sleep(self, weights: bool) -> int:
+        """Give all back but the weights; what was compiled stays. What is asleep stays so; its weights may follow.
+
+        Nobody runs a loop, and none begins meanwhile.
+
+        Args:
+            weights: move these to host memory, too.
+
+        Returns:
+            Device memory that was given back, in bytes; on a CPU, memory.
+
+        Raises:
+            RuntimeError: somebody has rows in the pages; nothing has changed.
+            ValueError: a weight cannot be moved; nothing has changed.
+        """
+        self._check_nobody_has_pages()
+        device = self._facts.model.device
+        before = self._taken_on(device)
+        if weights and not is_host(device) and self._weights is None:
+            with self._moving_weights("moving weights to host memory"):
+                self._weights = HostWeights(self._facts.model, device)
+        self._release()
+        self.asleep = True
+        return max(0, before - self._taken_on(device))
+
+    @deferred()
+    def wake(self) -> None:
+        """Have weights, pages and recordings on the device again, those that were ready; nothing is compiled anew.
+
+        If it fails or is interrupted, the model is asleep; its weights may be back already.
+        """
+        self._bring_weights_back()
+        kept = self._kept
+        if self.asleep and kept is not None:
+            try:
+                device_model = self._current()
+                prepare(device_model, kept.buckets, [kept.shapes], kept.embedded)
+                if kept.choices:
+                    device_model.thread.call(device_model.prepare_deferred, kept.choices)
+            except BaseException:
+                self._release()
+                self._kept = kept
+                raise
+        self.asleep = False
+
+    @deferred()
+    def rise(self) -> None:
+        """Be awake with nothing but the weights on the device: the next call makes the rest."""
+        self._bring_weights_back()
+        self.asleep = False
+
+    def check_weights(self) -> None:
+        """Check that the weights are on their device.
+
+        Raises:
+            RuntimeError: they wait in host memory.
+        """
+        if self._weights is not None:
+            raise RuntimeError("the model is asleep, and its weights are in host memory; call wake() on its engine")
+
+    def _check_nobody_has_pages(self) -> None:
+        if self._used_pages:
+            gc.collect()  # of caches that nobody can reach any more
+        if used := self._used_pages:
+            raise RuntimeError(
+                f"sleep: caches hold {used} pages of the model (past_key_values of earlier outputs); drop them or "
+                "close() them, and sleep again"
+            )
+
+    @property
+    def _used_pages(self) -> int:
+        return 0 if self.present is None else self.present.pool.account().used
+
+    def _release(self) -> None:
+        """Give the device side back, whoever holds it still; what takes no memory there is kept."""
+        device_model, self.present = self.present, None
+        if device_model is not None:
+            self._kept = Kept.of(device_model, self._made_for)
+            device_model.thread.call(device_model.release)
+        del device_model
+        gc.collect()  # what tracing has left behind refers to the buffers
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def _bring_weights_back(self) -> None:
+        if self._weights is not None:
+            with self._moving_weights("moving weights to the device"):
+                self._weights.come_back(self._facts.model)
+            self._weights = None
+
+    @contextmanager
+    def _moving_weights(self, doing: str = "") -> Iterator[None]:
+        display = ProgressDisplay(self._config.progress and bool(doing))
+        with self._facts.attention.moving_weights(threading.get_ident()), display.task(doing):
+            yield
+
+    def _taken_on(self, device: torch.device) -> int:
+        """Return what the process has on a device, in bytes; on a CPU, what the model has there beside its weights."""
+        if not is_host(device):
+            return reserved_bytes(device)
+        memory = {} if self.present is None else self.present.memory()
+        return sum(nbytes for name, nbytes in memory.items() if name != "weights")
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether what lies on the device is in host memory."""
+    return device.type == "cpu"
+
+
+def prepare(
+    device_model: DeviceModel,
+    buckets: Sequence[int],
+    recorded: Iterable[Sequence[Shape]],
+    embedded: bool = False,
+    report: Callable[[str], None] = lambda doing: None,
+    anchors: bool = True,
+) -> None:
+    """Compile, and on CUDA record, what is not ready yet.
+
+    Args:
+        device_model: of the model.
+        buckets: of decode steps.
+        recorded: shapes of prefills, those together that are shown as one.
+        embedded: prefill from embeddings, too.
+        report: takes what is being prepared, in words.
+        anchors: a few recordings in which all others could run, too.
+    """
+    thread, prefill, decode = device_model.thread, device_model.prefill, device_model.decode
+    report("preparing prefill")
+    thread.call(prefill.make_ready, anchors=anchors)
+    if embedded:
+        thread.call(prefill.make_ready, embedded=True)
+    missing = [bucket for bucket in buckets if bucket not in decode.ready]
+    for number, bucket in enumerate(buckets, start=1):
+        report(f"preparing steps of {bucket} request{'s' * (bucket > 1)} ({number} of {len(buckets)})")
+        thread.call(decode.make_ready, bucket, number=_number(bucket, missing), anchors=anchors)
+    for shapes in filter(None, recorded):
+        report(f"preparing prefills of up to {max(shape.tokens for shape in shapes)} tokens")
+        thread.call(prefill.make_recorded, shapes, only_with_room=True)
+
+
+def _number(bucket: int, missing: Sequence[int]) -> str:
+    """Return which of the missing buckets this one is, to be shown; nothing if there are no others."""
+    return f" ({missing.index(bucket) + 1} of {len(missing)})" if bucket in missing and len(missing) > 1 else ""

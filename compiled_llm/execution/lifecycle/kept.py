@@ -1,0 +1,66 @@
+"""What of a model's device side outlives it while the model sleeps: what was compiled, and which steps were ready."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from compiled_llm.compilation.inputs import Shape
+from compiled_llm.compilation.programs import PREFILL_EMBEDDED, Programs
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.model.weights.fused_weights import FusedWeights
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Host facts and compiled code; none of it takes device memory.
+
+    Attributes:
+        made_for: where the model was, of which type, with which hooks.
+        rows: how many rows there was room for.
+        positions: how many positions the model had.
+        pages: how many there were.
+        programs: the compiled functions; None if their recordings are part of them, and had to go with them.
+        weights: which of the model's lie side by side in memory.
+        buckets: decode steps that were ready.
+        embedded: whether prefill from embeddings was.
+        shapes: recorded prefills, smallest first.
+        choices: for how many rows deferred choices were captured.
+    """
+
+    made_for: tuple[Hashable, ...]
+    rows: int
+    positions: int
+    pages: int
+    programs: Programs | None
+    weights: FusedWeights
+    buckets: tuple[int, ...]
+    embedded: bool
+    shapes: tuple[Shape, ...]
+    choices: tuple[int, ...]
+
+    @staticmethod
+    def of(device_model: DeviceModel, made_for: tuple[Hashable, ...]) -> Kept:
+        """Return what is worth keeping of a device side that was ``made_for`` the model as it was."""
+        readiness = device_model.readiness
+        return Kept(
+            made_for=made_for,
+            rows=device_model.config.max_batch_size,
+            positions=device_model.max_positions,
+            pages=device_model.pool.total,
+            programs=None if readiness.programs.recorded else readiness.programs,
+            weights=readiness.weights,
+            buckets=tuple(readiness.ready_buckets),
+            embedded=PREFILL_EMBEDDED in readiness.ready,
+            shapes=tuple(sorted(readiness.recordings.shapes())),
+            choices=tuple(device_model.state.choice_graphs.buckets),
+        )
+
+    def fits(self, made_for: tuple[Hashable, ...], rows: int, positions: int) -> bool:
+        """Whether a device side that is made now can run what was compiled."""
+        return (self.made_for, self.rows, self.positions) == (made_for, rows, positions)
+
+    def configured(self, config: WrapConfig) -> WrapConfig:
+        """Return ``config`` with as many pages as there were: whatever fitted fits again, and nothing is compiled."""
+        return replace(config, kv_memory=f"{self.pages * config.page_size} tokens")

@@ -1,0 +1,321 @@
+"""A model with its compiled side: pages, programs, runners, and what has happened so far."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from numbers import Integral
+from typing import Any, Protocol
+
+from compiled_llm.compat.forks import in_forked_processes
+from compiled_llm.compilation.artifacts.artifacts import Artifacts
+from compiled_llm.compilation.artifacts.made_for import made_for
+from compiled_llm.compilation.graphs.table import RecordingTable
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.lifecycle.device_side import DeviceSide, Holder
+from compiled_llm.execution.lifecycle.warmup import ProfilePath, Report, Sizes, Warmup, quiet
+from compiled_llm.execution.reporting.events import Events
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.execution.reporting.stats import Counters, Stats
+from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.threads.calls import Calls
+from compiled_llm.execution.threads.loop_lock import LoopLock
+from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.model.checks import check_process
+from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.modules import InnerModules
+from compiled_llm_ops.backends import backend_named
+
+
+class Engine(Holder, Protocol):
+    """What an engine on a model does for others that use it."""
+
+    def give_back(self, pages: int, pool: PagePool) -> None:
+        """Let requests that run wait again until so many pages are available; the caller holds the loop lock."""
+
+    def forget_other_threads(self) -> bool:
+        """End in a forked process, which has none of its threads; whether requests had pages."""
+        ...
+
+    def close(self) -> None:
+        """End all requests; it serves no more."""
+
+
+class Runtime:
+    """A model with its compiled side.
+
+    Attributes:
+        facts: what is known of the model.
+        config: the options given to ``wrap``.
+        modules: those inside the model.
+        loop_lock: lets one decoding loop run at a time.
+        calls: of ``generate`` in progress.
+        counters: what ran where; read them through ``stats``.
+        events: what happened on the device side; read it through ``explain``.
+        artifacts: what was compiled before, in place of compiling; None without.
+        warming: prepares it, and saves what calls use.
+        device_side: what lies on the device, if it is not asleep.
+        engine: returns what runs the loop of an engine on this model; None if there is none.
+        engines: of all engines on this model.
+    """
+
+    def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
+        """Remember the model; nothing big is allocated before the first use or ``warmup``.
+
+        Raises:
+            ValueError: the artifacts cannot be used.
+        """
+        self.facts = facts
+        self.config = config
+        self.counters = Counters()
+        self.events = Events()
+        self.modules = InnerModules(walked=facts.attention.find_configs)
+        self.loop_lock = LoopLock()
+        self.calls = Calls()
+        self.engine: Callable[[], object | None] = _no_engine
+        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.artifacts = _artifacts_for(facts, config)
+        self.device_side = DeviceSide(facts, config, self.modules, self.events, self.engines, self.artifacts)
+        self.warming = Warmup(facts, config, self.device_side, self.events, self.artifacts)
+        self._forked = False
+        _runtimes.add(self)
+
+    def __repr__(self) -> str:
+        """Its mode, and what is ready."""
+        asleep, device_model = self.asleep, self._device_model
+        state = "asleep until wake()" if asleep else "nothing is compiled or allocated yet"
+        if device_model is not None:
+            pages, buckets = device_model.pool.account(), device_model.readiness.ready_buckets
+            ready = f"batch sizes {', '.join(map(str, buckets))} ready" if buckets else "no batch size ready"
+            state = f"{ready}; {pages.used} of {pages.total} pages used"
+        return f"<{type(self).__name__} mode={self.config.mode!r}: {state}>"
+
+    def warmup(self, batch_sizes: Sizes = None, *, profile: ProfilePath | None = None, report: Report = quiet) -> None:
+        """Allocate pages, compile, and record what batches of these sizes use, or what a profile names.
+
+        Args:
+            batch_sizes: rows that calls will have, one number or several; 1 to ``max_batch_size`` if None. ``"auto"``
+                prepares what the profile in the ``artifacts`` names; without one, on CUDA all sizes, and on a CPU those
+                up to 8.
+            profile: a file of ``save_profile``. Exactly the steps in it are prepared; if ``graph_memory`` or
+                ``max_graphs`` leave no room for all, the most used ones.
+            report: called with what is being prepared, in words.
+
+        Raises:
+            ValueError: a batch size is not between 1 and ``max_batch_size``; or the profile cannot be used: it is
+                damaged, of another model or other options, or names sizes that there are not.
+        """
+        wanted = self.warming.wanted("batch_sizes", batch_sizes, profile, self.config.max_batch_size)
+        self.check_sizes("batch_sizes", wanted.sizes)
+        self.warming.prepare(wanted, report)
+
+    def save_profile(self, path: ProfilePath) -> None:
+        """Save which steps calls have used and how often, for ``warmup(profile=path)`` of a later process.
+
+        If this one began with a profile, what that counted is in it, too, with half its weight. The file is replaced
+        at once: it is never there half written.
+
+        Args:
+            path: of a file.
+
+        Raises:
+            RuntimeError: no step has been used yet; or the weights wait in host memory.
+            ValueError: ``mode="eager"`` prepares nothing.
+            OSError: the file cannot be written.
+        """
+        self.warming.save(path)
+
+    def stats(self) -> Stats:
+        """Return what has happened so far."""
+        counters, device_model = self.counters, self._device_model
+        calls = Stats(
+            mode=self.config.mode,
+            device=str(self.facts.model.device),
+            generate_calls=dict(counters.generate_calls),
+            forward_calls=dict(counters.forward_calls),
+            slow_paths=counters.slow_paths,
+        )
+        if device_model is None:
+            return calls
+        graphs, recordings = self.graphs, device_model.readiness.recordings
+        return dataclasses.replace(
+            calls,
+            steps=counters.steps,
+            new_tokens=counters.tokens,
+            generate_seconds=round(self.events.generating.seconds, 6),
+            uploads=self.events.uploads.total(),
+            graphs=sum(graphs.values()),
+            compile_seconds=round(self.events.preparing.seconds, 3),
+            tracing_seconds=round(device_model.readiness.programs.tracing_seconds(), 3),
+            builds={} if self.artifacts is None else self.artifacts.builds(),
+            recompiles=sum(max(0, count - 1) for count in graphs.values()),
+            uncompiled=sum(self.uncompiled().values()),
+            cudagraph_skips=recordings.skips,
+            recordings=device_model.thread.call(recordings.decodes),
+            prefill_recordings=recordings.prefills,
+            patterns=device_model.readiness.programs.pattern_matches(),
+            buckets=device_model.readiness.ready_buckets,
+            pages=device_model.pool.account(),
+            most_pages=device_model.pool.most_used,
+            page_size=self.config.page_size,
+            memory=device_model.memory(),
+            recording_table=self.recordings.as_dicts(),
+        )
+
+    @property
+    def recordings(self) -> RecordingTable:
+        """The CUDA graphs that we have recorded, with what they cost and how often they ran; empty in other modes."""
+        return RecordingTable() if self._device_model is None else self._device_model.state.recordings.table()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the pages and all else on the device but the weights were given back, until an engine's ``wake``."""
+        return self.device_side.asleep
+
+    @property
+    def _device_model(self) -> DeviceModel | None:
+        return self.device_side.present
+
+    @property
+    def graphs(self) -> dict[str, int]:
+        """How many graphs each program is compiled into."""
+        return {} if self._device_model is None else self._device_model.readiness.programs.graph_counts()
+
+    # ---- used by the parts of the package that run on a wrapped model
+
+    def check_sizes(self, name: str, sizes: Iterable[int]) -> None:
+        """Check the batch sizes that an argument named ``name`` holds.
+
+        Raises:
+            ValueError: one is no whole number between 1 and ``max_batch_size``.
+        """
+        limit = self.config.max_batch_size
+        for size in sizes:
+            if not (isinstance(size, Integral) and 1 <= size <= limit):
+                raise ValueError(f"{name}: {size!r} is not a whole number between 1 and max_batch_size={limit}")
+
+    def make_room(self, rows: int) -> None:
+        """Let the device side have room for so many rows; one that has less is made anew when it is next needed.
+
+        Raises:
+            ValueError: the artifacts have less room.
+        """
+        if self.artifacts is not None:
+            self.artifacts.check_rows(rows)
+        self.device_side.make_room(rows)
+
+    def device_model(self) -> DeviceModel:
+        """Return the device side; made at the first call, and again if the model was moved, converted or hooked.
+
+        And if its config says that it has more positions than before, or more rows are to have room.
+
+        Raises:
+            RuntimeError: it is asleep.
+        """
+        return self.device_side.current()
+
+    def is_current(self, device_model: DeviceModel) -> bool:
+        """Whether ``device_model`` is the device side of the model as it is now; makes none."""
+        return self.device_side.is_current(device_model)
+
+    def take_back(self, pages: int, pool: PagePool) -> None:
+        """Have engines let their requests wait again, if it takes that to make so many pages of a pool available.
+
+        A loop that begins has waited for those in progress; but requests of an engine keep their pages while it is
+        paused, or passes from thread to thread. The caller holds the loop lock.
+        """
+        if pool.available < pages <= pool.total:
+            for engine in list(self.engines):
+                engine.give_back(pages, pool)
+
+    def forget_other_threads(self) -> bool:
+        """Begin anew in a process that was forked while other threads used the model; whether they did.
+
+        Their rows would keep their pages for ever, and a step of theirs may have been half done.
+        """
+        self._forked = True
+        cut = self.loop_lock.forget_other_threads()
+        self.calls.forget_other_threads()
+        for engine in list(self.engines):
+            cut = engine.forget_other_threads() or cut
+        cut = self.device_side.forget_other_threads() or cut
+        self.facts.attention.forget_other_threads()
+        self.counters.forget_other_threads()
+        self.events.forget_other_threads()
+        if (left := self._device_model) is not None and (cut or left.device.type == "cuda"):
+            _left_behind.append(left)
+            self.device_side.present = None
+        return cut
+
+    def check_process(self) -> None:
+        """Check that this process can use the device: one that was forked may not.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+        if self._forked:
+            check_process(self.facts.model)
+
+    def separate_weights(self) -> None:
+        """Give each fused weight its own memory again."""
+        self.device_side.separate_weights()
+
+    def programs(self) -> dict[str, Callable[..., Any]]:
+        """Return the functions that have been compiled, by name."""
+        return {} if self._device_model is None else self._device_model.readiness.programs.functions
+
+    def uncompiled(self) -> dict[str, int]:
+        """Return how many calls of each program have run uncompiled because torch compiles it no more."""
+        return {} if self._device_model is None else self._device_model.readiness.programs.uncompiled()
+
+    def cudagraph_reasons(self) -> list[str]:
+        """Return what Inductor said of decode steps that it did not record."""
+        return [] if self._device_model is None else self._device_model.readiness.recordings.reasons
+
+    def rerecordings(self) -> tuple[int, list[str]]:
+        """Return how many CUDA graphs were recorded again, and the weights that have moved since the first time."""
+        if self._device_model is None:
+            return 0, []
+        recordings = self._device_model.readiness.recordings
+        return self._device_model.thread.call(recordings.repeated), recordings.moved_weights()
+
+    def obstacle(self) -> Reason | None:
+        """Return why no loop of ours can run the model now, or None."""
+        return None
+
+    def runner(self) -> Runner:
+        """Return a new runner."""
+        return Runner(self.device_model())
+
+
+def _artifacts_for(facts: ModelFacts, config: WrapConfig) -> Artifacts | None:
+    if config.artifacts is None:
+        return None
+    here = made_for(facts.model, facts.model_class, config)
+    backend = backend_named(config.backend_on(facts.model.device.type))
+    artifacts = Artifacts.read(config.artifacts, here, backend)
+    artifacts.check_rows(config.max_batch_size)
+    return artifacts
+
+
+def _no_engine() -> None:
+    return None
+
+
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_left_behind: list[object] = []
+"""What a forked process uses no more; CUDA memory of the process before it must not be given back here."""
+
+
+@in_forked_processes
+def _forget_other_threads() -> None:
+    for runtime in list(_runtimes):
+        runtime.forget_other_threads()
+
+
+def runtime_of(model: object) -> Runtime | None:
+    """Return the compiled side of a wrapped model; None for a model that is not wrapped."""
+    runtime = getattr(model, "compiled", None)
+    return runtime if isinstance(runtime, Runtime) else None

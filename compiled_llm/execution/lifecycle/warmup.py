@@ -1,0 +1,160 @@
+"""What is prepared before the first request: sizes that somebody names, or what earlier requests have used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from compiled_llm.compilation.artifacts.artifacts import Artifacts
+from compiled_llm.compilation.artifacts.made_for import sizes_made_for
+from compiled_llm.compilation.artifacts.manifest import MadeFor
+from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.programs import PREFILL_EMBEDDED
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.lifecycle.device_side import DeviceSide, prepare
+from compiled_llm.execution.lifecycle.used_steps import prepare_profile, used_steps
+from compiled_llm.execution.reporting.events import Events
+from compiled_llm.execution.state.decode_buffers import buckets_up_to
+from compiled_llm.model.facts import ModelFacts
+
+Sizes = int | Iterable[int] | Literal["auto"] | None
+"""Rows of steps: one number or several, those that are likely to be needed, or all."""
+
+ProfilePath = str | os.PathLike[str]
+
+Report = Callable[[str], None]
+"""Takes what is being prepared, in words."""
+
+_MOST_ON_CPU = 8
+"""Rows of the largest step that ``"auto"`` prepares on a CPU: nothing is recorded there, and each size takes long."""
+
+
+class Wanted(NamedTuple):
+    """What is to be prepared: steps of some sizes with their prefills, or exactly what a profile names.
+
+    Attributes:
+        sizes: how many rows the steps have.
+        profile: in place of sizes.
+    """
+
+    sizes: Sequence[int] = ()
+    profile: Profile | None = None
+
+    @property
+    def structured(self) -> bool:
+        """Whether the profile names choices under grammars."""
+        return self.profile is not None and self.profile.structured
+
+
+def quiet(doing: str) -> None:
+    """Take what is being prepared, and tell nobody."""
+
+
+class Warmup:
+    """Prepares a model before its first request, and saves what its requests have used."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        config: WrapConfig,
+        device_side: DeviceSide,
+        events: Events,
+        artifacts: Artifacts | None,
+    ) -> None:
+        """Prepare nothing yet."""
+        self._facts = facts
+        self._config = config
+        self._device_side = device_side
+        self._events = events
+        self._artifacts = artifacts
+        self._earlier: Profile | None = None
+
+    def wanted(self, name: str, sizes: Sizes, profile: ProfilePath | None, max_rows: int) -> Wanted:
+        """Return what is to be prepared; whether there can be so many rows is not checked yet.
+
+        Args:
+            name: of the argument that says how many rows.
+            sizes: what it says.
+            profile: the file of one, in its place.
+            max_rows: most rows that there may be.
+
+        Raises:
+            ValueError: that is impossible, or the profile cannot be used.
+        """
+        if profile is not None:
+            if sizes is not None:
+                raise ValueError(f"{name}={sizes!r}, profile={os.fspath(profile)!r}: give one of them")
+            return Wanted(profile=self.read(profile))
+        if sizes == "auto":
+            kept = None if self._artifacts is None else self._artifacts.profile
+            return Wanted(self._auto(max_rows)) if kept is None else Wanted(profile=kept)
+        if isinstance(sizes, str):
+            raise ValueError(f"{name}={sizes!r}: give numbers of rows, 'auto', or profile=PATH in its place")
+        if sizes is None:
+            return Wanted(buckets_up_to(max_rows))
+        return Wanted([*sizes] if isinstance(sizes, Iterable) else [sizes])
+
+    def _auto(self, max_rows: int) -> list[int]:
+        all_sizes = buckets_up_to(max_rows)
+        on_cpu = self._facts.model.device.type == "cpu"
+        return [size for size in all_sizes if size <= _MOST_ON_CPU] if on_cpu else all_sizes
+
+    def prepare(self, wanted: Wanted, report: Report) -> None:
+        """Compile, and on CUDA record, what is wanted; the device side has room for so many rows.
+
+        Raises:
+            ValueError: the profile names a step that there is not.
+        """
+        device_model = self._device_side.current()
+        device_model.thread.call(device_model.readiness.make_room)
+        if wanted.profile is not None:
+            prepare_profile(device_model, wanted.profile, report)
+            self._earlier = wanted.profile
+        else:
+            prefill = device_model.prefill
+            buckets = sorted({device_model.decode.bucket_for(size) for size in wanted.sizes})
+            prefills = {tuple(prefill.recorded_shapes(size)) for size in wanted.sizes}
+            prepare(device_model, buckets, prefills, report=report)
+        self._events.warmed_up()
+
+    # ---- profiles
+
+    @property
+    def uses(self) -> int:
+        """How many steps calls have used so far."""
+        return self._events.used.total()
+
+    def read(self, path: ProfilePath) -> Profile:
+        """Read a profile of this model.
+
+        Raises:
+            ValueError: it is none, or of something else.
+        """
+        self._check_mode()
+        profile = Profile.read(path)
+        profile.check(self._made_for())
+        return profile
+
+    def save(self, path: ProfilePath) -> None:
+        """Save what requests have used so far, with what the profile says that this run began with.
+
+        Raises:
+            RuntimeError: they have used nothing; or the weights wait in host memory.
+            ValueError: the mode prepares nothing.
+            OSError: the file cannot be written.
+        """
+        self._check_mode()
+        self._device_side.check_weights()
+        used = self._events.used.copy()
+        if not used:
+            raise RuntimeError("save_profile: no step has run yet; save a profile after the first requests")
+        profile = Profile(self._made_for(), used_steps(used), used[PREFILL_EMBEDDED])
+        profile.after(self._earlier).save(path)
+
+    def _check_mode(self) -> None:
+        if self._config.mode == "eager":
+            raise ValueError("profile: mode='eager' compiles and records nothing that one could name; use another mode")
+
+    def _made_for(self) -> MadeFor:
+        return sizes_made_for(self._facts.model, self._facts.model_class, self._config, self._device_side.rows)

@@ -1,0 +1,1 @@
+"""Prefill steps: prompts packed into one launch, in sizes that CUDA graphs have."""

@@ -1,0 +1,375 @@
+"""Prefill and extend: new tokens of some rows, packed one after the other, in chunks of a bounded size.
+
+Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen, V
+vocabulary, S page size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.compilation.graphs.recordings import Filled
+from compiled_llm.compilation.inputs import PrefillInputs, Shape
+from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED
+from compiled_llm.execution.batch import Extension
+from compiled_llm.execution.graphs.readiness import Readiness
+from compiled_llm.execution.graphs.recorded_shapes import RecordedShapes
+from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.prefill.packing import (
+    Packed,
+    as_bytes,
+    chunks,
+    null_extension,
+    pack,
+    padded,
+    token_count,
+)
+from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length
+from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.table import HostTable
+
+# Tokens whose logits are kept, that prefill is compiled with.
+_KEPT = 5
+
+
+class Prefill:
+    """The prefills of one model."""
+
+    def __init__(self, state: DeviceState, readiness: Readiness, planner: Planner, shapes: RecordedShapes) -> None:
+        """Remember what to run with; nothing is compiled yet.
+
+        Args:
+            state: the tensors that programs read.
+            readiness: what is compiled and recorded.
+            planner: plans attention.
+            shapes: what recorded prefills are padded to.
+        """
+        self._state = state
+        self._readiness = readiness
+        self._recordings = readiness.recordings
+        self._planner = planner
+        self._shapes = shapes
+        self._page_size = state.config.page_size
+        state.recordings.when_dropped.append(planner.forget)
+        self._anchors = self._find_anchors()
+        state.recordings.anchors["prefill"] = [*self._anchors]
+
+    # ---- compiled
+
+    def make_ready(
+        self, embedded: bool = False, waiting: int = 0, unchanged: bool = False, anchors: bool = True
+    ) -> None:
+        """Compile prefill, if it is not compiled yet.
+
+        Args:
+            embedded: the one that reads embeddings in place of token ids.
+            waiting: how many rows a call has that waits for it.
+            unchanged: the model cannot have changed since it was last looked at; do not look again.
+            anchors: once it is compiled, record them, too.
+        """
+        readiness = self._readiness
+        program = PREFILL_EMBEDDED if embedded else PREFILL
+        if unchanged and program in readiness.ready:
+            return
+        readiness.check_model()
+        if program in readiness.ready:
+            return
+        with readiness.preparing(program, waiting, program):
+            state = self._state
+            length = compiled_length(state.facts.layers, state.device, state.max_positions, self._page_size)
+            null = [null_extension(length, self._page_size)] * COMPILED_ROWS
+            embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
+            slots = state.slots.of([], _KEPT - 1)
+            self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings))
+        readiness.ready.add(program)
+        if anchors and not embedded:
+            self.record_anchors()
+
+    def record_anchors(self) -> None:
+        """Record, as far as there is room, a few shapes that any prefill can run in, so that nobody waits for its own.
+
+        What is captured later makes room before they do.
+        """
+        self.make_recorded(sorted(self._anchors), only_with_room=True)
+
+    def _find_anchors(self) -> list[Shape]:
+        variant, most = self._planner.variants[0], self._state.recordings.budget.most
+        shapes = [shape._replace(variant=variant) for shape in self._shapes.anchors()]
+        shapes = [shape for shape in shapes if self._planner.fits(shape)]
+        # If there may be but a few, half of them are for decode steps, and for what is used most.
+        return shapes if most is None else shapes[: (most + 1) // 2]
+
+    def _null_embeddings(self, tokens: int) -> Tensor:
+        model = self._state.facts.model
+        width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
+        return torch.zeros(tokens, width, dtype=model.dtype, device=self._state.device)
+
+    # ---- run
+
+    def run(
+        self,
+        extensions: Sequence[Extension],
+        keep: NDArray[np.int64] | None = None,
+        embeddings: Tensor | None = None,
+        remember: bool = True,
+        unchanged: bool = False,
+        exact: bool = False,
+    ) -> StepOutputs:
+        """Run new tokens of some rows, packed.
+
+        Args:
+            extensions: at most ``max_batch_size`` rows, each already grown by its tokens.
+            keep: ``[L]`` ascending, which packed tokens' logits are wanted; if None, the last of each row that ends.
+            embeddings: ``[T, hidden]``, what the model reads in place of the tokens' ids.
+            remember: whether the rows' slots keep the tokens that are chosen.
+            unchanged: the model cannot have changed since it was last looked at; what was valid then still is.
+            exact: run in the shape that follows from the rows alone, recorded or not, and in no larger one.
+
+        Returns:
+            ``[L, V]`` logits, and the tokens chosen from them: ``[L]`` int64 if ``keep`` is None, else none.
+        """
+        self.make_ready(embedded=embeddings is not None, waiting=len(extensions), unchanged=unchanged)
+        if embeddings is not None:
+            self._readiness.events.used[PREFILL_EMBEDDED] += 1
+            embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
+        slots = self._state.slots.of([], 0)
+        if keep is None:
+            ending = [extension for extension in extensions if extension.ends]
+            lasts = np.cumsum([len(extension.ids) for extension in extensions]) - 1
+            keep = lasts[[extension.ends for extension in extensions]]
+            rows = [cast(Row, extension.row) for extension in ending] if remember else []
+            slots = self._state.slots.of(rows, len(ending))
+        self._state.arena.flush()
+        start, parts = 0, []
+        for chunk in chunks(extensions, self._state.config.prefill_tokens, self._page_size):
+            end = start + token_count(chunk)
+            inside = (keep >= start) & (keep < end)
+            part = None if embeddings is None else embeddings[start:end]
+            chosen = slots[inside] if len(slots) else slots
+            parts.append(self._run_chunk(chunk, keep[inside] - start, chosen, part, unchanged, exact))
+            start = end
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([logits for logits, _ in parts]), torch.cat([tokens for _, tokens in parts])
+
+    def _run_chunk(
+        self,
+        chunk: list[Extension],
+        keep: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        embeddings: Tensor | None,
+        unchanged: bool,
+        exact: bool,
+    ) -> StepOutputs:
+        """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or there are none."""
+        wanted, chosen = len(keep), len(slots)
+        shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
+        if shape is not None:
+            self._readiness.events.used[shape] += 1
+            beside = not (exact and self._recordings.needs_room_now(shape))
+            logits, tokens = self._run_shape(self._serving(shape, exact), chunk, keep, slots, unchanged, beside)
+            return logits[:wanted].clone(), tokens[:chosen].clone()  # the next replay overwrites them
+        # A symbolic size is at least 2.
+        if len(chunk) == 1:
+            chunk = [*chunk, null_extension(1, self._page_size)]
+            embeddings = None if embeddings is None else torch.cat([embeddings, self._null_embeddings(1)])
+        if wanted < 2:
+            keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
+        if chosen < 2:
+            slots = np.concatenate([slots, self._state.slots.of([], 2 - chosen)])
+        logits, tokens = self._launch(self._laid_out(chunk, keep, slots, embeddings))
+        return logits[:wanted], tokens[:chosen]
+
+    def _laid_out(
+        self, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64], embeddings: Tensor | None
+    ) -> PrefillInputs:
+        """Return a prefill in new tensors on the device, planned."""
+        state = self._state
+        packed, table = pack(chunk, keep, slots, self._page_size)
+        inputs = self._as_inputs(state.staging.to_device(packed), None)
+        if embeddings is not None:
+            inputs = inputs._replace(ids=embeddings[None])
+        state.staging.upload([(table.indices, state.prefill_indices)])
+        self._planner.plan_prefill(table)
+        return inputs
+
+    def _as_inputs(self, columns: Sequence[Tensor], shape: Shape | None) -> PrefillInputs:
+        """Return device tensors, in the order of ``Packed``, as the program takes them, with the plans of a shape."""
+        named = Packed(*columns)._asdict()  # type: ignore[arg-type]
+        named |= {"ids": named["ids"][None], "positions": named["positions"][None]}
+        return PrefillInputs(indices=self._state.prefill_indices, plans=self._planner.for_prefill(shape), **named)
+
+    def _launch(self, inputs: PrefillInputs) -> StepOutputs:
+        readiness = self._readiness
+        with readiness.paged():
+            return readiness.programs.prefill(readiness.arguments(inputs))
+
+    # ---- recorded
+
+    def all_shapes(self) -> list[Shape]:
+        """Return all shapes that prefills may be recorded in; of these some may not fit."""
+        if not self._recordings.ours:
+            return []
+        return [shape._replace(variant=each) for shape in self._shapes.all() for each in self._planner.variants]
+
+    def fits(self, shape: Shape) -> bool:
+        """Return whether prefills of a shape can be recorded."""
+        return self._planner.fits(shape)
+
+    def recorded_shapes(self, rows: int) -> list[Shape]:
+        """Return the shapes that prefills of ``rows`` rows are padded to and recorded in, smallest first."""
+        if not self._recordings.ours:
+            return []
+        variants = self._planner.variants
+        shapes = [shape._replace(variant=variant) for shape in self._shapes.of(rows) for variant in variants]
+        return [shape for shape in shapes if self._planner.fits(shape)]
+
+    def make_recorded(self, shapes: Sequence[Shape], only_with_room: bool = False) -> None:
+        """Record prefills of these shapes, those that are not recorded yet.
+
+        Args:
+            shapes: what they are padded to.
+            only_with_room: evict no others for them.
+        """
+        new = [shape for shape in shapes if shape not in self._recordings]
+        if not (self._recordings.ours and new):
+            return
+        self.make_ready(anchors=False)
+        largest = max(shape.tokens for shape in new)
+        none = np.zeros(0, dtype=np.int64)
+        with self._readiness.preparing(f"prefill of up to {largest} tokens", 0, PREFILL):
+            for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
+                if shape not in self._recordings and not (only_with_room and self._state.recordings.full):
+                    with self._recordings.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
+                        self._run_shape(shape, [], none, none, beside=False)
+
+    def _shape_to_replay(
+        self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
+    ) -> Shape | None:
+        """Return the shape of a prefill whose logits are wanted where tokens are chosen, if it is one to record."""
+        if not self._recordings.ours or embeddings is not None or len(slots) != wanted:
+            return None
+        if self._readiness.programs.full():  # a new recording would have no guards
+            return None
+        shape = self._shapes.smallest(token_count(chunk), len(chunk))
+        if shape is None:
+            return None
+        shape = shape._replace(variant=self._planner.variant_for(chunk))
+        fits = shape in self._recordings or self._planner.fits(shape)
+        return shape if fits else None  # larger ones fit even less
+
+    def _serving(self, shape: Shape, exact: bool) -> Shape:
+        """Return the shape that a prefill runs in now, itself if it is recorded.
+
+        If it is not, the next larger one that is recorded serves. If there is none, or it has to be exact, it is
+        launched in its shape. Either way it is recorded beside the steps that follow.
+        """
+        recordings = self._recordings
+        if shape in recordings:
+            return shape
+        larger = None if exact else self._next_larger(shape)
+        self._state.recordings.missed(shape, padded=larger is not None)
+        if larger is None:
+            return shape
+        if recordings.can_begin:
+            recordings.want(shape, functools.partial(self._begin_to_record, shape))
+        return larger
+
+    def _next_larger(self, shape: Shape) -> Shape | None:
+        """Return the smallest recorded shape that holds all prefills of another, and does not take far longer.
+
+        The simplest variant can run any batch.
+        """
+        tokens, rows, variant = shape
+        most = tokens + self._shapes.spare
+        larger = [
+            other
+            for other in self._recordings.shapes()
+            if other.variant in (variant, self._planner.variants[0])
+            and tokens <= other.tokens <= most
+            and rows <= other.rows
+        ]
+        return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != variant), default=None)
+
+    def _begin_to_record(self, shape: Shape) -> Callable[[], None]:
+        """Begin to record a shape that may never have run, over rows of padding; returns what goes on with that."""
+        none = np.zeros(0, dtype=np.int64)
+        packed, table = self._padded(shape, [], none, none)
+        self._planner.plan_prefill(table, shape)
+        return functools.partial(self._record, shape, *self._in_new_tensors(shape, packed), shape.rows, beside=True)
+
+    def _run_shape(
+        self,
+        shape: Shape,
+        chunk: list[Extension],
+        keep: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        unchanged: bool = False,
+        beside: bool = True,
+    ) -> StepOutputs:
+        """Run a prefill of at most ``shape``: replay it, or launch it and record it, beside what follows or now."""
+        state = self._state
+        packed, table = self._padded(shape, chunk, keep, slots)
+        if (recording := self._recordings.get(shape)) is not None:
+            self._upload(packed, table, shape, self._recordings.filled(shape))
+            result: StepOutputs = recording.replay()
+            # Checked while the device computes. All it reads is there, since the weights are; and if it is not what
+            # the model does now, all it writes is written again.
+            if (unchanged and self._readiness.was_valid(shape)) or self._readiness.is_valid(shape):
+                return result
+            state.slots.restore(packed.slots)
+        inputs, filled = self._in_new_tensors(shape, packed)
+        self._upload(packed, table, shape, filled)
+        _unpack(inputs, filled)
+        result = self._launch(inputs)
+        record = functools.partial(self._record, shape, inputs, filled, result, beside)
+        if beside:
+            self._recordings.want(shape, record)
+        else:
+            record()
+        return result
+
+    def _padded(
+        self, shape: Shape, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> tuple[Packed, HostTable]:
+        missing = shape.rows - len(keep)
+        keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
+        slots = np.concatenate([slots, self._state.slots.of([], missing)])
+        return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
+
+    def _in_new_tensors(self, shape: Shape, packed: Packed) -> tuple[PrefillInputs, Tensor]:
+        """Return what a recorded prefill reads, and the tensor from which that is filled."""
+        inputs = self._as_inputs(self._state.staging.to_device(packed), shape)
+        (filled,) = self._state.staging.to_device([as_bytes(packed)])
+        return inputs, filled
+
+    def _record(
+        self, shape: Shape, inputs: PrefillInputs, filled: Tensor, like: StepOutputs | int, beside: bool
+    ) -> None:
+        own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
+        first = functools.partial(_unpack, inputs, filled)
+        self._readiness.record(shape, inputs, like, first, Filled(filled, own), beside)
+
+    def _upload(self, packed: Packed, table: HostTable, shape: Shape, filled: Tensor) -> None:
+        """Put a prefill where its graph reads it, and plan it."""
+        state = self._state
+        state.staging.upload([(as_bytes(packed), filled), (table.indices, state.prefill_indices)])
+        self._planner.plan_prefill(table, shape)
+
+
+def _unpack(inputs: PrefillInputs, packed: Tensor) -> None:
+    """Fill the inputs of a prefill that was uploaded in one tensor: copies inside a graph take the host no time."""
+    start = 0
+    for name in Packed._fields:
+        column = getattr(inputs, name).view(-1).view(torch.uint8)
+        column.copy_(packed[start : start + len(column)])
+        start += len(column)

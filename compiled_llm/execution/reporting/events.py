@@ -1,0 +1,101 @@
+"""What happened on the device side of a model, and why; ``explaining.wording`` has a sentence for each cause."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from compiled_llm.compilation.graphs.rolling import Key
+from compiled_llm.execution.reporting.stopwatch import Stopwatch
+
+logger = logging.getLogger("compiled_llm.graphs")
+
+UploadCause = Literal["new_page", "call_moved_in", "rows_changed", "page_copied", "bucket_prepared"]
+"""Why rows and their page table were written into the decode buffers."""
+
+ColdCause = Literal["warmup_not_called", "size_not_named", "prepared_and_lost", "never_prepared"]
+"""Why something had not been compiled or recorded before a call needed it."""
+
+
+@dataclass(frozen=True)
+class ColdStart:
+    """Something that was compiled or recorded while a call waited for it.
+
+    Attributes:
+        what: which program and bucket.
+        rows: how many rows the call had.
+        seconds: how long it waited.
+        cause: why it was not ready.
+        warmed: whether ``warmup`` had been called before and could have prepared it.
+    """
+
+    what: str
+    rows: int
+    seconds: float
+    cause: ColdCause
+    warmed: bool
+
+
+@dataclass
+class Events:
+    """Events of a wrapped model; they survive ``model.to()``.
+
+    Attributes:
+        used: how often calls have used each step, and under its name the prefill from embeddings.
+        uploads: page tables written into the decode buffers, by cause.
+        cold_starts: what calls had to wait for.
+        generating: runs while our loops do, and nothing is compiled.
+        preparing: runs while something is compiled or recorded.
+    """
+
+    used: Counter[Key | str] = field(default_factory=Counter)
+    uploads: Counter[UploadCause] = field(default_factory=Counter)
+    cold_starts: list[ColdStart] = field(default_factory=list)
+    generating: Stopwatch = field(default_factory=Stopwatch)
+    preparing: Stopwatch = field(default_factory=Stopwatch)
+    _warmed: bool = False
+
+    _lost: bool = False
+
+    def warmed_up(self) -> None:
+        """Note that ``warmup`` has run."""
+        self._warmed, self._lost = True, False
+
+    def started_again(self) -> None:
+        """Note that everything compiled and recorded is gone."""
+        self._lost = self._warmed
+
+    def waited(self, what: str, rows: int, seconds: float, preparable: bool = True) -> None:
+        """Note that a call of ``rows`` rows waited.
+
+        Args:
+            what: which program and bucket.
+            rows: how many rows the call had.
+            seconds: how long it waited.
+            preparable: whether ``warmup`` can prepare it.
+        """
+        cold = ColdStart(what, rows, seconds, self._cause(preparable), self._warmed and preparable)
+        self.cold_starts.append(cold)
+        logger.debug("a call of %d rows waited %.1f s for %s: %s", rows, seconds, what, cold.cause)
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Count the block's time as time for compiling and recording, and not for generating."""
+        with self.generating.paused(), self.preparing.running():
+            yield
+
+    def forget_other_threads(self) -> None:
+        """Forget what threads were doing that a forked process does not have."""
+        self.generating.forget_other_threads()
+        self.preparing.forget_other_threads()
+
+    def _cause(self, preparable: bool) -> ColdCause:
+        if not preparable:
+            return "never_prepared"
+        if not self._warmed:
+            return "warmup_not_called"
+        return "prepared_and_lost" if self._lost else "size_not_named"

@@ -1,0 +1,243 @@
+"""Counters: what ran where, and why something took a slower path."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from rich.table import Table
+
+from compiled_llm.config import Mode
+from compiled_llm.execution.reporting.plain_text import plain_text
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.kvcache.pool import PageAccount
+
+logger = logging.getLogger("compiled_llm.generate")
+
+_OF_FORWARD = "forward: "
+
+Path = Literal["fast loop", "engine", "processed loop", "compiled forward", "original"]
+"""Our loop; the batch of an engine, for ``generate_batch`` and for calls that find one busy; our loop with processors
+between steps; HuggingFace's loop over the compiled forward, or the original."""
+
+ForwardPath = Literal["compiled", "original"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot of what has happened on one wrapped model.
+
+    Attributes:
+        mode: that of ``wrap``.
+        device: where the model is.
+        generate_calls: calls of ``generate`` by the path they took, and managers of ``generate_batch`` by whose runs.
+        forward_calls: calls of the model itself by ``compiled`` or ``original``; those that ``generate`` makes are
+            not among them.
+        slow_paths: how often calls did not take the fast loop or the compiled forward, by the reason's id; for calls of
+            the model itself the key begins with ``"forward: "``. ``execution/reporting/slow_paths.py`` says what to
+            change.
+        steps: prefills and decode steps launched by our loops, the fast one and the processed one.
+        new_tokens: tokens that our loops have generated, over all rows; pads after the end of a row are not counted.
+        generate_seconds: how long they took, prompts, streamers and criteria included, and compiling left out; of
+            loops that ran at the same time, each second is counted once.
+        uploads: page tables written into the decode buffers; between them steps only replay.
+        graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), and 1 more once
+            ``inputs_embeds`` were given.
+        compile_seconds: how long tracing, compiling, building kernels and recording took, in ``warmup`` or in calls
+            that waited for it.
+        tracing_seconds: how much of that Dynamo took to trace graphs, which no artifacts spare.
+        builds: with ``artifacts``, what had to be built nevertheless: ``graphs``, ``C++ kernels``, ``Triton kernels``
+            and ``FlashInfer kernels``, the last two over the whole process since the model was wrapped; 0 of each if
+            all is well. Empty without.
+        graph_breaks: always 0: programs compile whole or raise.
+        recompiles: graphs compiled again although they existed.
+        uncompiled: prefills and decode steps that ran uncompiled, because torch had compiled their program as often as
+            it does.
+        cudagraph_skips: times Inductor did not record a CUDA graph although it was asked to.
+        recordings: CUDA graphs recorded of decode steps, one for each batch size that is ready.
+        prefill_recordings: CUDA graphs recorded of prefills, one for each number of tokens and rows they are padded to;
+            0 except in mode ``"cuda-graphs"``.
+        patterns: on CUDA, how often decode programs had what our passes look for, ``rotary`` and ``norm``; 0 for both
+            if the model writes them in another way, which makes its steps slower. With ``backend="flashinfer"``
+            there is no ``rotary``: only our own kernel takes that over.
+        buckets: decode batch sizes that are ready.
+        pages: the page account, or None while nothing is allocated.
+        most_pages: how many pages were used at one time, at most.
+        page_size: tokens in a page.
+        memory: bytes on the device: ``weights``, ``pages``, ``workspace`` (the backend's), ``buffers`` (page tables and
+            sampling settings) and ``graphs`` (what recording CUDA graphs took from the allocator).
+        recording_table: a dict for each CUDA graph that we have recorded, those that were evicted too: the fields of
+            ``RecordingRow``. ``model.compiled.recordings`` shows the same as a table.
+    """
+
+    mode: Mode = "cuda-graphs"
+    device: str = "cpu"
+    generate_calls: dict[str, int] = field(default_factory=dict)
+    forward_calls: dict[str, int] = field(default_factory=dict)
+    slow_paths: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    new_tokens: int = 0
+    generate_seconds: float = 0.0
+    uploads: int = 0
+    graphs: int = 0
+    compile_seconds: float = 0.0
+    tracing_seconds: float = 0.0
+    builds: dict[str, int] = field(default_factory=dict)
+    graph_breaks: int = 0
+    recompiles: int = 0
+    uncompiled: int = 0
+    cudagraph_skips: int = 0
+    recordings: int = 0
+    prefill_recordings: int = 0
+    patterns: dict[str, int] = field(default_factory=dict)
+    buckets: list[int] = field(default_factory=list)
+    pages: PageAccount | None = None
+    most_pages: int = 0
+    page_size: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
+    recording_table: list[dict[str, object]] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """``new_tokens`` in each of ``generate_seconds``; None before the first."""
+        return self.new_tokens / self.generate_seconds if self.new_tokens and self.generate_seconds else None
+
+    def __str__(self) -> str:
+        """A table, without what cannot be on this device."""
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for name, value in self._rows():
+            table.add_row(name, value)
+        return plain_text(table)
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        slow = {reason: count for reason, count in self.slow_paths.items() if not reason.startswith(_OF_FORWARD)}
+        slow_forward = {reason: count for reason, count in self.slow_paths.items() if reason not in slow}
+        yield "generate", _named(self.generate_calls) or "not called"
+        yield from _slow_rows(slow)
+        if self.forward_calls:
+            yield "forward", _named(self.forward_calls)
+            yield from _slow_rows(slow_forward)
+        if self.pages is not None:
+            yield from self._step_rows()
+            if self.mode != "eager":
+                yield from self._graph_rows()
+            yield "batch sizes", ", ".join(map(str, self.buckets)) or "none ready"
+            yield from self._page_rows(self.pages)
+
+    def _step_rows(self) -> Iterator[tuple[str, str]]:
+        if (speed := self.tokens_per_second) is not None:
+            yield "speed", f"{speed:,.1f} tokens/s: {self.new_tokens} new tokens in {self.generate_seconds:.2f} s"
+        yield "steps", f"{self.steps}, page tables uploaded {self.uploads} times" if self._on_cuda else str(self.steps)
+
+    def _graph_rows(self) -> Iterator[tuple[str, str]]:
+        compiled = f"{self.graphs} graphs in {self.compile_seconds:.1f} s"
+        yield "compiled", f"{compiled}, {self.graph_breaks} graph breaks, {self.recompiles} recompiles"
+        if self.builds:
+            built = {name: count for name, count in self.builds.items() if count}
+            yield "artifacts", f"{_named(built) or 'nothing'} had to be built"
+        if self.uncompiled:
+            yield "uncompiled", f"{self.uncompiled} prefills and decode steps: torch compiles their programs no more"
+        if self._on_cuda and self.mode != "compile":
+            recorded = f"{self.recordings} decode steps and {self.prefill_recordings} prefills recorded"
+            evicted = sum(cast(int, row["evictions"]) for row in self.recording_table)
+            made_room = f", {evicted} made room for others" if evicted else ""
+            yield "CUDA graphs", f"{recorded}, {self.cudagraph_skips} skipped{made_room}"
+        if self.patterns:
+            yield "patterns", ", ".join(f"{count} {pattern}" for pattern, count in self.patterns.items())
+
+    def _page_rows(self, pages: PageAccount) -> Iterator[tuple[str, str]]:
+        cached = f", {pages.cached} cached" if pages.cached else ""
+        tokens = pages.total * self.page_size
+        yield "pages", f"{pages.used} used, {self.most_pages} at most{cached}, of {pages.total} ({tokens} tokens)"
+        for name, size in self.memory.items():
+            if size:
+                used = size * self.most_pages / (pages.total + 1)  # beside the null page
+                most = f", of which {_mib(used)} were used at most" if name == "pages" else ""
+                yield f"memory: {name}", f"{_mib(size)}{most}"
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+def _named(calls: dict[str, int]) -> str:
+    return ", ".join(f"{count} {path}" for path, count in calls.items())
+
+
+def _slow_rows(reasons: dict[str, int]) -> Iterator[tuple[str, str]]:
+    for reason, count in reasons.items():
+        yield "", f"{count} on a slower path: {reason.removeprefix(_OF_FORWARD)}"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+class Counters:
+    """The counters behind ``Stats``; safe to use from any thread."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self._lock = threading.Lock()
+        self.generate_calls: Counter[str] = Counter()
+        self.forward_calls: Counter[str] = Counter()
+        self.slow_generates: Counter[Reason] = Counter()
+        self.slow_forwards: Counter[Reason] = Counter()
+        self.steps = 0
+        self.tokens = 0
+
+    def forget_other_threads(self) -> None:
+        """Free the lock of a thread that a forked process does not have."""
+        self._lock = threading.Lock()
+
+    def took(self, path: Path, reason: Reason | None = None) -> None:
+        """Count one call of ``generate``; a reason for not taking the fast loop is logged the first time."""
+        with self._lock:
+            self.generate_calls[path] += 1
+            if reason is not None:
+                _count(self.slow_generates, "generate", path, reason)
+
+    def took_request(self, reason: Reason) -> None:
+        """Count a request of an engine whose tokens are chosen on a slower path, and log the reason the first time."""
+        with self._lock:
+            _count(self.slow_generates, "an engine's request", "the host looks at each token", reason)
+
+    def took_forward(self, path: ForwardPath, reason: Reason | None = None) -> None:
+        """Count one call of the model itself; a reason for not taking the compiled forward is logged the first time."""
+        with self._lock:
+            self.forward_calls[path] += 1
+            if reason is not None:
+                _count(self.slow_forwards, "forward", path, reason)
+
+    @property
+    def slow_paths(self) -> dict[str, int]:
+        """``Stats.slow_paths``."""
+        counts = Counter[str]()
+        with self._lock:
+            for reason, count in self.slow_generates.items():
+                counts[reason.id] += count
+            for reason, count in self.slow_forwards.items():
+                counts[f"{_OF_FORWARD}{reason.id}"] += count
+        return dict(counts)
+
+    def add_steps(self, steps: int) -> None:
+        """Count launched steps."""
+        with self._lock:
+            self.steps += steps
+
+    def add_tokens(self, tokens: int) -> None:
+        """Count tokens that a loop has generated."""
+        with self._lock:
+            self.tokens += tokens
+
+
+def _count(reasons: Counter[Reason], call: str, path: str, reason: Reason) -> None:
+    """Count a reason, and log it the first time."""
+    reasons[reason] += 1
+    if reasons[reason] == 1:
+        said = "compiled_llm: %s takes a slower path (%s), because %s. %s (%s in docs/paths.md)"
+        logger.warning(said, call, path, reason, reason.advice, reason.id)

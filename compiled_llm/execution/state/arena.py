@@ -1,0 +1,91 @@
+"""Numbers on the device that the host changes here and there: written by one copy and one kernel, whatever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from compiled_llm.execution.state.staging import Staging
+from compiled_llm.kvcache.memory import mark_static
+
+_WORD = 4  # bytes
+_ALIGNED = 16  # words, as PyTorch's allocator aligns: inputs that are not are copied before each step
+
+
+class _Column(NamedTuple):
+    tensor: Tensor
+    start: int
+    words: int
+
+
+class Arena:
+    """Columns of numbers that lie in one piece of device memory.
+
+    What is written is collected on the host; ``flush`` brings it there. Programs may write into the columns too: what
+    the host has not written since then stays.
+    """
+
+    def __init__(self, columns: Mapping[str, tuple[int, torch.dtype]], device: torch.device, staging: Staging) -> None:
+        """Allocate zeros.
+
+        Args:
+            columns: how many numbers of which type, of four or eight bytes.
+            device: where.
+            staging: how copies go there.
+        """
+        self._staging = staging
+        words = {name: dtype.itemsize // _WORD for name, (_, dtype) in columns.items()}
+        sizes = {name: -(-columns[name][0] * words[name] // _ALIGNED) * _ALIGNED for name in columns}
+        total = sum(sizes.values())
+        self._memory = torch.zeros(total, dtype=torch.int32, device=device)
+        self._host = np.zeros(total, dtype=np.int32)
+        self._written: list[NDArray[np.int64]] = []
+        self._columns: dict[str, _Column] = {}
+        start = 0
+        for name, (count, dtype) in columns.items():
+            own = self._memory[start : start + count * words[name]].view(dtype)
+            # A storage of its own: of inputs that share one, those that a program writes are rebuilt from it.
+            self._columns[name] = _Column(mark_static(from_dlpack(own)), start, words[name])
+            start += sizes[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a column, at a fixed address."""
+        return self._columns[name].tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all columns, in bytes."""
+        return self._memory.nbytes
+
+    def write(self, name: str, at: NDArray[np.int64], values: NDArray[Any]) -> None:
+        """Write numbers into a column, as soon as it is flushed.
+
+        Args:
+            name: the column.
+            at: ``[n]``, where in it.
+            values: ``[n]``, of the column's type.
+        """
+        column = self._columns[name]
+        if column.words == 2:
+            at = (2 * at[:, None] + np.arange(2)).reshape(-1)
+        at = column.start + at
+        self._host[at] = values.view(np.int32)
+        self._written.append(at)
+
+    def flush(self) -> None:
+        """Queue what has been written in front of what runs next."""
+        if not self._written:
+            return
+        at = np.concatenate(self._written)
+        # Of what was written twice, each copy is the latest.
+        both = np.concatenate([at.view(np.uint8), self._host[at].view(np.uint8)])
+        (there,) = self._staging.to_device([both])
+        where, what = there[: at.nbytes].view(torch.int64), there[at.nbytes :].view(torch.int32)
+        self._memory.index_copy_(0, where, what)
+        self._written.clear()

@@ -1,0 +1,218 @@
+"""Deferred choices as CUDA graphs: a launch in place of a dozen, once somebody has had them prepared.
+
+Shapes: D rows, B rows of a bucket, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_llm.compilation.graphs.recorder import Recorder
+from compiled_llm.compilation.graphs.rolling import Choice, Key, RollingRecordings
+from compiled_llm.compilation.sampling.sampling import SamplingTables, choose
+from compiled_llm.execution.state.staging import Staging
+from compiled_llm.kvcache.memory import free
+
+logger = logging.getLogger("compiled_llm.graphs")
+
+_OWNER = "choices"
+
+
+class _Held(NamedTuple):
+    """What stands in the columns that a bucket's graph reads: slots and positions of rows, padded."""
+
+    bucket: int
+    slots: list[int]
+    positions: list[int]
+
+
+class ChoiceGraphs:
+    """Captured choices, and the logits, slots and positions that they read, at fixed addresses.
+
+    One loop at a time keeps its logits there, from its first launch that defers a choice to the choice.
+    """
+
+    def __init__(self, device: torch.device, records: bool, rolling: RollingRecordings) -> None:
+        """Allocate and capture nothing yet.
+
+        Args:
+            device: where the model lives.
+            records: whether anything is to be captured there.
+            rolling: has all recordings of the model, others too; they may make these leave.
+        """
+        self._rolling = rolling
+        self._buckets: list[int] = []
+        rolling.when_dropped.append(functools.partial(_forget, self._buckets))
+        self._device = device
+        self._records = records
+        self._recorder: Recorder | None = None
+        self._tables: SamplingTables | None = None
+        self._logits = torch.empty(0, 0, device=device)
+        self._columns = torch.empty(0, dtype=torch.int64, device=device)
+        self._masks = torch.empty(0, 0, dtype=torch.int32, device=device)
+        self._user: weakref.ref[object] | None = None
+        self._held = _Held(0, [], [])
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what the graphs read, in bytes."""
+        return self._logits.nbytes + self._columns.nbytes + self._masks.nbytes
+
+    @property
+    def buckets(self) -> list[int]:
+        """For how many rows there are graphs."""
+        return list(self._buckets)
+
+    def release(self) -> None:
+        """Give everything back."""
+        self._forget()
+        for tensor in (self._logits, self._columns, self._masks):
+            free(tensor)
+
+    # ---- capture
+
+    def prepare(self, buckets: Sequence[int], tables: SamplingTables, padding: int, dtype: torch.dtype) -> None:
+        """Capture choices of so many rows, beside those that are; what somebody keeps here is chosen without a graph.
+
+        Args:
+            buckets: for how many rows.
+            tables: how rows choose.
+            padding: the slot of those that do not choose.
+            dtype: of the model.
+        """
+        known = set(self.buckets) if tables is self._tables else set()
+        if not self._records or known.issuperset(buckets):
+            return
+        self._forget()
+        buckets, self._recorder = sorted(known.union(buckets), reverse=True), Recorder(self._device)
+        self._tables, most = tables, buckets[0]
+        with torch.inference_mode(False):
+            self._logits = torch.zeros(most, tables.counts.shape[1], dtype=dtype, device=self._device)
+            self._columns = torch.zeros(2 * most, dtype=torch.int64, device=self._device)
+            self._masks = torch.zeros(most, tables.allowed.shape[1], dtype=torch.int32, device=self._device)
+        for bucket in buckets:
+            self._columns[: 2 * bucket].view(2, bucket)[0] = padding
+            self._masked_launch(bucket)
+            for masked in (False, True):
+                self._capture(Choice(bucket, masked))
+
+    def _capture(self, choice: Choice) -> None:
+        """Capture a choice, unless a step would have to make room for it: choices can be launched as well."""
+        if self._rolling.full:
+            logger.info("a choice for %d rows is not captured: the recordings may not take more", choice.rows)
+            return
+        assert self._recorder is not None
+        launch = self._masked_launch if choice.masked else self._launch
+        captured = self._recorder.capture(functools.partial(launch, choice.rows))
+        self._rolling.add(choice, captured, captured.cost, _OWNER)
+        if not choice.masked:
+            bisect.insort(self._buckets, choice.rows)
+
+    def _forget(self) -> None:
+        self._rolling.drop(self._rolling.of("choice"))
+        self._rolling.shared[_OWNER] = 0
+        self._tables = self._recorder = self._user = None
+        self._held = _Held(0, [], [])
+
+    def _masked_launch(self, bucket: int) -> Tensor:
+        assert self._tables is not None
+        self._tables.allowed.index_copy_(0, self._columns[:bucket], self._masks[:bucket])
+        return self._launch(bucket)
+
+    def _launch(self, bucket: int) -> Tensor:
+        assert self._tables is not None
+        slots, positions = self._columns[: 2 * bucket].split(bucket)
+        tokens = choose(self._logits[:bucket], slots, positions, self._tables, deferred=True)
+        positions += 1  # where the next tokens stand, as long as the same rows go on
+        return tokens
+
+    # ---- keep logits, and choose from them
+
+    def room(self, user: object, start: int, rows: int, logits: Tensor, tables: SamplingTables) -> Tensor | None:
+        """Return ``[rows, V]`` for logits, after ``start`` others of the same user; None if they have no place here.
+
+        Args:
+            user: keeps them until ``leave``.
+            start: how many rows it has here.
+            rows: of how many rows more.
+            logits: of the launch that they are from.
+            tables: how rows choose now.
+        """
+        here = None if self._user is None else self._user()
+        fits = start + rows <= max(self._buckets, default=0) and tables is self._tables
+        begun_elsewhere = here is not user if start else here not in (None, user)
+        if not fits or begun_elsewhere or logits.dtype != self._logits.dtype:
+            return None
+        self._user = weakref.ref(user)
+        return self._logits[start : start + rows]
+
+    def leave(self, user: object) -> None:
+        """Let others keep their logits here."""
+        if self._user is not None and self._user() is user:
+            self._user = None
+
+    def bucket_of(self, user: object, rows: int, tables: SamplingTables) -> int | None:
+        """Return the smallest bucket that holds ``rows`` that a user keeps here.
+
+        None if it keeps nothing here, or if the ``tables`` that say how rows choose have become others.
+        """
+        if rows == 0 or self._user is None or self._user() is not user or tables is not self._tables:
+            return None
+        return next((bucket for bucket in self._buckets if bucket >= rows), None)
+
+    def masks(self, bucket: int) -> bool:
+        """Whether there is a graph for a bucket that writes masks."""
+        return Choice(bucket, True) in self._rolling
+
+    def logits(self, rows: int) -> Tensor:
+        """Return ``[rows, V]``, those that are kept here."""
+        return self._logits[:rows]
+
+    def place(self, bucket: int, slots: list[int], positions: list[int], padding: int, staging: Staging) -> None:
+        """Have slots and positions of rows stand where a bucket's graph reads them, the rest being padding.
+
+        Mostly they do already: each replay has moved the positions on.
+        """
+        wanted, columns = _Held(bucket, slots, positions), self._columns[: 2 * bucket]
+        if self._held != wanted:
+            numbers = np.zeros((2, bucket), dtype=np.int64)
+            numbers[0], numbers[0, : len(slots)], numbers[1, : len(slots)] = padding, slots, positions
+            self._held = _Held(0, [], [])
+            staging.upload([(numbers.reshape(-1), columns)])
+            self._held = wanted
+
+    def mask(self, masks: NDArray[np.int32], staging: Staging) -> None:
+        """Have masks ``[n, words]`` stand where the graphs read those of the rows that have places."""
+        staging.upload_lent(masks, self._masks)
+
+    def choose(self, bucket: int, masked: bool) -> Tensor:
+        """Choose for the rows that have places, from what is kept here.
+
+        Args:
+            bucket: that they have places in.
+            masked: all of them have got masks, which go into the table first.
+
+        Returns:
+            ``[B]``, until the next call.
+        """
+        held, self._held = self._held, _Held(0, [], [])
+        recording = self._rolling.get(Choice(bucket, masked))
+        assert recording is not None, "asked for before"
+        tokens: Tensor = recording.replay()
+        self._held = held._replace(positions=[position + 1 for position in held.positions])
+        return tokens
+
+
+def _forget(buckets: list[int], key: Key) -> None:
+    if isinstance(key, Choice) and not key.masked:
+        buckets.remove(key.rows)

@@ -1,0 +1,87 @@
+"""The seats that a replayed decode step reads and advances, at fixed addresses, and the batch sizes that it has.
+
+Shapes: B seats of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_llm.compilation.inputs import DecodeInputs
+from compiled_llm.execution.state.arena import Arena
+from compiled_llm.execution.state.slots import Slots
+from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.row import Row
+
+
+class DecodeBuffers:
+    """The decode step's seats for the largest batch, and their views for each bucket."""
+
+    @staticmethod
+    def columns(max_rows: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Return what seats for this many rows take in an arena."""
+        long, short = torch.int64, torch.int32
+        types = {"seat_slot": long, "seat_position": long, "seat_length": short, "seat_start": short}
+        return {name: (max_rows, dtype) for name, dtype in types.items()}
+
+    def __init__(self, arena: Arena, slots: Slots) -> None:
+        """Begin with empty seats."""
+        self._arena = arena
+        self._slots = slots
+        columns = (arena["seat_slot"], arena["seat_position"], arena["seat_length"], arena["seat_start"])
+        self._whole = DecodeInputs(*columns, slots.pages)
+        self._buckets: dict[int, DecodeInputs] = {}
+
+    def bucket(self, rows: int) -> DecodeInputs:
+        """Return the views for a bucket of ``rows``, always the same tensor objects.
+
+        Batch 1 is compiled with its size built in; in all larger ones it is symbolic.
+        """
+        if rows not in self._buckets:
+            whole = self._whole
+            seats = (whole.slots[:rows], whole.positions[:rows], whole.lengths[:rows], whole.starts[:rows])
+            for column in seats:
+                mark_static(column)
+                if rows > 1:
+                    mark_dynamic(column)
+            self._buckets[rows] = DecodeInputs(*seats, whole.indices)
+        return self._buckets[rows]
+
+    def seat(self, rows: Sequence[Row], bucket: int) -> None:
+        """Put rows on the first seats, each grown by the token that it is about to feed in, and padding on the rest."""
+        slots = self._slots.of(rows, bucket)
+        positions, lengths = np.zeros(bucket, dtype=np.int64), np.ones(bucket, dtype=np.int32)
+        positions[: len(rows)] = [row.position for row in rows]
+        lengths[: len(rows)] = [row.length for row in rows]
+        seats = np.arange(bucket)
+        self._arena.write("seat_slot", seats, slots)
+        self._arena.write("seat_position", seats, positions)
+        self._arena.write("seat_length", seats, lengths)
+        self._arena.write("seat_start", seats, (slots * self._slots.pages_each).astype(np.int32))
+
+    def seat_padding(self, rows: int, bucket: int) -> None:
+        """Let padding begin anew on the seats behind ``rows``: it would grow for ever."""
+        if rows < bucket:
+            seats = np.arange(rows, bucket)
+            self._arena.write("seat_position", seats, np.zeros(bucket - rows, dtype=np.int64))
+            self._arena.write("seat_length", seats, np.ones(bucket - rows, dtype=np.int32))
+
+
+def mark_dynamic(column: Tensor) -> None:
+    """Compile the column's length as a symbolic size."""
+    torch._dynamo.mark_dynamic(column, 0)
+
+
+def buckets_up_to(max_rows: int) -> list[int]:
+    """Return the batch sizes that decode is recorded for: 1, 2, 4, 8, every 8 to 64, every 16, ``max_rows`` itself."""
+    sizes = [size for size in (1, 2, 4, *range(8, 64, 8), *range(64, max_rows, 16)) if size < max_rows]
+    return [*sizes, max_rows]
+
+
+def bucket_for(rows: int, max_rows: int) -> int:
+    """Return the smallest bucket that holds ``rows``."""
+    return next(size for size in buckets_up_to(max_rows) if size >= rows)

@@ -1,0 +1,143 @@
+"""What of a model lies on its device at fixed addresses: pages, page tables, buffers and sampling settings.
+
+Shapes: P pages, K kv heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_llm.compilation.graphs.rolling import Budget, RollingRecordings
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.state.arena import Arena
+from compiled_llm.execution.state.choice_graphs import ChoiceGraphs
+from compiled_llm.execution.state.decode_buffers import DecodeBuffers
+from compiled_llm.execution.state.slots import Slots
+from compiled_llm.execution.state.staging import Staging
+from compiled_llm.kvcache.memory import allocate_pages, as_stored, ended_marker, free, pages_to_allocate, wait_for
+from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.row import PageCopy, Row
+from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.sizes import logits_width
+from compiled_llm_ops.backends import backend_named
+
+
+class DeviceState:
+    """Tensors that are allocated once, before anything is recorded, and the way into them.
+
+    Attributes:
+        facts: what is known of the model.
+        config: the options of ``wrap``.
+        device: where the model lives.
+        max_positions: how many positions the model was made for.
+        stored_layers: its layers with the head sizes that pages have.
+        pages: one ``[P, 2, K, S, D]`` a layer.
+        pool: who has which page.
+        arena: what the host changes here and there.
+        slots: where running rows keep their state.
+        decode_buffers: the seats that decode steps read and advance.
+        recordings: all CUDA graphs, within their budget.
+        choice_graphs: what deferred choices read, if they are captured.
+        prefill_indices: the page numbers of the prefill that runs.
+        staging: copies from the host that do not wait.
+    """
+
+    def __init__(self, facts: ModelFacts, config: WrapConfig, max_positions: int, prefill_pages: int) -> None:
+        """Allocate.
+
+        Args:
+            facts: what is known of the model.
+            config: the options of ``wrap``.
+            max_positions: tokens that a row may have.
+            prefill_pages: entries that the page table of a prefill may have.
+
+        Raises:
+            ValueError: not even one page fits into the memory allowed.
+        """
+        model = facts.model
+        self.facts = facts
+        self.config = config
+        self.device = model.device
+        self.max_positions = max_positions
+        self.recordings = RollingRecordings(
+            Budget(*config.graph_budget),
+            functools.partial(wait_for, self.device),
+            mark=functools.partial(ended_marker, self.device),
+        )
+        self.stored_layers = as_stored(facts.layers, backend_named(config.backend_on(self.device.type)))
+        count = pages_to_allocate(config, self.stored_layers, model.dtype, self.device, self.max_positions)
+        with torch.inference_mode(False):
+            self.pages = allocate_pages(count, self.stored_layers, config.page_size, model.dtype, self.device)
+            self.staging = Staging(self.device)
+            pages_each = -(-self.max_positions // config.page_size) + 1
+            columns = DecodeBuffers.columns(config.max_batch_size)
+            columns |= Slots.columns(config.max_batch_size, pages_each)
+            self.arena = Arena(columns, self.device, self.staging)
+            self.slots = Slots(self.arena, self.staging, logits_width(model))
+            self.decode_buffers = DecodeBuffers(self.arena, self.slots)
+            self.choice_graphs = ChoiceGraphs(self.device, config.records_on(self.device.type), self.recordings)
+            self.prefill_indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
+        self.pool = PagePool(count, config.page_size)
+
+    def fit_vocabulary(self) -> None:
+        """Follow a model whose vocabulary has changed."""
+        self.slots.fit(logits_width(self.facts.model))
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of all pages, in bytes."""
+        return sum(pages.nbytes for pages in self.pages)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of everything else, in bytes."""
+        return self.arena.nbytes + self.slots.nbytes + self.prefill_indices.nbytes + self.choice_graphs.nbytes
+
+    def release(self) -> None:
+        """Give back what takes most of the memory; nothing may be run afterwards."""
+        for tensor in self.pages:
+            free(tensor)
+        self.pages.clear()
+        self.slots.release()
+        self.choice_graphs.release()
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copy whole pages in all layers, in stream order."""
+        columns = [np.array(column, dtype=np.int64) for column in zip(*copies, strict=True)]
+        source, target = self.staging.to_device(columns)
+        for pages in self.pages:
+            pages.index_copy_(0, target, pages.index_select(0, source))
+
+    def write(self, rows: Sequence[Row], stored: NDArray[np.bool_], states: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write keys and values that were computed elsewhere to the ends of rows.
+
+        Args:
+            rows: already grown by what they take.
+            stored: ``[B, C]``, which columns each row takes.
+            states: keys and values of each layer, ``[B, K, C', D]``, whose last column is the last of ``stored``; zeros
+                are written for columns that a layer no longer has.
+        """
+        seats, columns = np.nonzero(stored)
+        counts = stored.sum(axis=1).tolist()
+        at = [np.arange(row.length - count, row.length) for row, count in zip(rows, counts, strict=True)]
+        size = self.config.page_size
+        pages = [np.array(row.pages, dtype=np.int64)[places // size] for row, places in zip(rows, at, strict=True)]
+        entries = [np.concatenate(pages), np.concatenate(at) % size, seats, columns]
+        page, slot, seat, column = self.staging.to_device(entries)
+        for target, layer in zip(self.pages, states, strict=True):
+            both = torch.stack(layer)[..., -stored.shape[1] :, :]
+            both = torch.nn.functional.pad(both, (0, 0, stored.shape[1] - both.shape[3], 0))
+            target[page, :, :, slot, : both.shape[4]] = both[:, seat, :, column]
+
+    def read(self, layer: int, row: Row) -> Tensor:
+        """Return ``[2, K, length, D]``, a copy of a row's keys and values in one layer."""
+        (indices,) = self.staging.to_device([np.array(row.pages, dtype=np.int64)])
+        pages = self.pages[layer].index_select(0, indices)
+        tokens = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return tokens[:, :, : row.length, : self.facts.layers[layer].head_dim]

@@ -1,0 +1,249 @@
+"""Slots: where a running row keeps its state on the device, whatever seat it has in a batch.
+
+A slot holds the row's next token, its page numbers, some of them ahead of its length, and how it chooses tokens. A row
+has one while a loop runs it; if there are more rows than slots, those wait outside that took theirs first.
+
+Shapes: X slots, N page numbers of a row.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_llm.compilation.sampling.sampling import GREEDY, Sampling, SamplingTables
+from compiled_llm.execution.state.arena import Arena
+from compiled_llm.execution.state.slot_settings import SlotSettings
+from compiled_llm.execution.state.staging import Staging
+from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.kvcache.row import Row
+
+# Loops that interleave (a callback calling the model again, an engine beside calls) have slots together.
+_ROOM = 2
+
+_AHEAD = 8
+"""Pages whose numbers are written before rows enter them: a row that only goes on is written to once in so many."""
+
+
+class _Waiting(NamedTuple):
+    """What a row had in the slot that it gave up."""
+
+    token: Tensor | None
+    sampling: Sampling
+
+
+class Slots:
+    """Who has which slot; in the model's executor only.
+
+    Attributes:
+        padding: the slot of padding rows, which is greedy and has the null page alone.
+        pages: ``[X * N]`` int32, the page numbers of each slot.
+        pages_each: N.
+        taken: how often a row lost its slot to another, so that seats may name it which are not its own any more.
+    """
+
+    @staticmethod
+    def columns(max_rows: int, pages_each: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Return what slots for this many rows take in an arena."""
+        count = _ROOM * max_rows + 1
+        return SlotSettings.columns(count) | {"pages": (count * pages_each, torch.int32)}
+
+    def __init__(self, arena: Arena, staging: Staging, vocabulary: int) -> None:
+        """Begin with all slots free, and greedy."""
+        self._arena = arena
+        self._settings = SlotSettings(arena, staging, vocabulary)
+        self.pages = arena["pages"]
+        self.padding = len(self.tables.next_token) - 1
+        self.pages_each = len(self.pages) // (self.padding + 1)
+        self.taken = 0
+        self._free = list(range(self.padding - 1, -1, -1))
+        self._rows: dict[int, weakref.ref[Row]] = {}  # whoever took theirs first stands first
+        self._waiting: weakref.WeakKeyDictionary[Row, _Waiting] = weakref.WeakKeyDictionary()
+
+    @property
+    def deferring(self) -> set[int]:
+        """The slots whose rows' tokens are chosen by launches of their own; always the same set."""
+        return self._settings.deferring
+
+    @property
+    def tables(self) -> SamplingTables:
+        """The rest of what programs read."""
+        return self._settings.tables
+
+    def fit(self, vocabulary: int) -> None:
+        """Follow a model whose vocabulary has changed."""
+        self._settings.fit(vocabulary)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what is not in the arena, in bytes."""
+        return self._settings.nbytes
+
+    def release(self) -> None:
+        """Give back the memory of what is not in the arena; nothing may be run afterwards."""
+        self._settings.release()
+
+    # ---- rows come and go
+
+    def room_for(self, new: int, keeping: int) -> bool:
+        """Whether rows may come in, and no loop lacks slots for a batch of its rows in a later step.
+
+        Rows whose slots know what they have seen keep them until they end; others take turns in the rest.
+
+        Args:
+            new: how many rows, of one loop.
+            keeping: how many of them keep their slots.
+        """
+        rows = self.padding - len(self._free) + len(self._waiting) + new
+        if rows <= self.padding:  # as always while one loop runs, or two
+            return True
+        keeping += self._keeping
+        return keeping + min(self.padding // _ROOM, rows - keeping) <= self.padding
+
+    @property
+    def _keeping(self) -> int:
+        """How many rows keep their slots until they end."""
+        rows = [(slot, reference()) for slot, reference in list(self._rows.items())]
+        return sum(not self._settings.of(slot).forgets for slot, row in rows if row is not None and row.slot == slot)
+
+    def admit(self, rows: Sequence[Row], settings: Sequence[Sampling | None]) -> None:
+        """Give rows slots that have none.
+
+        Args:
+            rows: they are about to run.
+            settings: how each chooses its tokens; the most likely ones if None.
+
+        Raises:
+            RuntimeError: there are not enough slots; nothing has changed.
+        """
+        for row in rows:
+            self._waiting.pop(row, None)
+        if not self.room_for(len(rows), sum(not (sampling or GREEDY).forgets for sampling in settings)):
+            self._refuse(len(rows))
+        self._give(rows, [sampling or GREEDY for sampling in settings])
+
+    def ensure(self, rows: Sequence[Row]) -> None:
+        """Let all rows have slots: those that waited outside go on as they were, others choose the most likely tokens.
+
+        Raises:
+            RuntimeError: there are not enough slots; nothing has changed.
+        """
+        missing = [row for row in rows if row.slot is None]
+        if not missing:
+            return
+        before = [self._waiting.get(row, _Waiting(None, GREEDY)) for row in missing]
+        self._give(missing, [waiting.sampling for waiting in before], beside=rows)
+        for row, waiting in zip(missing, before, strict=True):
+            self._waiting.pop(row, None)
+            if waiting.token is not None:
+                self.tables.next_token[cast(int, row.slot)].copy_(waiting.token)
+                row.has_next = True
+
+    def feed(self, tokens: Mapping[Row, int]) -> None:
+        """Have rows feed in these tokens next, in place of those that were chosen for them."""
+        rows = list(tokens)
+        self.ensure(rows)
+        at = self.of(rows, len(rows))
+        self._arena.write("next_token", at, np.array([tokens[row] for row in rows], dtype=np.int64))
+
+    def forget_next(self, rows: Sequence[Row]) -> None:
+        """Forget which tokens rows would feed in next."""
+        for row in rows:
+            row.has_next = False
+            if (waiting := self._waiting.get(row)) is not None:
+                self._waiting[row] = waiting._replace(token=None)
+
+    def _give(self, rows: Sequence[Row], settings: Sequence[Sampling], beside: Sequence[Row] = ()) -> None:
+        self._make_room(len(rows), {*rows, *beside})
+        with deferred():  # who has a slot has its settings there
+            self._take(rows, settings)
+
+    def _take(self, rows: Sequence[Row], settings: Sequence[Sampling]) -> None:
+        for row in rows:
+            row.take_slot(self._free)
+        taken = [cast(int, row.slot) for row in rows]
+        for slot, row in zip(taken, rows, strict=True):
+            self._rows.pop(slot, None)
+            self._rows[slot] = weakref.ref(row)
+        self._settings.enter(taken, settings)
+
+    def _make_room(self, count: int, staying: set[Row]) -> None:
+        """Let rows wait outside, those first that took their slots first, until ``count`` slots are free."""
+        for slot, reference in list(self._rows.items()):
+            if count <= len(self._free):
+                return
+            row = reference()
+            if row is not None and row.slot == slot and row not in staying and self._settings.of(slot).forgets:
+                token = self.tables.next_token[slot].clone() if row.has_next else None
+                self._waiting[row] = _Waiting(token, self._settings.of(slot))
+                row.leave_slot()
+                self.taken += 1
+        if count > len(self._free):
+            self._refuse(count)
+
+    def _refuse(self, count: int) -> None:
+        raise RuntimeError(
+            f"{count} more rows cannot run: calls in progress take {self._keeping} of {self.padding} slots with "
+            "rows whose penalties or grammars need them; wrap with a larger max_batch_size"
+        )
+
+    # ---- what slots hold
+
+    def masks_of(
+        self, rows: Sequence[Row], masks: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]] | None:
+        """Return slots and what ``tables.allowed`` is to have there; None if no row has a slot, as others are left out.
+
+        Args:
+            rows: rows that have come in with a mask.
+            masks: ``[n, words]``, their next ones.
+
+        Raises:
+            ValueError: a row has come in without one.
+        """
+        slots = [row.slot for row in rows]
+        if None in slots:
+            here = [at for at, slot in enumerate(slots) if slot is not None]
+            if not here:
+                return None
+            slots, masks = [slots[at] for at in here], masks[here]
+        return np.array(slots, dtype=np.int64), self._settings.laid_out(cast(list[int], slots), masks)
+
+    def restore(self, slots: Iterable[int]) -> None:
+        """Forget which tokens have been chosen in these slots since rows took them."""
+        self._settings.count_again(slots)
+
+    def list_pages(self, rows: Sequence[Row]) -> bool:
+        """Write the page numbers of rows that their slots do not hold yet, and some that they will need.
+
+        Returns:
+            Whether there were any that a row needs now.
+        """
+        if all(row.listed >= len(row.pages) for row in rows):
+            return False
+        with deferred():  # what a row takes as listed is written
+            where, pages = [], []
+            for row in rows:
+                if row.listed < len(row.pages) + _AHEAD // 2:  # the others soon, and then again all together
+                    first, new = row.list_pages(min(_AHEAD, self.pages_each - len(row.pages)))
+                    start = cast(int, row.slot) * self.pages_each + first
+                    where.append(np.arange(start, start + len(new)))
+                    pages += new
+            self._arena.write("pages", np.concatenate(where), np.array(pages, dtype=np.int32))
+        return True
+
+    def of(self, rows: Sequence[Row], padded: int) -> NDArray[np.int64]:
+        """Return ``[padded]``, the slots of the rows; that of padding for rows without one."""
+        slots = np.full(padded, self.padding, dtype=np.int64)
+        slots[: len(rows)] = self.numbers(rows)
+        return slots
+
+    def numbers(self, rows: Sequence[Row]) -> list[int]:
+        """Return the slots of the rows; that of padding for rows without one."""
+        return [self.padding if row.slot is None else row.slot for row in rows]

@@ -1,0 +1,45 @@
+"""Steps that were launched and whose tokens the host has not read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from compiled_llm.execution.batch import Step
+from compiled_llm.execution.state.staging import Readback, Readbacks
+from compiled_llm.kvcache.row import Row
+
+
+class Unread:
+    """Those of one loop, oldest first."""
+
+    def __init__(self, readbacks: Readbacks) -> None:
+        """Begin with none."""
+        self._readbacks = readbacks
+        self._steps: deque[list[tuple[Sequence[Row], Readback]]] = deque()
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._steps)
+
+    def launched(self, step: Step, unchosen: int) -> None:
+        """Add a step; so many of its rows, which may be all, get their tokens from ``chosen``."""
+        self._steps.append([] if unchosen == len(step.rows) else [self._arriving(step)])
+
+    def chosen(self, step: Step) -> None:
+        """Add tokens that were chosen late to the step that was launched last."""
+        self._steps[-1].append(self._arriving(step))
+
+    def _arriving(self, step: Step) -> tuple[Sequence[Row], Readback]:
+        return step.rows, self._readbacks.start(step.tokens)
+
+    def read(self) -> dict[Row, int]:
+        """Return the tokens of the oldest step, waiting for them."""
+        tokens: dict[Row, int] = {}
+        for rows, readback in self._steps.popleft():
+            tokens.update(zip(rows, readback.result(), strict=True))
+        return tokens
+
+    def forget(self) -> None:
+        """Read none of them."""
+        self._steps.clear()

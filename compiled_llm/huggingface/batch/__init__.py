@@ -1,0 +1,1 @@
+"""HuggingFace's `generate_batch`, and calls of `generate` that join an engine's batch."""

@@ -1,0 +1,241 @@
+"""What the two configs of ``generate_batch`` ask for: settings of ours, nothing, or HuggingFace's own manager."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from compiled_llm.compat.continuous_batching import batched_processors, processors_of
+from compiled_llm.compilation.sampling.sampling import GREEDY, Sampling
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.huggingface.inspection.host_copies import HostCopies
+from compiled_llm.huggingface.processors.processors import Prompts, is_in_graph, samplings_of
+from compiled_llm.model.sizes import logits_width
+from compiled_llm.requests.sampling_params import SamplingParams
+
+logger = logging.getLogger("compiled_llm.generate")
+
+_SEEDS = 2**62
+_ANY_PROMPT, _ANY_LENGTH = (0, 0), 20
+_SAID = (
+    *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper),
+    RepetitionPenaltyLogitsProcessor,
+)
+_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+HONOURED = frozenset(
+    {
+        *("max_requests_per_batch", "allow_block_sharing", "return_logprobs", "seed"),
+        *("per_request_processors", "drop_unsupported_processors"),
+    }
+)
+"""Fields of ``ContinuousBatchingConfig`` that do here what they do in HuggingFace's manager."""
+DECIDED_BY_WRAP = {
+    "page_size": "page_size",
+    "block_size": "page_size",
+    "num_blocks": "kv_memory",
+    "max_memory_percent": "kv_memory",
+    "max_batch_tokens": "prefill_tokens",
+    "use_cuda_graph": "mode",
+    "varlen_compile_config": "mode",
+    "decode_compile_config": "mode",
+    "default_compile_level": "mode",
+    "use_default_compile_configs": "mode",
+}
+"""Its fields that an option of ``wrap`` stands for."""
+NEEDLESS = frozenset(
+    {
+        *("max_blocks_per_request", "use_async_batching", "q_padding_interval_size", "kv_padding_interval_size"),
+        *("scheduler_type", "safety_margin", "auto_switch_to_flash", "max_queue_size", "max_cached_graphs"),
+        *("cpu_offload_space", "cpu_offload_space_safety_threshold"),
+        *("disable_nccl_graph_mixing", "cpu_group_timeout"),
+    }
+)
+"""Its fields that tune what the engine does in another way: no text depends on them."""
+UNREAD = {
+    "num_beams": 1,
+    "max_length": None,
+    "max_time": None,
+    "stop_strings": None,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "token_healing": False,
+    "compile_config": None,
+}
+"""Settings of a generation config that no continuous batching reads, HuggingFace's own included, and what is none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSettings:
+    """How the requests of one manager are answered.
+
+    Attributes:
+        generation: the config, as HuggingFace's manager would have it.
+        batching: the other one.
+        model: whose they are.
+        processors: those of the generation config that the graph has, as a prompt of a few tokens would have them.
+        obstacle: why only HuggingFace's own manager can do it, or None.
+        replaced: whether a user has given the processors, in place of the config.
+    """
+
+    generation: GenerationConfig
+    batching: ContinuousBatchingConfig
+    model: PreTrainedModel
+    processors: LogitsProcessorList
+    obstacle: Reason | None
+    replaced: bool = False
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, generation: GenerationConfig | None, batching: ContinuousBatchingConfig | None
+    ) -> BatchSettings:
+        """Return the settings that two arguments of ``init_continuous_batching`` stand for.
+
+        Raises:
+            ValueError: there is no generation config.
+        """
+        given = model.generation_config if generation is None else generation
+        if given is None:
+            raise ValueError("generate_batch: the model has no generation config; give generation_config=")
+        config = copy.copy(given)
+        if config.eos_token_id is None:
+            config.eos_token_id = -1  # HuggingFace's sign for none; its own manager writes it into the user's config
+        if batching is None:
+            batching = getattr(config, "continuous_batching_config", None)
+        if not isinstance(batching, ContinuousBatchingConfig):
+            batching = ContinuousBatchingConfig()
+        found = processors_of(model, config, _ANY_PROMPT, _ANY_LENGTH, _listed(config.eos_token_id))
+        in_graph = LogitsProcessorList(filter(is_in_graph, found))
+        settings = cls(config, batching, model, in_graph, None)
+        return dataclasses.replace(settings, obstacle=settings._obstacle(found))
+
+    def batched_processors(self) -> Any:
+        """Return HuggingFace's list of the processors, which checks the settings that a request brings."""
+        return batched_processors(
+            [entry for entry in self.processors if entry.supports_continuous_batching], self.batching
+        )
+
+    def with_processors(self, processors: Iterable[LogitsProcessor]) -> BatchSettings:
+        """Return settings with other processors than the config asks for.
+
+        Raises:
+            ValueError: the graph does not have one of them, or cannot combine them.
+        """
+        settings = dataclasses.replace(self, processors=LogitsProcessorList(processors), replaced=True)
+        if (reason := settings._obstacle(settings.processors)) is not None:
+            raise ValueError(
+                f"logit_processor: these run in HuggingFace's own manager alone: {reason.detail}; give them in the "
+                "generation config of init_continuous_batching, or as logits_processors of an engine's request"
+            )
+        return settings
+
+    def params(self, own: Mapping[str, Any], seed: int | None, **limits: Any) -> SamplingParams:
+        """Return how one request is answered.
+
+        Args:
+            own: settings that the request brings, checked.
+            seed: of its first answer; None to draw one.
+            limits: other fields of ``SamplingParams``.
+        """
+        shared = self._read(self.processors, _ANY_PROMPT)
+        assert shared is not None, "there are processors that the graph does not have"
+        settings = {name: getattr(shared, name) for name in _SETTINGS} | dict(own)
+        if not self.generation.do_sample:
+            settings["temperature"] = 0.0
+        logprobs = 0 if self.batching.return_logprobs else None
+        return SamplingParams(**settings, seed=seed, logprobs=logprobs, **limits)
+
+    def added_to(self, params: SamplingParams, prompt: Sequence[int]) -> Callable[[Sampling | None], Sampling | None]:
+        """Return what adds to a row's settings those that ``SamplingParams`` cannot say, for one prompt.
+
+        Raises:
+            ValueError: with this prompt, the graph cannot do what processors do.
+        """
+        if all(type(processor) in _SAID for processor in self.processors):
+            return lambda base: base
+        found = self._processors_for(prompt, params)
+        if (read := self._read(filter(is_in_graph, found), prompt)) is None:
+            names = ", ".join(type(processor).__name__ for processor in found)
+            raise ValueError(f"generate_batch: with this prompt, these cannot be combined: {names}; leave one out")
+
+        def added(base: Sampling | None) -> Sampling | None:
+            own = base or GREEDY
+            whole = dataclasses.replace(read, seed=own.seed, **{name: getattr(own, name) for name in _SETTINGS})
+            return whole if whole.edits else base
+
+        return added
+
+    def _processors_for(self, prompt: Sequence[int], params: SamplingParams) -> LogitsProcessorList:
+        if self.replaced:
+            return self.processors
+        return processors_of(self.model, self.generation, prompt, params.max_tokens or 0, params.stop_token_ids or ())
+
+    def _read(self, processors: Iterable[LogitsProcessor], prompt: Sequence[int]) -> Sampling | None:
+        prompts = Prompts(np.array([prompt], dtype=np.int64), HostCopies(), logits_width(self.model))
+        settings = samplings_of(processors, bool(self.generation.do_sample), prompts)
+        return None if settings is None else settings[0]
+
+    def _obstacle(self, found: LogitsProcessorList) -> Reason | None:
+        """Return why only HuggingFace's own manager can do what processors do; it may drop some, and says so."""
+        others: list[LogitsProcessor] = [processor for processor in found if not is_in_graph(processor)]
+        if others and batched_processors(others, self.batching).do_processing:
+            return Reason("processors", ", ".join(type(processor).__name__ for processor in others))
+        if self._read(self.processors, _ANY_PROMPT) is None:
+            return Reason("processors", "one of a kind twice, or in another order")
+        return None
+
+    def warn_of_what_has_no_effect(self) -> None:
+        """Name in one line what has been set and changes nothing."""
+        if said := [*_without_effect(self.batching), *_unread(self.generation)]:
+            logger.warning("compiled_llm: generate_batch: without effect here: %s", "; ".join(said))
+
+
+def seeds(seed: int | None) -> Iterator[int | None]:
+    """Yield the seed of each request to come, which ``ContinuousBatchingConfig.seed`` decides if it is given."""
+    generator = None if seed is None else torch.Generator(device="cpu").manual_seed(seed)
+    while True:
+        yield None if generator is None else int(torch.randint(_SEEDS, (), generator=generator, device="cpu"))
+
+
+def _listed(ends: Any) -> list[int]:
+    listed = [ends] if isinstance(ends, int) else list(ends or ())
+    return [token for token in listed if token >= 0]
+
+
+def _without_effect(batching: ContinuousBatchingConfig) -> Iterator[str]:
+    for field in dataclasses.fields(batching):
+        value = getattr(batching, field.name)
+        if field.name not in HONOURED and value != field.default:
+            by = DECIDED_BY_WRAP.get(field.name)
+            yield f"{field.name}={value!r}" + ("" if by is None else f" (wrap's {by} decides)")
+
+
+def _unread(config: GenerationConfig) -> Iterator[str]:
+    for name, none in UNREAD.items():
+        value = getattr(config, name, None)
+        if value not in (None, none) and not (name == "max_length" and config.max_new_tokens is not None):
+            yield f"{name}={value!r}"

@@ -1,0 +1,93 @@
+"""A call of ``generate`` as requests of an engine that is busy on the same model: many callers become one batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.execution.limits import check_fits
+from compiled_llm.huggingface.call.call import Call
+from compiled_llm.huggingface.generate import Sequences, callbacks_of
+from compiled_llm.huggingface.processors.grammar import grammar_of
+
+
+def engine_to_join(call: Call) -> Driver | None:
+    """Return the engine that should serve a call of the fast loop, or None.
+
+    One that is idle does not while no other loop runs: alone, a call is faster in a loop of its own. Nor can it serve
+    what begins from a cache or returns one, lets the user's code look at each token, or follows a processor's grammar.
+    """
+    driver = call.runtime.engine()
+    if not isinstance(driver, Driver) or not driver.open or not (driver.handles or call.runtime.loop_lock.busy):
+        return None
+    if driver.turns.here or not _fits(call):  # inside ``engine.paused()``; or it will be refused
+        return None
+    if driver.joined.barred or call.runtime.calls.awaited or call.runtime.loop_lock.here:
+        return None  # the engine stops soon, or a call that has pages waits for this one
+    alone = call.returns_cache or call.waits is not None or call.cache.runner.rows or callbacks_of(call)
+    return None if alone or grammar_of(call.processors) is not None else driver
+
+
+def _fits(call: Call) -> bool:
+    pool = call.device_model.pool
+    return pool.pages_for(max(call.lengths) + call.most_new - 1) <= pool.total
+
+
+def run_in_engine(
+    driver: Driver, call: Call, settings: Sequence[Sampling | None]
+) -> Tensor | GenerateDecoderOnlyOutput | None:
+    """Generate in the engine's batch; None if the engine takes no calls now, or has stopped or closed meanwhile.
+
+    Args:
+        driver: of the engine.
+        call: the call.
+        settings: how each row chooses its tokens; the most likely ones if None.
+
+    Returns:
+        As ``fast_loop``.
+
+    Raises:
+        ValueError: it does not fit the model or the batch size.
+        RuntimeError: a row is drawn and its logits are NaN, +inf or all -inf.
+    """
+    check_fits(call.device_model, call.lengths, call.most_new, needed=0)
+    sequences = Sequences(call)
+    requests = _requests(call, sequences, settings)
+    handle = RequestHandle(requests, driver.cancel, check=driver.turns.check_elsewhere)
+    with driver.joined.joined(handle) as may_join:
+        if not may_join:
+            return None
+        driver.add([handle])
+        driver.answer([handle])
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    if any(request.finish_reason in (None, "cancelled") for request in requests):
+        return None
+    while not sequences.done:
+        step = sequences.generated
+        sequences.append([request.tokens[step] if step < len(request.tokens) else 0 for request in requests])
+    call.runtime.counters.add_tokens(sequences.new_tokens)
+    return sequences.finish()
+
+
+def _requests(call: Call, sequences: Sequences, settings: Sequence[Sampling | None]) -> list[Request]:
+    requests: list[Request] = []
+    for tokens, leads, sampling in zip(call.tokens, call.leaders, settings, strict=True):
+        request = Request(
+            prompt=tokens,
+            sampling=sampling,
+            most=call.most_new,
+            ends=sequences.eos,
+            leader=requests[leads] if leads < len(requests) else None,
+            submitted=time.monotonic(),
+        )
+        requests.append(request)
+    return requests

@@ -1,0 +1,1 @@
+"""Caches of HuggingFace's kind over our pages."""

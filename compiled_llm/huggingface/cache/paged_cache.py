@@ -1,0 +1,352 @@
+"""The cache that HuggingFace's loops carry around for a wrapped model: it owns rows, not tensors.
+
+Shapes: B rows, C tokens a row has been given, Q new ones, V vocabulary, K kv heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Cache, DynamicCache, PretrainedConfig
+
+from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.huggingface.cache.cache_columns import (
+    RowUpdate,
+    counted_positions,
+    kept_columns,
+    on_host,
+    row_updates,
+    same_rows,
+    with_only_kept,
+    with_updates,
+)
+from compiled_llm.huggingface.cache.hidden_columns import check_windows
+from compiled_llm.huggingface.cache.paged_layer import PagedLayer
+from compiled_llm.kvcache.row import Row
+from compiled_llm.model.inputs import check_range
+
+
+class PagedCache(Cache):
+    """The rows of one ``generate`` call, or of one conversation; dropping it gives their pages back.
+
+    Attributes:
+        runner: the rows.
+        stored: ``[B, C]`` bool on the host: for each token that a row was given, whether it lies in pages; masked
+            ones do not.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        """Own ``runner``."""
+        pages = runner.device_model.state.pages
+        super().__init__(layers=[PagedLayer(self, index, layer) for index, layer in enumerate(pages)])
+        self.runner = runner
+        self.stored = _NOTHING
+
+    @deferred()
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """Return an independent copy; pages are shared until one of the two writes to them."""
+        copy = PagedCache(self.runner.fork())
+        copy.stored = self.stored
+        return copy
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a PagedCache cannot be pickled: its tokens lie in the pages of one model in this process; keep the token "
+            "ids and compute them again"
+        )
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
+        """Give each layer's keys and values ``[B, K, C, D]`` and None, as ``DynamicCache`` does."""
+        return ((layer.keys, layer.values, None) for layer in cast("list[PagedLayer]", self.layers))
+
+    @property
+    def seen(self) -> int:
+        """C, how many tokens each row has been given, masked ones (which are not stored) included."""
+        return int(self.stored.shape[1])
+
+    @property
+    def is_compileable(self) -> bool:
+        """False, or ``generate`` would compile by itself and turn the 2-D mask into one this cache cannot use."""
+        return False
+
+    @property
+    def max_cache_len(self) -> int:
+        """-1, no limit: PEFT's prefix tuning asks every cache but a ``DynamicCache`` for one."""
+        return -1
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens a row has been given, masked ones included."""
+        return self.seen
+
+    def copied(self, layer: int) -> Tensor:
+        """Return ``[2, B, K, C, D]``, copies of a layer's keys and values; zeros where a token is masked."""
+        rows = self.runner.stored(layer)
+        _, heads, _, head_dim = rows[0].shape
+        out = rows[0].new_zeros(2, len(rows), heads, self.seen, head_dim)
+        for seat, row in enumerate(rows):
+            out[:, seat, :, torch.from_numpy(np.flatnonzero(self.stored[seat])).to(out.device)] = row
+        return out
+
+    def handed_over(self, config: PretrainedConfig) -> Cache:
+        """Return a cache of HuggingFace's that holds the same, and give all pages back.
+
+        Args:
+            config: the model's.
+        """
+        theirs = DynamicCache(config=config.get_text_config(decoder=True))
+        for index, (keys, values, _) in enumerate(self):
+            if keys is not None and values is not None:
+                theirs.update(keys, values, index)
+        self.close()
+        return theirs
+
+    @deferred()
+    def close(self) -> None:
+        """Give all pages back."""
+        self.runner.close()
+        self.stored = _NOTHING
+
+    def reset(self) -> None:
+        """Forget all tokens and give their pages back; the cache can be used again."""
+        self.close()
+
+    @deferred()
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of every row, and give back the pages that only they took.
+
+        Args:
+            tokens_to_remove: how many, masked ones included, as a negative number, as HuggingFace has it.
+
+        Raises:
+            ValueError: it is positive, or more than the cache was given.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: tokens_to_remove={tokens_to_remove} must be a negative number of tokens")
+        left = self.seen + tokens_to_remove
+        if left < 0:
+            raise ValueError(f"crop: tokens_to_remove={tokens_to_remove} and the cache was given {self.seen} tokens")
+        with self.runner.promise.drawn_on():
+            for row, length in zip(self.runner.rows, self.stored[:, :left].sum(axis=1).tolist(), strict=True):
+                row.rewind(length)
+                row.settle()
+        self.stored = self.stored[:, :left]
+        if not left:
+            self.close()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row b go on from what row ``beam_idx[b]`` holds; pages are shared, not copied.
+
+        Args:
+            beam_idx: ``[B]`` integers.
+        """
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have each row ``repeats`` times, one after the other; pages are shared, not copied.
+
+        Raises:
+            ValueError: these are more rows than ``max_batch_size``.
+        """
+        self._select(torch.arange(len(self.stored), device="cpu").repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``: ``[B']`` integers, or ``[B]`` bool.
+
+        Raises:
+            ValueError: these are more rows than ``max_batch_size``.
+        """
+        self._select(indices)
+
+    @deferred()
+    def _select(self, indices: Tensor) -> None:
+        seats = np.arange(len(self.stored))[on_host(indices)]
+        self.runner.select(seats.tolist())
+        self.stored = self.stored[seats]
+
+    def updates(self, batch: int, mask: Tensor | None, first: int, last: int) -> list[RowUpdate]:
+        """Return what a call with ``batch`` rows adds; see ``cache_columns.row_updates``.
+
+        Raises:
+            ValueError: the cache has another number of rows.
+        """
+        if self.seen and len(self.stored) != batch:
+            raise ValueError(f"input_ids: {batch} rows do not fit a cache of {len(self.stored)} rows")
+        stored = self.stored if self.seen else np.zeros((batch, 0), dtype=bool)
+        return row_updates(stored, None if mask is None else on_host(mask) != 0, first, last)
+
+    def check_windows(self, updates: Sequence[RowUpdate], last: int, growth: int = 0) -> None:
+        """Check that no hidden token lies between others in a sliding window; see ``hidden_columns.check_windows``.
+
+        Args:
+            updates: what a call adds.
+            last: one past the column of its last token.
+            growth: how many tokens each row may get after that.
+
+        Raises:
+            HiddenInWindowError: one does.
+        """
+        windows = self.runner.windows
+        if windows and last + growth > min(windows):
+            stored = self.stored if self.seen else np.zeros((len(updates), 0), dtype=bool)
+            first = min(update.unchanged for update in updates)
+            check_windows(with_updates(stored, updates, last), first, growth, windows)
+
+    @contextmanager
+    def extended(self, updates: Sequence[RowUpdate], last: int) -> Iterator[list[Row]]:
+        """Make rows and forget what they do not keep; the block stores the rest, up to column ``last``.
+
+        If it fails, the rows hold what they kept. No pages stay promised.
+        """
+        while len(self.runner.rows) < len(updates):
+            self.runner.add_row(0)
+        rows = list(self.runner.rows)
+        stored = self.stored if self.seen else np.zeros((len(rows), 0), dtype=bool)
+        for row, update in zip(rows, updates, strict=True):
+            row.rewind(update.kept)
+        positions = [row.position for row in rows]
+        self.stored = with_only_kept(stored, updates)
+        try:
+            yield rows
+        except BaseException:
+            for row, update, row.position in zip(rows, updates, positions, strict=True):
+                row.shrink(row.length - update.kept)
+            if not self.seen:
+                self.close()
+            raise
+        finally:
+            with self.runner.promise.drawn_on():
+                for row in rows:
+                    row.settle()
+        self.stored = with_updates(stored, updates, last)
+
+    def count(self, tokens: int) -> None:
+        """Note that every row has stored ``tokens`` more."""
+        self.stored = np.pad(self.stored, ((0, 0), (0, tokens)), constant_values=True)
+
+    @deferred()
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        logits_to_keep: int | Tensor,
+        embeddings: Tensor | None = None,
+        counts_unmasked: bool = False,
+    ) -> Tensor:
+        """Store new tokens and return their logits.
+
+        Args:
+            input_ids: ``[B, Q]``; None if there are embeddings.
+            attention_mask: ``[B, C + Q]``, or ``[B, Q]`` for the new tokens alone; masked tokens are not stored, and
+                stored ones that it hides are forgotten. None hides nothing new.
+            position_ids: ``[B, Q]`` or ``[1, Q]`` rotary positions; columns are counted if None.
+            logits_to_keep: HuggingFace's: 0 for all, n for the last n, or indices into Q.
+            embeddings: ``[B, Q, hidden]`` in place of ids.
+            counts_unmasked: without ``position_ids``, count the tokens that are not masked.
+
+        Returns:
+            ``[B, Q', V]`` logits; zeros if the token is masked.
+
+        Raises:
+            ValueError: the cache has another number of rows, a token id does not exist, or the model has too few
+                positions.
+            HiddenInWindowError: a sliding window would see other tokens than HuggingFace's.
+            OutOfPagesError: the pages for the new tokens are not free; nothing was stored.
+        """
+        inputs = input_ids if embeddings is None else embeddings
+        assert inputs is not None
+        batch, new = inputs.shape[:2]
+        first = self.seen
+        if attention_mask is not None and attention_mask.shape[1] > first + new:
+            raise ValueError(
+                f"attention_mask: {attention_mask.shape[1]} columns are more than the {first} of the cache and {new} "
+                "new ones; leave out those of tokens that neither has"
+            )
+        rows = self.updates(batch, attention_mask, first, first + new)
+        self._check_positions(rows, new)
+        self.check_windows(rows, first + new)
+        if position_ids is None:
+            position_ids = (
+                counted_positions(rows, first, new)
+                if counts_unmasked
+                else torch.arange(first, first + new, device="cpu")[None]
+            )
+        columns = kept_columns(logits_to_keep, new)
+        decodes = new == 1 and first > 0 and embeddings is None and columns.tolist() == [0]
+        if decodes and all(row.unchanged == first and row.kept and len(row.columns) for row in rows):
+            assert input_ids is not None
+            return self._decode(input_ids, position_ids, rows)
+        return self._extend(input_ids, embeddings, position_ids, rows, columns)
+
+    def _check_positions(self, rows: Sequence[RowUpdate], new: int) -> None:
+        longest, most = max(row.length for row in rows), self.runner.max_positions
+        if longest > most:
+            raise ValueError(f"input_ids: {new} more tokens make {longest}, and the model has {most} positions")
+
+    def _decode(self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate]) -> Tensor:
+        positions = np.broadcast_to(on_host(position_ids).reshape(-1), len(rows)).tolist()
+        with self.extended(rows, self.seen + 1):
+            return self.runner.decode(input_ids[:, 0], positions)[:, None]
+
+    def _extend(
+        self,
+        input_ids: Tensor | None,
+        embeddings: Tensor | None,
+        position_ids: Tensor,
+        rows: Sequence[RowUpdate],
+        columns: NDArray[np.int64],
+    ) -> Tensor:
+        first, new = self.seen, position_ids.shape[1]
+        ids = self._known_ids(input_ids, (len(rows), new))
+        positions = np.broadcast_to(on_host(position_ids).astype(np.int64), ids.shape)
+        fresh = [row.columns - first for row in rows]
+        leaders = same_rows(ids, positions, fresh) if not first and embeddings is None else list(range(len(rows)))
+        active = [seat for seat in sorted(set(leaders)) if len(fresh[seat])]
+        if not active:
+            raise ValueError("attention_mask hides every new token of every row: there is nothing to compute")
+        packed = np.concatenate([seat * new + fresh[seat] for seat in active])
+        wanted, order = np.unique(columns, return_inverse=True)
+        kept = np.flatnonzero(np.isin(packed % new, wanted))
+        with self.extended(rows, first + new):
+            logits = self.runner.extend(
+                [self.runner.rows[seat] for seat in active],
+                [ids[seat][fresh[seat]] for seat in active],
+                [positions[seat][fresh[seat]] for seat in active],
+                kept,
+                None if embeddings is None else embeddings.flatten(0, 1)[_on(embeddings, packed)],
+            )
+            self.runner.select(leaders)
+        if len(kept) == len(rows) * len(wanted):
+            out = logits.view(len(rows), len(wanted), logits.shape[-1])
+        else:
+            places = packed[kept] // new * len(wanted) + np.searchsorted(wanted, packed[kept] % new)
+            out = logits.new_zeros(len(rows), len(wanted), logits.shape[-1])
+            out.view(-1, logits.shape[-1]).index_copy_(0, _on(out, places), logits)
+            out = out if leaders == list(range(len(rows))) else out[_on(out, np.array(leaders))]
+        return out if np.array_equal(wanted, columns) else out[:, _on(out, order)]
+
+    def _known_ids(self, input_ids: Tensor | None, shape: tuple[int, int]) -> NDArray[np.int64]:
+        if input_ids is None:
+            return np.zeros(shape, dtype=np.int64)
+        ids: NDArray[np.int64] = on_host(input_ids).astype(np.int64)
+        check_range(int(ids.min()), int(ids.max()), self.runner.vocabulary)
+        return ids
+
+
+_NOTHING: NDArray[np.bool_] = np.zeros((0, 0), dtype=bool)
+
+
+def _on(like: Tensor, indices: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(indices).to(like.device)

@@ -1,0 +1,142 @@
+"""A cache in pages that stands in for one of HuggingFace's: it reads that in, and writes what is new back at the end.
+
+So HuggingFace's own forward may compute a prompt, over its own cache, and decode steps run over pages.
+
+Shapes: B rows, C columns, C' of them that a layer still has, K kv heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Cache, DynamicCache, PretrainedConfig, StaticCache
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.huggingface.cache.paged_cache import PagedCache
+from compiled_llm.model.layer_probe import Layer
+
+READABLE = (DynamicCache, StaticCache)
+_READABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+class StandIn(PagedCache):
+    """A cache in pages in place of one of HuggingFace's.
+
+    Attributes:
+        original: HuggingFace's cache; None once it is no longer needed.
+        returned: whether the user gets the original.
+        prefill: why HuggingFace's own forward runs over the original first; None if it does not, or has done so.
+    """
+
+    def __init__(self, runner: Runner, original: Cache, returned: bool, prefill: Reason | None) -> None:
+        """Stand in for ``original``; nothing is read yet."""
+        super().__init__(runner)
+        self.original: Cache | None = original
+        self.returned = returned
+        self.prefill = prefill
+
+    @deferred()
+    def read(self, shown: NDArray[np.bool_], positions: Sequence[int]) -> None:
+        """Take in what the original has beyond the columns that are known.
+
+        Args:
+            shown: ``[B, C]`` up to the original's last column, False where the mask hides it.
+            positions: the rotary position of each row's next token.
+
+        Raises:
+            OutOfPagesError: the pages are not free; nothing has changed.
+        """
+        assert self.original is not None
+        while len(self.runner.rows) < len(shown):
+            self.runner.add_row(0)
+        new = shown[:, self.seen :]
+        layers = cast("list[CacheLayerMixin]", self.original.layers)
+        states = [_states(layer, shown.shape[1]) for layer in layers]
+        self.runner.fill(new, states, positions)
+        self.stored = np.concatenate([self.stored.reshape(len(shown), -1), new], axis=1)
+
+    @deferred()
+    def end_prefill(self, shown: NDArray[np.bool_], positions: Sequence[int]) -> None:
+        """Take in what HuggingFace's own forward has computed; arguments and errors as ``read``."""
+        self.read(shown, positions)
+        self.prefill = None
+        if not self.returned:
+            self.original = None
+
+    def handed_over(self, config: PretrainedConfig) -> Cache:
+        """Return the original if the user gets it, with what it lacks, else as any cache in pages."""
+        return self.write_back() if self.returned else super().handed_over(config)
+
+    @deferred()
+    def write_back(self) -> Cache:
+        """Append to the original what has been stored since it was read, and give all pages back; returns it."""
+        original = self.original
+        assert original is not None
+        known = int(original.get_seq_length())
+        for index in range(len(self.layers) if known < self.seen else 0):
+            keys, values = self.copied(index)[:, :, :, known:]
+            original.update(keys, values, index)
+        self.close()
+        return original
+
+
+def _states(layer: CacheLayerMixin, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and values, ``[B, K, C', D]``, of the last of ``columns``."""
+    assert layer.keys is not None
+    assert layer.values is not None
+    return layer.keys[:, :, :columns], layer.values[:, :, :columns]
+
+
+def readable(cache: Cache, layers: Sequence[Layer], pages: Tensor, rows: int, most: int) -> bool:
+    """Whether what a cache holds can be read into pages, and what follows be appended to it.
+
+    Args:
+        cache: it, one of ``READABLE``.
+        layers: those of the model.
+        pages: of one of them.
+        rows: B, how many rows the call has.
+        most: how many columns the cache holds at the end.
+    """
+    if cache.offloading:
+        return False
+    if not cache.layers:
+        return cache.layer_class_to_replicate is DynamicLayer
+    if len(cache.layers) != len(layers) or any(type(layer) not in _READABLE_LAYERS for layer in cache.layers):
+        return False
+    theirs = cast("list[CacheLayerMixin]", cache.layers)
+    filled = [layer.keys for layer in theirs if layer.keys is not None and layer.keys.numel()]
+    return (
+        len(filled) in (0, len(layers))
+        and all(_keeps(layer, like, most) for layer, like in zip(theirs, layers, strict=True))
+        and all(_fits(keys, like, pages, rows) for keys, like in zip(filled, layers, strict=False))
+    )
+
+
+def _keeps(layer: CacheLayerMixin, like: Layer, most: int) -> bool:
+    """Whether a layer of a cache has room for all columns, or forgets those that the model's window has left."""
+    holds = layer.get_max_length()
+    if holds == -1 or holds >= most:
+        return True
+    return (
+        bool(getattr(layer, "is_sliding", False))
+        and holds == like.window_left + 1
+        and not getattr(layer, "record_past", False)
+    )
+
+
+def _fits(keys: Tensor, like: Layer, pages: Tensor, rows: int) -> bool:
+    shape = (rows, like.kv_heads, like.head_dim)
+    return (keys.dtype, keys.device) == (pages.dtype, pages.device) and keys.shape[:2] + keys.shape[3:] == shape

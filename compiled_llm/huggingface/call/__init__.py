@@ -1,0 +1,1 @@
+"""One call of `generate`, read and judged: can the fast loop answer it?"""

@@ -1,0 +1,257 @@
+"""One call of ``generate``, as HuggingFace has prepared it, and whether our loops can serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from compiled_llm.compat.huggingface import is_users_own, mask_width, prefill
+from compiled_llm.execution.limits import pages_needed
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.huggingface.cache.cache_columns import RowUpdate
+from compiled_llm.huggingface.cache.paged_cache import PagedCache
+from compiled_llm.huggingface.cache.stand_in import StandIn
+from compiled_llm.huggingface.call.other_inputs import one_a_token
+from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.inspection.host_copies import HostCopies
+from compiled_llm.kvcache.row import Row
+from compiled_llm.model.modules import has_hooks
+
+if TYPE_CHECKING:
+    from compiled_llm.execution.device_model import DeviceModel
+
+
+@dataclass(frozen=True)
+class LoopArguments:
+    """What HuggingFace's ``generate`` hands to a decoding method.
+
+    Attributes:
+        input_ids: ``[B, T]`` int64 prompts, padded on the left; if the cache holds tokens, the whole text so far or
+            what is new of it; empty if embeddings stand for the tokens.
+        processors: what changes logits, settings such as the temperature included.
+        criteria: what ends rows.
+        config: everything else that ``generate`` was asked for.
+        kwargs: the inputs of the model, the cache among them, and what only some methods take.
+        streamer: gets each step's tokens.
+    """
+
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    kwargs: dict[str, Any]
+    streamer: BaseStreamer | None = None
+
+    def run(self, method: Callable[..., Any]) -> Any:
+        """Call a decoding method of HuggingFace's."""
+        return method(
+            self.input_ids,
+            logits_processor=self.processors,
+            stopping_criteria=self.criteria,
+            generation_config=self.config,
+            **self.kwargs,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(LoopArguments):
+    """A call whose cache is ours, and what it adds to each row.
+
+    Attributes:
+        runtime: the wrapped model's ``compiled``.
+        cache: it owns the rows.
+        copies: what has been read of tensors on the device.
+        first: the column of the cache that ``input_ids`` begin at.
+        updates: what changes in each row.
+        logits: ``[B, V]``, from which first tokens are chosen, if HuggingFace's own forward has computed them.
+    """
+
+    runtime: CompiledModel
+    cache: PagedCache
+    copies: HostCopies
+    first: int
+    updates: list[RowUpdate]
+    logits: Tensor | None = None
+
+    @classmethod
+    def of(cls, arguments: LoopArguments, runtime: CompiledModel, copies: HostCopies) -> Call | None:
+        """Read what HuggingFace hands to a decoding method; None if the cache is not ours.
+
+        Raises:
+            ValueError: the cache does not fit the rows or their mask, or what the mask hides does not fit a window.
+        """
+        inputs = arguments.kwargs
+        cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
+        if not isinstance(cache, PagedCache):
+            return None
+        batch, tokens = inputs.get("inputs_embeds", arguments.input_ids).shape[:2]
+        if mask is None:  # HuggingFace drops one that hides nothing, and notes its width
+            mask = torch.ones(batch, mask_width(arguments.config, tokens), dtype=torch.long, device="cpu")
+        first = cache.seen if mask.shape[1] > tokens else 0
+        last = max(cache.seen, first + tokens)
+        updates = cache.updates(batch, copies.of(mask), first, last)
+        call = cls(**vars(arguments), runtime=runtime, cache=cache, copies=copies, first=first, updates=updates)
+        cache.check_windows(updates, last, growth=call.most_new - 1 + call.drafted)
+        return call
+
+    @property
+    def waits(self) -> Reason | None:
+        """Why HuggingFace's own forward has to compute the prompts, or None."""
+        return self.cache.prefill if isinstance(self.cache, StandIn) else None
+
+    def prefilled(self) -> Call:
+        """Let HuggingFace's own forward compute the prompts, and return the call that is left."""
+        output = prefill(self.runtime.facts.model, self.input_ids, self.config, self.kwargs)
+        assert output.logits is not None
+        none = np.zeros(0, dtype=np.int64)
+        updates = [RowUpdate(row.length, self.cache.seen, none) for row in self.cache.runner.rows]
+        return replace(self, updates=updates, logits=output.logits[:, -1])
+
+    @property
+    def embedded(self) -> bool:
+        """Whether embeddings stand for the tokens."""
+        return "inputs_embeds" in self.kwargs
+
+    @property
+    def position_ids(self) -> Tensor | None:
+        """``[B, T']`` or ``[1, T']``, also with axes before, the last for the last column; None if none are given."""
+        return self.kwargs.get("position_ids")
+
+    @property
+    def last(self) -> int:
+        """One past the column of the last input token."""
+        return self.first + self.input_ids.shape[1]
+
+    @property
+    def most_new(self) -> int:
+        """How many tokens each row can get at most."""
+        return most_new(self.criteria, self.input_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each row has before the first new one is chosen."""
+        return [row.length for row in self.updates]
+
+    @cached_property
+    def ids(self) -> NDArray[np.int64]:
+        """``input_ids`` on the host."""
+        ids: Tensor = self.copies.of(self.input_ids)
+        return ids.numpy().astype(np.int64)
+
+    @cached_property
+    def tokens(self) -> list[NDArray[np.int64]]:
+        """The tokens that are new in each row, on the host."""
+        return [ids[row.columns - self.first] for ids, row in zip(self.ids, self.updates, strict=True)]
+
+    @cached_property
+    def leaders(self) -> list[int]:
+        """For each row the first one that begins with the same tokens; itself if the cache holds some already."""
+        if self.cache.runner.rows or self.waits is not None:
+            return list(range(len(self.tokens)))
+        first: dict[bytes, int] = {}
+        return [first.setdefault(tokens.tobytes(), seat) for seat, tokens in enumerate(self.tokens)]
+
+    @property
+    def returns_cache(self) -> bool:
+        """Whether the cache, rows and all, goes to the user."""
+        return returns_cache(self.config, self.cache)
+
+    def wants_scores(self, *outputs: str) -> bool:
+        """Whether the caller gets each step's ``"output_scores"`` or ``"output_logits"``; either if none is named."""
+        named = outputs or ("output_scores", "output_logits")
+        return bool(self.config.return_dict_in_generate and any(getattr(self.config, output) for output in named))
+
+    @property
+    def drafted(self) -> int:
+        """How many tokens a loop of HuggingFace's may store beyond the last; draft models keep to it."""
+        return max(0, (self.config.prompt_lookup_num_tokens or 0) - 1)
+
+    @property
+    def device_model(self) -> DeviceModel:
+        """The model's device side."""
+        return self.cache.runner.device_model
+
+    def pages_needed(self) -> int:
+        """Return how many pages our loops may need beyond those that the cache has."""
+        if not self.cache.runner.rows:
+            common = [0 if leads == seat else self.lengths[seat] - 1 for seat, leads in enumerate(self.leaders)]
+            return pages_needed(self.device_model, self.lengths, self.most_new, common)
+        return sum(row.missing(length, kept) for row, length, kept in self._grown(self.most_new))
+
+    def pages_needed_by_huggingface(self) -> int:
+        """Return how many pages a loop of HuggingFace's may need, whose beams go on from each other."""
+        most, beams = self.most_new + self.drafted, self.config.num_beams or 1
+        if not self.cache.runner.rows:
+            copies = 1 if self.embedded or self.waits else max(beams, self.config.num_return_sequences or 1)
+            common = [length if seat % copies else 0 for seat, length in enumerate(self.lengths)]
+            return pages_needed(self.device_model, self.lengths, most, common)
+        if beams == 1:
+            return sum(row.missing(length, kept) for row, length, kept in self._grown(most))
+        pool = self.device_model.pool
+        return sum(pool.pages_for(length) - kept // pool.page_size for _, length, kept in self._grown(most))
+
+    def _grown(self, most_new: int) -> list[tuple[Row, int, int]]:
+        """Return each row, what it holds at the end, and what it keeps of what it holds now."""
+        both = zip(self.cache.runner.rows, self.updates, strict=True)
+        return [(row, update.length + most_new - 1, update.kept) for row, update in both]
+
+
+def most_new(criteria: StoppingCriteriaList, input_ids: Tensor) -> int:
+    """Return how many tokens each row can get at most; HuggingFace checks lengths after a token, so never none.
+
+    What is derived from ``MaxLengthCriteria`` has a rule of its own, beside the limit that ``generate`` sets.
+    """
+    limits = [entry for entry in criteria if isinstance(entry, MaxLengthCriteria)]
+    plain = [entry.max_length for entry in limits if type(entry) is MaxLengthCriteria]
+    return max(1, min(plain or [entry.max_length for entry in limits]) - input_ids.shape[1])
+
+
+def returns_cache(config: GenerationConfig, cache: PagedCache) -> bool:
+    """Whether the cache, rows and all, goes to the user."""
+    replaces_users = isinstance(cache, StandIn) and cache.returned
+    return bool(config.return_dict_in_generate or is_users_own(cache) or replaces_users)
+
+
+def obstacle(model: PreTrainedModel, call: Call) -> Reason | None:
+    """Return why our loops cannot serve this call, or None."""
+    if overridden := call.runtime.overrides.of(model):
+        return Reason("overrides", ", ".join(overridden))
+    if call.embedded:
+        return Reason("inputs_embeds")
+    if call.waits is not None:
+        return Reason("model_hooks") if has_hooks(model) else None
+    if not all(len(row.columns) and row.columns[-1] == call.last - 1 for row in call.updates):
+        return Reason("no_new_tokens")
+    if has_hooks(model):
+        return Reason("model_hooks")
+    if _has_own_positions(call):
+        return Reason("position_ids")
+    return None
+
+
+def _has_own_positions(call: Call) -> bool:
+    """Whether the positions are not those that counting each row's unmasked tokens gives."""
+    if call.position_ids is None:
+        return False
+    flat = one_a_token(call.copies.of(call.position_ids), call.runtime.facts.model.config)
+    if flat is None:
+        return True
+    positions = flat.expand(len(call.input_ids), -1).numpy()
+    shift = call.last - positions.shape[1]
+    starts = [row.position - row.length for row in call.cache.runner.rows] or [0] * len(positions)
+    for row, start, update in zip(positions, starts, call.updates, strict=True):
+        counted = start + np.arange(update.kept, update.length)
+        covered = update.columns >= shift
+        if (row[update.columns[covered] - shift] != counted[covered]).any():
+            return True
+    return False

@@ -1,0 +1,81 @@
+"""The call of ``generate`` that this thread is inside: the paths it has taken and what it has read of its inputs."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.execution.reporting.stats import Path
+from compiled_llm.huggingface.cache.paged_cache import PagedCache
+from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.inspection.host_copies import HostCopies
+
+C = TypeVar("C", bound=PagedCache)
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """A call of ``generate`` in progress.
+
+    Attributes:
+        taken: the paths that it has taken, together with the calls inside it.
+        copies: what it has read of its inputs.
+        custom: whether the loop is that of ``custom_generate``.
+        caches: those that it has made; the user has not seen them.
+        original: why its forwards are HuggingFace's own; empty if they are not.
+    """
+
+    taken: list[Path]
+    copies: HostCopies = field(default_factory=HostCopies)
+    caches: list[PagedCache] = field(default_factory=list)
+    original: list[Reason] = field(default_factory=list)
+    custom: bool = False
+
+    @classmethod
+    def inside(cls, outer: GenerateCall | None, custom: bool = False) -> GenerateCall:
+        """Return a new call, made by ``outer`` if there is one: an assistant's drafts, for example."""
+        return cls([] if outer is None else outer.taken, custom=custom)
+
+
+current_call: ContextVar[GenerateCall | None] = ContextVar("current_call", default=None)
+"""None outside ``generate``; forwards inside it are not counted one by one."""
+
+
+def copies() -> HostCopies:
+    """Return what the current call has read of its inputs; empty if a decoding method is called by itself."""
+    call = current_call.get()
+    return HostCopies() if call is None else call.copies
+
+
+def new_cache(runtime: CompiledModel) -> PagedCache:
+    """Return an empty cache for the current call."""
+    return made(runtime.new_cache())
+
+
+def made(cache: C) -> C:
+    """Note a cache as one that the current call has made, and return it."""
+    if (call := current_call.get()) is not None:
+        call.caches.append(cache)
+    return cache
+
+
+def goes_original(runtime: CompiledModel, reason: Reason) -> None:
+    """Count that a call of ``generate`` takes the original path, and have its forwards be HuggingFace's own."""
+    if (call := current_call.get()) is not None:
+        call.original.append(reason)
+    took(runtime, "original", reason)
+
+
+def original_reason() -> Reason | None:
+    """Return why forwards of the current call are HuggingFace's own, or None."""
+    call = current_call.get()
+    return call.original[0] if call is not None and call.original else None
+
+
+def took(runtime: CompiledModel, path: Path, reason: Reason | None = None) -> None:
+    """Count the path that a call of ``generate`` takes, with the reason if it is not the fast loop."""
+    if (call := current_call.get()) is not None:
+        call.taken.append(path)
+    runtime.counters.took(path, reason)

@@ -1,0 +1,64 @@
+"""What a vision-language model is given beside tokens: what of it says nothing, and its positions with several axes.
+
+Shapes: A axes, B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compiled_llm.huggingface.inspection.host_copies import HostCopies
+
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+_SECTIONS = ("mrope_section", "xdrope_section")
+
+
+def without_what_says_nothing(
+    model: PreTrainedModel, inputs: Mapping[str, Any], copies: HostCopies | None = None
+) -> dict[str, Any]:
+    """Return the inputs without those that a model reads nothing from: no images, and types that mark none.
+
+    Args:
+        model: the model.
+        inputs: by name.
+        copies: what has been read of them.
+    """
+    copies = HostCopies() if copies is None else copies
+    return {name: value for name, value in inputs.items() if not _says_nothing(model, name, value, copies)}
+
+
+def _says_nothing(model: PreTrainedModel, name: str, value: Any, copies: HostCopies) -> bool:
+    if isinstance(value, dict):  # what ``generate`` has computed of images and videos
+        return all(features is None for features in value.values())
+    if name not in _TOKEN_TYPES or not isinstance(value, Tensor) or not sees(model):
+        return False
+    return not bool(copies.of(value).any())
+
+
+def sees(model: PreTrainedModel) -> bool:
+    """Whether a model takes images or videos, whose tokens token types mark."""
+    return not {"image", "video"}.isdisjoint(model.input_modalities)
+
+
+def one_a_token(position_ids: Tensor, config: PretrainedConfig) -> Tensor | None:
+    """Return positions as a text model has them; None if the axes of a token's position differ, as in an image.
+
+    Args:
+        position_ids: ``[B, T]``, or ``[A, B, T]``; if there is one more axis than the model rotates by, the first is
+            for masks alone.
+        config: the model's.
+    """
+    if position_ids.dim() != 3:
+        return position_ids if position_ids.dim() == 2 else None
+    rotated = position_ids[-_axes(config) :]
+    return rotated[0] if bool((rotated == rotated[:1]).all()) else None
+
+
+def _axes(config: PretrainedConfig) -> int:
+    """Return how many axes rotary positions have; 0, which takes all that there are, if the config does not say."""
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return next((len(parameters[name]) for name in _SECTIONS if parameters.get(name)), 0)

@@ -1,0 +1,1 @@
+"""The model's own `forward`, over our pages."""

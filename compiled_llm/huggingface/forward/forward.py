@@ -1,0 +1,247 @@
+"""``forward`` of a wrapped model: one packed prefill over pages if that can serve the call, else HuggingFace's own.
+
+Shapes: B rows, Q tokens a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import ModelOutput
+
+from compiled_llm.compat import dynamo_watches
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.execution.reporting.stats import ForwardPath
+from compiled_llm.huggingface.cache.cache_columns import on_host
+from compiled_llm.huggingface.cache.hidden_columns import HiddenInWindowError
+from compiled_llm.huggingface.cache.paged_cache import PagedCache
+from compiled_llm.huggingface.cache.stand_in import StandIn
+from compiled_llm.huggingface.call.current_call import copies, current_call, original_reason, took
+from compiled_llm.huggingface.call.other_inputs import one_a_token
+from compiled_llm.huggingface.forward.forward_obstacles import by_name, forward_obstacle, tokens_in
+from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.kvcache.pool import OutOfPagesError
+from compiled_llm.model.inputs import check_ids, check_ready
+
+_counted: ContextVar[list[str] | None] = ContextVar("counted", default=None)
+"""What the forwards inside one of the user's were counted as."""
+
+
+def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the compiled forward if it can serve the call, else the class's own."""
+    if torch.compiler.is_compiling() or dynamo_watches():  # the user's own torch.compile or torch.export
+        return original(self, *args, **kwargs)
+    arguments, runtime = by_name(original, args, kwargs), self.compiled
+    runtime.check_process()
+    runtime.device_side.check_weights()
+    if current_call.get() is not None:
+        runtime.calls.moved()
+    cache = arguments.get("past_key_values")
+    if isinstance(cache, StandIn) and cache.prefill is not None:
+        return _run_prefill(original, self, arguments, cache)
+    if isinstance(cache, PagedCache):
+        return _run_over(cache, original, self, arguments)
+    reason = original_reason() or forward_obstacle(original, self, arguments) or fitting(runtime, arguments)
+    if reason is None:
+        try:
+            output = compiled(original, runtime, arguments)
+        except OutOfPagesError:
+            reason = Reason("out_of_pages")  # other threads took them since
+        except HiddenInWindowError:
+            if cache is not None:
+                raise
+            reason = Reason("hidden_in_window")
+        else:
+            count_forward(runtime, "compiled")
+            return output
+    count_forward(runtime, "original", reason)
+    with runtime.facts.attention.original():
+        return original(self, *args, **kwargs)
+
+
+def _run_prefill(original: Any, self: Any, arguments: Mapping[str, Any], cache: StandIn) -> Any:
+    """Run HuggingFace's own forward over the original of a cache, and read in what it leaves there."""
+    assert cache.original is not None
+    with self.compiled.facts.attention.original():
+        output = original(self, **{**arguments, "past_key_values": cache.original})
+    rows, columns = tokens_in(arguments)[0], int(cache.original.get_seq_length())
+    mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
+    last = None if position_ids is None else one_a_token(position_ids[..., -1:], self.config)
+    if last is None or not (mask is None or mask.shape == (rows, columns)):  # what the user overrides gives others
+        took(self.compiled, "original", cache.prefill)
+        return output
+    shown = np.ones((rows, columns), dtype=bool) if mask is None else copies().of(mask).numpy() != 0
+    cache.end_prefill(shown, (on_host(last.expand(rows, 1))[:, 0] + 1).tolist())
+    output["past_key_values"] = cache
+    return output
+
+
+def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[str, Any]) -> Any:
+    """Run the compiled forward over a cache of ours; HuggingFace's own takes only one that ``generate`` has made."""
+    runtime, call = self.compiled, current_call.get()
+    replaceable = call is not None and any(made is cache for made in call.caches)
+    reason = forward_obstacle(original, self, arguments)
+    if reason is None:
+        if call is None:  # a call of generate goes on as it began
+            check_belongs(runtime, cache)
+        try:
+            output = compiled(original, runtime, arguments)
+        except OutOfPagesError:
+            if not replaceable:
+                raise
+            reason = Reason("out_of_pages")  # what the user overrides gives more tokens than generate was given
+        else:
+            count_forward(runtime, "compiled")
+            return output
+    if not replaceable:
+        raise ValueError(
+            f"forward with a PagedCache: {reason}; that takes HuggingFace's own forward; pass a DynamicCache, or none"
+        )
+    took(runtime, "original", reason)
+    with runtime.facts.attention.original():
+        return original(self, **{**arguments, "past_key_values": cache.handed_over(self.config)})
+
+
+def run_own_forward(forward: Callable[[], Any], runtime: CompiledModel, own: str) -> Any:
+    """Run a forward of the user's, and count it unless it comes to ours, which counts itself.
+
+    Args:
+        forward: the call.
+        runtime: the wrapped model's ``compiled``.
+        own: what there is in place of the forward of the model's class.
+    """
+    paths: list[str] = []
+    token = _counted.set(paths)
+    try:
+        result = forward()
+    finally:
+        _counted.reset(token)
+    if not paths:
+        runtime.counters.took_forward("original", Reason("own_forward", own))
+    return result
+
+
+def count_forward(runtime: CompiledModel, path: ForwardPath, reason: Reason | None = None) -> None:
+    """Count a call of ``forward``, or the call of ``generate`` that it is part of if that turns out to be original."""
+    if (call := current_call.get()) is not None:
+        # The cache stays empty if what the user overrides hands the forward another one.
+        if path == "original" and path not in call.taken and any(not cache.seen for cache in call.caches):
+            took(runtime, path, reason)
+        return
+    if (paths := _counted.get()) is not None:
+        paths.append(path)
+    runtime.counters.took_forward(path, reason)
+
+
+def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Any:
+    """Run a call for which there is no forward_obstacle.
+
+    Args:
+        original: the model class's ``forward``.
+        runtime: the wrapped model's ``compiled``.
+        arguments: those of the call, by name.
+
+    Returns:
+        HuggingFace's output: ``[B, Q', V]`` logits, the loss if there are labels, and a ``PagedCache`` if the
+        call has or wants one.
+
+    Raises:
+        ValueError: the arguments do not fit the cache or the model.
+        HiddenInWindowError: a sliding window would see other tokens than HuggingFace's; nothing was stored.
+        OutOfPagesError: the pages for the tokens are not free; nothing was stored.
+    """
+    model = runtime.facts.model
+    if "position_ids" in arguments:
+        arguments = {**arguments, "position_ids": one_a_token(arguments["position_ids"], model.config)}
+    cache: PagedCache | None = arguments.get("past_key_values")
+    if cache is None and arguments.get("use_cache", getattr(model.config, "use_cache", True)):
+        cache = runtime.new_cache()
+    logits = _score(runtime, arguments) if cache is None else _checked_forward(runtime, cache, arguments)
+    labels, loss = arguments.get("labels"), None
+    if labels is not None:
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary)
+    output = _output_class(original)(loss=loss, logits=logits, past_key_values=cache)
+    returns_dict = arguments.get("return_dict", getattr(model.config, "return_dict", True))
+    return output if returns_dict else output.to_tuple()
+
+
+def _output_class(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what the model's own forward says that it returns."""
+    returned = inspect.unwrap(original).__annotations__.get("return")
+    classes = (kind for kind in get_args(returned) or (returned,) if isinstance(kind, type))
+    return next((kind for kind in classes if issubclass(kind, ModelOutput)), CausalLMOutputWithPast)
+
+
+def _score(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Tensor:
+    """Return logits without keeping anything, of at most ``max_batch_size`` rows at a time."""
+    most, (rows, _) = runtime.config.max_batch_size, tokens_in(arguments)
+    logits: list[Tensor] = []
+    for start in range(0, rows, most):
+        part = {name: _rows_of(name, value, rows, start, most) for name, value in arguments.items()}
+        cache = runtime.new_cache()
+        try:
+            logits.append(_checked_forward(runtime, cache, part))
+        finally:
+            cache.close()
+    return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+
+def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
+    per_row = name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids") and len(value) == rows
+    return value[start : start + count] if per_row else value
+
+
+def _checked_forward(runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any]) -> Tensor:
+    model, embeddings = runtime.facts.model, arguments.get("inputs_embeds")
+    check_ready(model)
+    if embeddings is None:
+        check_ids(arguments.get("input_ids"))
+    if not cache.runner.runs(model):
+        raise _foreign()
+    return cache.forward(
+        arguments.get("input_ids"),
+        arguments.get("attention_mask"),
+        arguments.get("position_ids"),
+        arguments.get("logits_to_keep", 0),
+        None if embeddings is None else embeddings.to(model.device),
+        counts_unmasked=runtime.facts.default_positions == "unmasked",
+    )
+
+
+def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
+    """Check at the beginning of a call that a cache lies in the present pages of this model.
+
+    Raises:
+        ValueError: it is another model's, or this one's from before it was moved, converted and so on.
+    """
+    if not cache.runner.belongs_to(runtime.device_model()):
+        raise _foreign()
+
+
+def _foreign() -> ValueError:
+    return ValueError(
+        "past_key_values: this PagedCache belongs to another model, or to this one before it was moved, converted, "
+        "hooked, put to sleep or given more positions; begin with model.compiled.new_cache(), or with none"
+    )
+
+
+def fitting(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Reason | None:
+    """Return why a call without a cache finds no room in the pages; HuggingFace's own forward needs none. Or None."""
+    try:
+        device_model = runtime.device_model()
+    except (ValueError, RuntimeError) as error:
+        return Reason("cannot_run", str(error))
+    rows, tokens = tokens_in(arguments)
+    keeps = arguments.get("use_cache", getattr(runtime.facts.model.config, "use_cache", True))
+    if keeps and rows > device_model.max_batch_size:
+        return Reason("max_batch_size")
+    pool, rows = device_model.pool, min(rows, device_model.max_batch_size)
+    return None if rows * pool.pages_for(tokens) <= pool.available else Reason("out_of_pages")

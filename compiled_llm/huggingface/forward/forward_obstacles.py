@@ -1,0 +1,149 @@
+"""Which calls of ``forward`` run HuggingFace's own, and why."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.huggingface.cache.paged_cache import PagedCache
+from compiled_llm.huggingface.cache.stand_in import StandIn
+from compiled_llm.huggingface.call.current_call import current_call
+from compiled_llm.huggingface.call.other_inputs import one_a_token, without_what_says_nothing
+from compiled_llm.huggingface.forward.prefills import OF_PREFILLS
+from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.inspection.model_obstacles import MORE_OUTPUTS, inner_reasons
+from compiled_llm.model.gradients import requires_gradients
+from compiled_llm.model.sizes import max_positions_of
+
+_TAKEN = frozenset(
+    {
+        *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"),
+        *("labels", "use_cache", "logits_to_keep", "return_dict"),
+    }
+)
+_KNOWN = _TAKEN.union(MORE_OUTPUTS)
+_IGNORED_LABEL = -100
+_HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer", "streamer"})
+"""What ``generate`` takes for itself, and hands on to beam search too, which hands it on to the model."""
+
+
+def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name, without those that are None."""
+    arguments = {**dict(zip(_parameters(original)[1:], args, strict=False)), **kwargs}
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def ignored_inputs(original: Callable[..., Any]) -> frozenset[str]:
+    """Return the inputs that this ``forward`` takes without looking at them: what tokenizers make, and _HANDED_ON."""
+    return _HANDED_ON.union(["token_type_ids"]).difference(_parameters(original))
+
+
+@functools.lru_cache(maxsize=16)  # of classes that may come and go
+def _parameters(original: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(original).parameters)
+
+
+def forward_obstacle(
+    original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]
+) -> Reason | None:
+    """Return why a call of ``forward`` has to run HuggingFace's own, or None.
+
+    Args:
+        original: the model class's ``forward``.
+        model: the wrapped model.
+        arguments: those of the call, by name.
+    """
+    return next(_obstacles(original, model, arguments), None)
+
+
+def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
+    cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
+    paged = isinstance(cache, PagedCache)
+    compiled = cast(CompiledModel, model.compiled)
+    if compiled.asleep:
+        yield Reason("asleep")
+    yield from inner_reasons(model, compiled.modules)
+    for name in MORE_OUTPUTS:
+        if arguments.get(name, getattr(model.config, name, False)):
+            yield Reason(name)
+    known = _KNOWN | ignored_inputs(original)
+    if isinstance(cache, StandIn) and current_call.get() is not None:  # which has computed the prompt
+        known |= OF_PREFILLS
+    given = without_what_says_nothing(model, arguments)
+    others = sorted(name for name, value in given.items() if name not in known and value is not False)
+    if others:
+        yield Reason("model_inputs", ", ".join(others))
+    if cache is not None and not paged:
+        yield Reason("past_key_values", type(cache).__name__)
+    if not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
+        yield Reason("attention_mask_shape")
+    if "position_ids" in arguments and one_a_token(arguments["position_ids"], model.config) is None:
+        yield Reason("position_ids_shape")
+    if _packs_sequences(model, arguments):
+        yield Reason("packed_sequences")
+    if "position_ids" not in arguments and compiled.facts.default_positions == "own":
+        yield Reason("no_position_ids")
+    if torch.is_autocast_enabled(model.device.type):
+        yield Reason("autocast")
+    if "labels" in arguments:
+        yield from _label_obstacles(original, arguments)
+    if paged:
+        return
+    if model.training:
+        yield Reason("training")
+    if torch.is_grad_enabled() and _wants_gradients(model, arguments):
+        yield Reason("gradients")
+    yield from _input_obstacles(model, arguments)
+
+
+def _packs_sequences(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
+    """Whether HuggingFace takes a row for several sequences, since its positions begin anew or skip some."""
+    positions = arguments.get("position_ids")
+    keeps = arguments.get("use_cache", getattr(model.config, "use_cache", True)) or "past_key_values" in arguments
+    if keeps or "attention_mask" in arguments or not isinstance(positions, Tensor):
+        return False
+    return bool((positions.diff(dim=-1) != 1).any())
+
+
+def _wants_gradients(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
+    embeddings = arguments.get("inputs_embeds")
+    return (embeddings is not None and embeddings.requires_grad) or requires_gradients(model)
+
+
+def _label_obstacles(original: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[Reason]:
+    labels, mask = arguments["labels"], arguments.get("attention_mask")
+    if "loss_function" not in inspect.unwrap(original).__code__.co_names:
+        yield Reason("loss_function")
+    keep = arguments.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor) or keep:
+        yield Reason("labels_with_logits_to_keep")
+    if mask is not None and isinstance(labels, Tensor) and labels.dim() == 2:
+        hidden = (mask[:, -labels.shape[1] :] == 0)[:, :-1].to(labels.device)
+        if bool((hidden & (labels[:, 1:] != _IGNORED_LABEL)).any()):
+            yield Reason("labels_masked")
+
+
+def _input_obstacles(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
+    """Yield what HuggingFace's own forward answers better: with its original error, or because it has no limits."""
+    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    if (ids is None) == (embeddings is None):
+        yield Reason("inputs", "not one of input_ids and inputs_embeds")
+    elif embeddings is not None and (embeddings.dim() != 3 or embeddings.dtype != model.dtype):
+        yield Reason("inputs", f"{embeddings.dim()}-D inputs_embeds of {embeddings.dtype}")
+    elif ids is not None and (ids.dim() != 2 or ids.is_floating_point() or not ids.numel()):
+        yield Reason("inputs", f"{ids.dim()}-D input_ids of {ids.dtype}" if ids.numel() else "no token")
+    elif tokens_in(arguments)[1] > max_positions_of(model):
+        yield Reason("out_of_positions")
+
+
+def tokens_in(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return B and Q of the tokens or embeddings."""
+    batch, tokens = arguments["input_ids" if "input_ids" in arguments else "inputs_embeds"].shape[:2]
+    return int(batch), int(tokens)

@@ -1,0 +1,45 @@
+"""What of a model itself, whatever a call asks for, keeps our loops from standing in for HuggingFace's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from transformers import PreTrainedModel
+
+from compiled_llm.compat import observer_of_operations
+from compiled_llm.execution.reporting.slow_paths import Reason, SlowPath
+from compiled_llm.huggingface.inspection.overrides import Overrides, own_forward
+from compiled_llm.model.modules import InnerModules, has_hooks
+
+MORE_OUTPUTS: tuple[SlowPath, ...] = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""Outputs of layers, which the model computes if its config says so."""
+
+
+def forward_reasons(model: PreTrainedModel, modules: InnerModules) -> Iterator[Reason]:
+    """Yield why the original forward has to run."""
+    if (own := own_forward(model)) is not None:
+        yield Reason("own_forward", own)
+    yield from inner_reasons(model, modules)
+    for name in MORE_OUTPUTS:
+        if getattr(model.config, name, False):
+            yield Reason(name)
+
+
+def inner_reasons(model: PreTrainedModel, modules: InnerModules) -> Iterator[Reason]:
+    """Yield why HuggingFace's own modules have to run: somebody looks into them, or they mix tokens."""
+    if (observer := observer_of_operations()) is not None:
+        yield Reason("observed", observer)
+    hooked, mixing = modules.obstacles(model)
+    if hooked:
+        yield Reason("inner_hooks")
+    if mixing is not None:
+        yield Reason("mixed_tokens", mixing)
+
+
+def model_obstacle(model: PreTrainedModel, modules: InnerModules, overrides: Overrides) -> Reason | None:
+    """Return why no loop of ours can run the model now, or None."""
+    for reason in forward_reasons(model, modules):
+        return reason
+    if names := overrides.of(model):
+        return Reason("overrides", ", ".join(names))
+    return Reason("model_hooks") if has_hooks(model) else None

@@ -1,0 +1,1 @@
+"""HuggingFace's logits processors, as steps of ours."""

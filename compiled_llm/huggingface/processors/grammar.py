@@ -1,0 +1,57 @@
+"""A grammar as a logits processor: it says which tokens may follow, and the graph need not wait for it.
+
+Shapes: B rows, V vocabulary; a mask has a bit for each token, in words of 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from compiled_llm.compat.xgrammar import is_grammar, masks_of
+from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.execution.decode.deferred_choice import Masks
+from compiled_llm.kvcache.row import Row
+
+
+class Grammar(LogitsProcessor):
+    """Stands for the kind of processors that are grammars."""
+
+
+def grammar_of(processors: Iterable[Any]) -> Any:
+    """Return the first grammar among logits processors; None if there is none."""
+    return next((processor for processor in processors if is_grammar(processor)), None)
+
+
+def all_tokens(width: int) -> NDArray[np.int32]:
+    """Return the mask that bars none of ``width`` tokens."""
+    return np.full(-(-width // 32), -1, dtype=np.int32)
+
+
+def masks_from(
+    grammar: Any, rows: Sequence[Row], settings: Sequence[Sampling | None], ids: Callable[[], Tensor]
+) -> Callable[[], Masks] | None:
+    """Return what gives the masks of each step; None without a grammar.
+
+    Args:
+        grammar: the logits processor; it is called as HuggingFace calls it, once a step.
+        rows: in its order.
+        settings: of each row; the tokens that their masks bar stay barred.
+        ids: returns ``[B, T]`` int64 on the host, all tokens so far.
+    """
+    if grammar is None:
+        return None
+    always = np.stack([sampling.mask for sampling in settings if sampling is not None and sampling.mask is not None])
+
+    def masks() -> Masks:
+        filled = masks_of(grammar, ids())
+        bits = always.copy()
+        bits[:, : filled.shape[1]] &= filled[:, : bits.shape[1]]
+        return Masks(rows, bits)
+
+    return masks

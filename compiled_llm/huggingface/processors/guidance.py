@@ -1,0 +1,124 @@
+"""Classifier-free guidance (``guidance_scale``) as two rows a request: one step computes a prompt and its negative.
+
+HuggingFace's processor calls the model for the negative prompts, with a cache of their own, between any two steps. Here
+each row has a twin instead, which holds the negative prompt and is fed the same tokens.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from compiled_llm.execution.limits import pages_needed
+from compiled_llm.execution.runner import Runner
+from compiled_llm.huggingface.call.call import Call
+from compiled_llm.kvcache.row import Row
+
+
+class GuidanceByTwins(UnbatchedClassifierFreeGuidanceLogitsProcessor):
+    """HuggingFace's processor over logits that are there already.
+
+    Attributes:
+        logits: ``[B, V]``, the twins', in the model's dtype.
+    """
+
+    logits: Tensor
+
+    def get_unconditional_logits(self, input_ids: Tensor) -> Tensor:
+        """Return the twins' logits as ``[B, 1, V]``."""
+        return self.logits[:, None]
+
+
+@dataclass(frozen=True)
+class Twins:
+    """The second rows of a call.
+
+    Attributes:
+        processor: the first of the call's.
+        tokens: the negative prompt of each, on the host.
+        positions: their rotary positions.
+    """
+
+    processor: GuidanceByTwins
+    tokens: list[NDArray[np.int64]]
+    positions: list[NDArray[np.int64]]
+
+    def pages_needed(self, call: Call) -> int:
+        """Return how many pages the twins may need."""
+        return pages_needed(call.device_model, [len(tokens) for tokens in self.tokens], call.most_new)
+
+    @contextmanager
+    def beside(self, runner: Runner, most_new: int) -> Iterator[list[Row]]:
+        """Let the twins be rows of ``runner`` for the block, the last ones; each may grow by ``most_new`` tokens."""
+        first = len(runner.rows)
+        try:
+            for tokens in self.tokens:
+                runner.add_row(len(tokens) + most_new - 1)
+            yield runner.rows[first:]
+        finally:
+            for row in runner.rows[first:]:
+                runner.release(row)
+
+    def take_logits(self, logits: Tensor) -> Tensor:
+        """Keep the twins' half of ``[2 * B, V]`` for the processor, and return that of the call's own rows."""
+        rows = len(self.tokens)
+        self.processor.logits = logits[rows:]
+        return logits[:rows]
+
+
+def with_twins(call: Call) -> tuple[Call, Twins | None]:
+    """Return a call whose guidance is computed by twins, and these; the call as it is, and None, if it cannot be."""
+    processor = call.processors[0] if call.processors else None
+    if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor:
+        return call, None
+    if any(isinstance(other, UnbatchedClassifierFreeGuidanceLogitsProcessor) for other in call.processors[1:]):
+        return call, None
+    if (prompts := _negative_prompts(processor, call)) is None:
+        return call, None
+    counted = call.runtime.facts.default_positions == "unmasked"
+    positions = [np.arange(len(columns)) if counted else columns for _, columns in prompts]
+    by_twins = GuidanceByTwins(processor.guidance_scale, processor.model)
+    twins = Twins(by_twins, [tokens for tokens, _ in prompts], positions)
+    if not _fit(twins, call):
+        return call, None
+    return replace(call, processors=LogitsProcessorList([by_twins, *call.processors[1:]])), twins
+
+
+def _negative_prompts(
+    processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, call: Call
+) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]] | None:
+    """Return each row's tokens and the columns that they stand in; None if they are not for HuggingFace to begin with.
+
+    Without a negative prompt it is the last token of the prompt.
+    """
+    context = processor.unconditional_context
+    if processor.model is not call.runtime.facts.model or not (context["first_pass"] and context["use_cache"]):
+        return None
+    if call.runtime.facts.default_positions == "own":
+        return None
+    ids, mask = context["input_ids"], context["attention_mask"]
+    read = call.ids[:, -1:] if ids is None else call.copies.of(ids).numpy().astype(np.int64)
+    shown = np.ones(read.shape, dtype=bool) if mask is None else call.copies.of(mask).numpy() != 0
+    padded_left = shown.shape == read.shape and bool((shown[:, 1:] >= shown[:, :-1]).all() and shown[:, -1:].all())
+    if len(read) != len(call.ids) or not padded_left:
+        return None
+    return [(row[columns], np.flatnonzero(columns)) for row, columns in zip(read, shown, strict=True)]
+
+
+def _fit(twins: Twins, call: Call) -> bool:
+    """Whether there can be twins beside the rows of the call, if there are pages."""
+    device_model = call.device_model
+    return (
+        2 * len(twins.tokens) <= device_model.max_batch_size
+        and max(int(columns[-1]) + 1 for columns in twins.positions) + call.most_new <= device_model.max_positions
+        and all(int(ids.min()) >= 0 and int(ids.max()) < device_model.vocabulary for ids in twins.tokens)
+    )

@@ -1,0 +1,298 @@
+"""HuggingFace's logits processors as settings of our sampling.
+
+Shapes: B rows, T prompt columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation.logits_process import (
+    EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from compiled_llm.compat.xgrammar import is_grammar
+from compiled_llm.compilation.sampling.bias import BARRED, FORCED, LARGEST, Bias, packed
+from compiled_llm.compilation.sampling.masks import mask_of
+from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.huggingface.call.call import Call
+from compiled_llm.huggingface.inspection.host_copies import HostCopies
+from compiled_llm.huggingface.processors.grammar import Grammar, all_tokens
+from compiled_llm.model.sizes import logits_width
+from compiled_llm_ops import MOST_BIASES, MOST_FOLLOWED, MOST_GROWING
+
+_WARPERS: tuple[type[LogitsProcessor], ...] = (
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
+# The order in which HuggingFace applies them. Ours has the same results: what bars a token bars it at any place.
+_ORDER: tuple[type[LogitsProcessor], ...] = (
+    SequenceBiasLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    SuppressTokensLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    Grammar,
+    *_WARPERS,
+    LogitNormalization,  # changes what scores are called, and none of the choices
+)
+_NUMBERS = (RepetitionPenaltyLogitsProcessor, *_WARPERS)
+
+_PENALTIES = {RepetitionPenaltyLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor}
+
+_Found = Mapping[type[LogitsProcessor], Any]
+
+
+class Prompts(NamedTuple):
+    """What processors are read for.
+
+    Attributes:
+        ids: ``[B, T]`` int64, padding included.
+        copies: of their tensors, on the host.
+        vocabulary: how many logits a token has.
+        scored: whether somebody wants each step's scores.
+    """
+
+    ids: NDArray[np.int64]
+    copies: HostCopies
+    vocabulary: int
+    scored: bool = False
+
+    @property
+    def width(self) -> int:
+        """T."""
+        return len(self.ids[0])
+
+
+def read_processors(call: Call) -> list[Sampling] | None:
+    """Return each row's settings, drawing the rows' seeds from torch's default generator if rows are drawn.
+
+    Returns:
+        One entry a row, or None if there is a processor that the graph does not have.
+    """
+    vocabulary, scored = logits_width(call.runtime.facts.model), call.wants_scores("output_scores")
+    prompts, do_sample = Prompts(call.ids, call.copies, vocabulary, scored), bool(call.config.do_sample)
+    if (settings := samplings_of(call.processors, do_sample, prompts)) is None or not do_sample:
+        return settings
+    seeds = new_seeds(len(settings)).tolist()
+    return [replace(own, seed=seed) for own, seed in zip(settings, seeds, strict=True)]
+
+
+def samplings_of(processors: Iterable[LogitsProcessor], do_sample: bool, prompts: Prompts) -> list[Sampling] | None:
+    """Return the settings of each row that processors stand for; None if the graph does not have one of them."""
+    if (found := _by_kind(processors)) is None or (edits := _edits(found, prompts)) is None:
+        return None
+    if (seen := _seen(found, prompts)) is None:
+        return None
+    settings = replace(_numbers(found, do_sample), **edits)
+    tails = prompts.ids[:, -MOST_FOLLOWED:] if settings.followed else [seen[0][:0]] * len(seen)
+    return [replace(settings, seen=tokens, tail=tail) for tokens, tail in zip(seen, tails, strict=True)]
+
+
+def is_in_graph(processor: LogitsProcessor) -> bool:
+    """Return whether the graph does what a processor does, at least beside some others."""
+    return _is_a_number(processor) or _is_of_tokens(processor)
+
+
+def _is_a_number(processor: LogitsProcessor) -> bool:
+    """Whether the graph does what a processor does, and one number says what that is."""
+    return (
+        type(processor) in _NUMBERS
+        and getattr(processor, "min_tokens_to_keep", 1) == 1
+        and getattr(processor, "filter_value", -math.inf) == -math.inf
+    )
+
+
+def new_seeds(rows: int) -> Tensor:
+    """Return ``[rows]`` int64 from torch's default generator, so that ``torch.manual_seed`` decides all draws."""
+    return torch.randint(2**62, (rows,), device="cpu")
+
+
+def _by_kind(processors: Iterable[LogitsProcessor]) -> _Found | None:
+    """Return processors by their class; None if the graph does not have one, or not in this order."""
+    listed = list(processors)
+    if not all(map(is_in_graph, listed)):
+        return None
+    ranks = [_ORDER.index(_kind(entry)) for entry in listed]
+    return {_kind(entry): entry for entry in listed} if ranks == sorted(set(ranks)) else None
+
+
+def _kind(processor: LogitsProcessor) -> type[LogitsProcessor]:
+    return Grammar if is_grammar(processor) else type(processor)
+
+
+def _is_of_tokens(processor: Any) -> bool:
+    """Whether the graph does what a processor does, which names tokens, or sequences that are not too long."""
+    if type(processor) in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
+        return all(len(sequence) <= MOST_FOLLOWED + 1 for sequence in processor.sequence_bias)
+    return _kind(processor) in _ORDER and type(processor) not in _NUMBERS
+
+
+def _numbers(found: _Found, do_sample: bool) -> Sampling:
+    def setting(kind: type[LogitsProcessor], name: str, default: float) -> float:
+        return float(getattr(found[kind], name)) if kind in found else default
+
+    return Sampling(
+        temperature=setting(TemperatureLogitsWarper, "temperature", 1.0) if do_sample else 0.0,
+        top_k=int(setting(TopKLogitsWarper, "top_k", 0)),
+        top_p=setting(TopPLogitsWarper, "top_p", 1.0),
+        min_p=setting(MinPLogitsWarper, "min_p", 0.0),
+        top_h=setting(TopHLogitsWarper, "top_h", 0.0),
+        typical_p=setting(TypicalLogitsWarper, "mass", 1.0),
+        epsilon_cutoff=setting(EpsilonLogitsWarper, "epsilon", 0.0),
+        eta_cutoff=setting(EtaLogitsWarper, "epsilon", 0.0),
+        prompt_penalty=setting(EncoderRepetitionPenaltyLogitsProcessor, "penalty", 1.0),
+        repetition_penalty=setting(RepetitionPenaltyLogitsProcessor, "penalty", 1.0),
+        cleaned=InfNanRemoveLogitsProcessor in found,
+    )
+
+
+def _seen(found: _Found, prompts: Prompts) -> list[NDArray[np.int64]] | None:
+    """Return the prompt tokens of each row that penalties count; None if two of them count others."""
+    repeated, of_prompt = (
+        found.get(RepetitionPenaltyLogitsProcessor),
+        found.get(EncoderRepetitionPenaltyLogitsProcessor),
+    )
+    counted = [np.zeros(0, dtype=np.int64)] * len(prompts.ids) if repeated is None else _repeated(repeated, prompts)
+    if of_prompt is None:
+        return counted
+    ids = prompts.copies.of(of_prompt.encoder_input_ids).numpy()
+    all_of_them = [np.unique(row) for row in np.repeat(ids, len(prompts.ids) // len(ids), axis=0)]
+    same = all(map(np.array_equal, counted, all_of_them))
+    return all_of_them if repeated is None or same else None
+
+
+def _repeated(penalty: Any, prompts: Prompts) -> list[NDArray[np.int64]]:
+    """Return the prompt tokens of each row that HuggingFace's repetition penalty counts."""
+    ignored = prompts.copies.of(getattr(penalty, "prompt_ignore_length", None))
+    starts = np.broadcast_to(np.asarray(0 if ignored is None else ignored), len(prompts.ids))
+    return [np.unique(row[start:]) for row, start in zip(prompts.ids, starts, strict=True)]
+
+
+# ---- processors of tokens
+
+
+def _edits(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
+    """Return the fields of ``Sampling`` that bar, force and bias tokens; None if the graph cannot have them."""
+    if set(found) <= set(_NUMBERS):
+        return {}
+    suppressed, biases = _suppressed(found, prompts), list(_biases(found, prompts))
+    width = prompts.vocabulary
+    ours = all(bias.token < width and (bias.value in (BARRED, FORCED) or abs(bias.value) <= LARGEST) for bias in biases)
+    if not ours or len(biases) > MOST_BIASES or _order_decides(found, biases, suppressed):
+        return None
+    if (growing := _growing(found, prompts)) is None:
+        return None
+    fields = {"biases": packed(biases), "mask": mask_of(width, banned=suppressed), **growing}
+    if Grammar not in found:
+        return fields
+    if any(bias.value == FORCED for bias in biases) or prompts.scored:
+        return None  # it may bar what is forced; and it sees each step once
+    return fields | {"mask": all_tokens(width) if fields["mask"] is None else fields["mask"], "deferred": True}
+
+
+def _growing(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
+    """Return the fields of ``Sampling`` that let logits grow; None if the graph cannot have them."""
+    if (decay := found.get(ExponentialDecayLengthPenalty)) is None:
+        return {}
+    tokens = dict.fromkeys(_listed(decay.eos_token_id, prompts))
+    if len(tokens) > MOST_GROWING or decay.regulation_factor <= 0:
+        return None
+    if any(not 0 <= token < prompts.vocabulary for token in tokens):  # HuggingFace's processor says so
+        return None
+    grows_after = decay.regulation_start - prompts.width
+    return {"growing": tuple(tokens), "growth": math.log2(decay.regulation_factor), "grows_after": grows_after}
+
+
+def _suppressed(found: _Found, prompts: Prompts) -> list[int]:
+    suppressing = found.get(SuppressTokensLogitsProcessor)
+    return [] if suppressing is None else _listed(suppressing.suppress_tokens, prompts)
+
+
+def _biases(found: _Found, prompts: Prompts) -> Iterator[Bias]:
+    """Yield what processors bar, force and bias; steps count from the first new token."""
+    width = prompts.width
+    for kind in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
+        if kind in found:
+            for sequence, value in found[kind].sequence_bias.items():
+                yield Bias(sequence[-1], float(value), after=tuple(sequence[:-1]))
+    if (shortest := found.get(MinLengthLogitsProcessor)) is not None:
+        yield from _barred(shortest.eos_token_id, prompts, shortest.min_length - width)
+    if (fewest := found.get(MinNewTokensLengthLogitsProcessor)) is not None:
+        skipped = fewest.prompt_length_to_skip - width
+        yield from _barred(fewest.eos_token_id, prompts, skipped + fewest.min_new_tokens)
+    if (begin := found.get(SuppressTokensAtBeginLogitsProcessor)) is not None and begin.begin_index >= width:
+        step = begin.begin_index - width
+        yield from _barred(begin.begin_suppress_tokens, prompts, step + 1, step)
+    if (bos := found.get(ForcedBOSTokenLogitsProcessor)) is not None and width == 1:
+        yield Bias(bos.bos_token_id, FORCED, 0, 1)
+    if (eos := found.get(ForcedEOSTokenLogitsProcessor)) is not None and (step := eos.max_length - 1 - width) >= 0:
+        yield from (Bias(token, FORCED, step, step + 1) for token in dict.fromkeys(_listed(eos.eos_token_id, prompts)))
+
+
+def _barred(tokens: Any, prompts: Prompts, end: int, first: int = 0) -> list[Bias]:
+    return [Bias(token, BARRED, first, end) for token in _listed(tokens, prompts)] if end > first else []
+
+
+def _listed(tokens: Any, prompts: Prompts) -> list[int]:
+    listed: list[int] = np.atleast_1d(np.asarray(prompts.copies.of(tokens))).tolist()
+    return listed
+
+
+def _order_decides(found: _Found, biases: list[Bias], suppressed: list[int]) -> bool:
+    """Whether HuggingFace's order decides: what is forced is barred as well, or penalised; what is barred may grow."""
+    forced = [bias for bias in biases if bias.value == FORCED]
+    barred = [*(bias for bias in biases if bias.value == BARRED), *(Bias(token, BARRED) for token in suppressed)]
+    both = itertools.product(forced, barred)
+    if any(one.token == other.token and _meet(one, other) for one, other in both):
+        return True
+    if {InfNanRemoveLogitsProcessor, ExponentialDecayLengthPenalty} <= set(found) and (forced or barred):
+        return True
+    among = _PENALTIES & set(found) or {ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor} <= set(found)
+    return len(forced) > 1 and bool(among)
+
+
+def _meet(one: Bias, other: Bias) -> bool:
+    return one.first < other.end and other.first < one.end

@@ -1,0 +1,92 @@
+"""Each step's logits and scores, for calls that get them: ``output_logits`` and ``output_scores``.
+
+The fast loop copies logits on the device, behind each step, and waits for nothing. HuggingFace's own processors make
+scores of them when the tokens are known, at the end.
+
+Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from compiled_llm.execution.batch import Step
+from compiled_llm.huggingface.call.call import Call
+from compiled_llm.kvcache.memory import free_bytes
+from compiled_llm.model.sizes import logits_width
+
+
+class StepScores:
+    """What a call gets of its steps."""
+
+    def __init__(self, call: Call) -> None:
+        """Begin without steps."""
+        self._call = call
+        self._wants_scores = call.wants_scores("output_scores")
+        self._wants_logits = call.wants_scores("output_logits")
+        self._logits: list[Tensor | None] = []
+        self._scores: list[Tensor] = []
+
+    def see(self, step: Step) -> None:
+        """Keep the logits of a step of all rows, in their order; in the model's executor."""
+        assert step.logits is not None
+        self._logits.append(step.logits.to(torch.float32, copy=True))
+
+    def record(self, scores: Tensor, logits: Tensor) -> None:
+        """Keep a step's scores and logits, where the loop has both."""
+        self._logits.append(logits if self._wants_logits else None)
+        if self._wants_scores:
+            self._scores.append(scores)
+
+    def logits(self, steps: int) -> tuple[Tensor, ...] | None:
+        """Return those of the first steps, ``[B, V]`` float32 each, where ``input_ids`` is; None if nobody wants them.
+
+        The loop may have launched more steps than it has read.
+        """
+        return tuple(self._logits_of(step) for step in range(steps)) if self._wants_logits else None
+
+    def scores(self, ids: Tensor) -> tuple[Tensor, ...] | None:
+        """Return those of the steps that have chosen the last G tokens of ``ids`` ``[B, T + G]``; as ``logits``."""
+        if not self._wants_scores:
+            return None
+        prompt = self._call.input_ids.shape[1]
+        for step in range(len(self._scores), ids.shape[1] - prompt):
+            before = cast(torch.LongTensor, ids[:, : prompt + step])
+            self._scores.append(self._call.processors(before, cast(torch.FloatTensor, self._logits_of(step))))
+            if not self._wants_logits:
+                self._logits[step] = None
+        return tuple(self._scores)
+
+    def _logits_of(self, step: int) -> Tensor:
+        logits = self._logits[step]
+        assert logits is not None, "they have been kept for whoever wants them"
+        return logits.to(self._call.input_ids.device)
+
+
+def check_room(call: Call) -> None:
+    """Check that there is memory for what the fast loop keeps of its steps, if it is known how many there will be.
+
+    A call whose rows may end early is as in HuggingFace's loop: it takes memory as it goes.
+
+    Raises:
+        ValueError: there is not.
+    """
+    if not (call.wants_scores() and _runs_to_the_end(call)):
+        return  # before the device is asked for its memory: that takes longer than all else before the first token
+    rows, width = len(call.input_ids), logits_width(call.runtime.facts.model)
+    kinds = 1 + (call.wants_scores("output_scores") and call.wants_scores("output_logits") and bool(call.processors))
+    needed, free = 4 * call.most_new * rows * width * kinds, free_bytes(call.device_model.device)
+    if needed > free:
+        raise ValueError(
+            f"output_scores, output_logits: {call.most_new} steps of {rows} rows and {width} tokens take "
+            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; give fewer rows or max_new_tokens, wrap "
+            "with a smaller kv_memory, or let compiled_llm.Engine give the logprobs of the likeliest tokens"
+        )
+
+
+def _runs_to_the_end(call: Call) -> bool:
+    return all(type(entry) is MaxLengthCriteria for entry in call.criteria)

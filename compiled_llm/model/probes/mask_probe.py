@@ -1,0 +1,167 @@
+"""Which tokens each layer sees in HuggingFace's forward, and whether ours can serve that.
+
+Some patterns stand in the arguments of attention, others only in the mask, and others only in what HuggingFace's cache
+throws away. So HuggingFace makes its masks once, on real tensors, up to the first attention, and is asked what they
+hide. Where masks differ, a forward on fake tensors tells which layer is handed which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from compiled_llm.model.layer_probe import Layer, trial_forward
+from compiled_llm.model.probes.mask_pattern import MaskFunction, PatternError, window_of
+from compiled_llm.model.probes.observing import observed
+from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm.model.sizes import max_positions_of
+
+
+def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers with the windows that only HuggingFace's masks have.
+
+    Args:
+        model: whose attention layers are known.
+        layers: what they hand to their attention.
+
+    Raises:
+        UnsupportedModelError: a layer sees something else than all tokens before it, or the last ones.
+    """
+    found = _windows(model, len(layers))
+    positions = max_positions_of(model)
+    windowed = [_seeing(layer, window, positions) for layer, window in zip(layers, found, strict=True)]
+    _check_cache(model, windowed)
+    return windowed
+
+
+_UNMASKED = -1
+"""In place of a window: HuggingFace makes no mask for the layer."""
+
+
+def _seeing(layer: Layer, window: int | None, positions: int) -> Layer:
+    """Return a layer that sees what its mask shows, which is mostly what it does."""
+    if window == _UNMASKED or (window or positions) == layer.visible(positions):
+        return layer
+    return layer._replace(window_left=-1 if window is None else window - 1, window_in_mask=True)
+
+
+def _windows(model: PreTrainedModel, layers: int) -> list[int | None]:
+    """Return how many tokens each layer's mask shows, ``_UNMASKED`` if it has none."""
+    functions = _First.masks_of(model)
+    patterns = [_pattern(function, model) for function in functions]
+    if not patterns:
+        return [_UNMASKED] * layers
+    handed = [0] * layers if len(set(map(str, patterns))) == 1 else _Handed.of(model, len(patterns), layers)
+    windows: list[int | None] = []
+    for index, number in enumerate(handed):
+        pattern = _UNMASKED if number is None else patterns[number]
+        if isinstance(pattern, PatternError):
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: attention layer {index} sees neither all tokens before its own nor the last "
+                f"ones (HuggingFace's mask differs at {pattern}); it stays usable unwrapped"
+            )
+        windows.append(pattern)
+    return windows
+
+
+def _pattern(function: MaskFunction, model: PreTrainedModel) -> int | PatternError | None:
+    try:
+        return window_of(function, max_positions_of(model), model.device)
+    except PatternError as error:
+        return error
+    except Exception as error:  # it looks at what the forward was given
+        return PatternError(f"places that cannot be asked about ({type(error).__name__}: {error})")
+
+
+class _Reached(Exception):  # noqa: N818
+    """The first attention was reached: nothing more is needed of a forward."""
+
+
+class _First:
+    """Collects what masks are made of, up to the first attention."""
+
+    def __init__(self) -> None:
+        self.functions: list[MaskFunction] = []
+
+    @classmethod
+    def masks_of(cls, model: PreTrainedModel) -> list[MaskFunction]:
+        """Return the functions of the masks that the model makes, in order."""
+        observer = cls()
+        with observed(model, observer), suppress(_Reached):
+            trial_forward(model, fake=False)
+        return observer.functions
+
+    def mask(self, arguments: dict[str, Any]) -> None:
+        self.functions.append(arguments["mask_function"])
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        raise _Reached
+
+
+class _Handed:
+    """Notes which layer is handed which mask."""
+
+    def __init__(self) -> None:
+        self.masks: list[Tensor] = []
+        self.of_layer: dict[int, int | None] = {}
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, masks: int, layers: int) -> list[int | None]:
+        """Return the number of each layer's mask, None if it gets none.
+
+        Raises:
+            UnsupportedModelError: the model makes something of its masks that cannot be followed.
+        """
+        observer = cls()
+        with observed(model, observer):
+            trial_forward(model, fake=True)
+        if len(observer.masks) != masks or sorted(observer.of_layer) != list(range(layers)):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} makes masks inside its layers, which cannot be compared with what pages "
+                "serve; it stays usable unwrapped"
+            )
+        return [observer.of_layer[index] for index in range(layers)]
+
+    def mask(self, arguments: dict[str, Any]) -> Tensor:
+        self.masks.append(torch.empty(1, 1, arguments["q_length"], arguments["kv_length"], device=arguments["device"]))
+        return self.masks[-1]
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        self.of_layer[int(module.layer_idx)] = None if mask is None else self._number_of(module, mask)  # type: ignore[arg-type]
+        return query.transpose(1, 2).contiguous()
+
+    def _number_of(self, module: nn.Module, mask: Tensor) -> int:
+        for number, made in enumerate(self.masks):
+            if mask is made:
+                return number
+        raise UnsupportedModelError(
+            f"{type(module).__name__} builds an attention mask of its own; paged attention cannot honour it"
+        )
+
+
+def _check_cache(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
+    """Check that HuggingFace's cache holds what the layers see: keys and values, and as many.
+
+    Raises:
+        UnsupportedModelError: it holds something else, or throws away what a layer would see.
+    """
+    name, positions = type(model).__name__, max_positions_of(model)
+    kept = DynamicCache(config=model.config).layers
+    for index, (layer, cached) in enumerate(zip(layers, kept, strict=False)):
+        if type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedModelError(
+                f"{name}: attention layer {index} keeps a {type(cached).__name__} in HuggingFace's cache; pages hold "
+                "keys and values of tokens, so it stays usable unwrapped"
+            )
+        window = getattr(cached, "sliding_window", None)
+        if window is not None and window < layer.visible(positions):
+            raise UnsupportedModelError(
+                f"{name}: HuggingFace's cache keeps {window} tokens of attention layer {index}, whose mask shows more; "
+                "pages keep them all, so it stays usable unwrapped"
+            )

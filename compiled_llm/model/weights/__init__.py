@@ -1,0 +1,1 @@
+"""Weights: fused, changed, moved, and those that are refused."""

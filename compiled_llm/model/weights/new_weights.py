@@ -1,0 +1,166 @@
+"""New weights for a model, read from a folder and checked before any of its own changes; then written in their place.
+
+Parameters keep their objects and addresses. So what was fused, compiled or recorded with them goes on with the new
+ones, and there is nothing else that is made of weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compiled_llm.compat.huggingface import Misfits, load_checkpoint
+from compiled_llm.model.weights.fused_weights import finish
+from compiled_llm.model.weights.weights_folder import StoredTensor, read_config, stored_tensors
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_NAMES_SHOWN = 3
+
+
+class NewWeights:
+    """What a model's weights are to become, in host memory."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        """Read a folder and check that its tensors are the model's, all of them; the model is not changed.
+
+        Floating-point numbers get the dtype that the model has, as they do when it is loaded.
+
+        Args:
+            model: wrapped or not.
+            folder: as ``save_pretrained`` writes it.
+
+        Raises:
+            ValueError: the model's weights are quantised; or the folder is damaged, or another model's.
+        """
+        self._model = model
+        self._own = own = _own_tensors(model)
+        _check_config(model, read_config(folder))
+        stored = stored_tensors(folder)
+        _check_dtypes(stored, own)
+        stand_in = _stand_in(own)
+        misfits = load_checkpoint(model, stand_in, stored)
+        new = {name: tensor for name, tensor in stand_in.state_dict().items() if not tensor.is_meta}
+        _check_misfits(folder, misfits, _without_tied(misfits.missing, own, new))
+        _check_tied(own, new)
+        self._new = new
+
+    def write(self) -> None:
+        """Write them in the place of the model's, wherever these are now; nobody may read those meanwhile.
+
+        Raises:
+            RuntimeError: the model has other tensors by now; nothing has changed.
+        """
+        present: dict[str, Any] = self._model.state_dict(keep_vars=True)
+        if any(present.get(name) is not tensor for name, tensor in self._own.items()):
+            raise RuntimeError("update_weights: tensors of the model were replaced meanwhile; call it again")
+        finish(self._model.device)
+        for name, tensor in self._new.items():
+            own = self._own[name]
+            with torch.inference_mode(own.is_inference()), torch.no_grad():
+                own.copy_(tensor)
+        finish(self._model.device)  # other streams may read them from now on
+
+
+def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return what a checkpoint of a model has, by name.
+
+    Raises:
+        ValueError: its weights have another form than those in files.
+    """
+    own: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, tensor in own.items():
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            _refuse_quantised(f"{name} is a {type(tensor).__name__}")
+        if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+            _refuse_quantised(f"{name} has the dtype {tensor.dtype}")
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        _refuse_quantised("it was loaded with a quantization_config")
+    return own
+
+
+def _refuse_quantised(why: str) -> None:
+    raise ValueError(f"update_weights: the model is quantised ({why}), and files have other weights; load it anew")
+
+
+def _check_config(model: PreTrainedModel, config: Mapping[str, Any]) -> None:
+    kind = config.get("model_type", model.config.model_type)
+    if kind != model.config.model_type:
+        raise ValueError(
+            f"update_weights: the folder's config.json is of a {kind}, and the model is a {model.config.model_type}; "
+            "give weights of the same model"
+        )
+    if config.get("quantization_config") is not None:
+        raise ValueError("update_weights: the weights in the folder are quantised; give weights as they are trained")
+
+
+def _check_dtypes(stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> None:
+    """Check that tensors are numbers as they are trained; buffers that count are what they are."""
+    for name, tensor in stored.items():
+        if tensor.dtype not in _FLOATS and (name not in own or own[name].is_floating_point()):
+            raise ValueError(
+                f"update_weights: {name} has the dtype {tensor.dtype} in the folder; give weights of the dtypes "
+                f"{', '.join(_FLOATS)}"
+            )
+
+
+def _stand_in(own: Mapping[str, Tensor]) -> nn.Module:
+    """Return modules that have tensors of the same names, without memory."""
+    root = nn.Module()
+    for name, tensor in own.items():
+        *path, leaf = name.split(".")
+        owner = root
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(leaf, nn.Parameter(empty, requires_grad=False))
+        else:
+            owner.register_buffer(leaf, empty)
+    return root
+
+
+def _names_by_tensor(own: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of each tensor: a tied one has several."""
+    names = defaultdict(list)
+    for name, tensor in own.items():
+        names[id(tensor)].append(name)
+    return list(names.values())
+
+
+def _without_tied(missing: set[str], own: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> list[str]:
+    """Return what is missing under all of its names."""
+    return [name for names in _names_by_tensor(own) if not new.keys() & names for name in names if name in missing]
+
+
+def _check_misfits(folder: Path, misfits: Misfits, missing: Iterable[str]) -> None:
+    for name, theirs, ours in sorted(misfits.mismatched):
+        raise ValueError(f"update_weights: {name} has the shape {theirs} in the folder, and {ours} in the model")
+    for name, why in sorted(misfits.failed.items()):
+        raise ValueError(f"update_weights: {name} cannot be made of the tensors in the folder: {why}")
+    if lacking := sorted(missing):
+        raise ValueError(f"update_weights: {str(folder)!r} lacks tensors of the model: {_listed(lacking)}")
+    if foreign := sorted(misfits.unexpected):
+        raise ValueError(f"update_weights: {str(folder)!r} has tensors that the model has not: {_listed(foreign)}")
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _check_tied(own: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    for names in _names_by_tensor(own):
+        first, *others = [name for name in names if name in new] or [""]
+        for other in others:
+            if not torch.equal(new[first], new[other]):
+                raise ValueError(
+                    f"update_weights: {first} and {other} differ in the folder, and the model has one tensor for both"
+                )

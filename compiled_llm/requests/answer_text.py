@@ -1,0 +1,141 @@
+"""The text of one answer as it comes, and where it stops."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from compiled_llm.requests.detokenizer import Decoding
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.stop_strings import StopReader
+
+
+class Written(Protocol):
+    """An answer as far as its text follows from it: a request, here or in another process.
+
+    Attributes:
+        tokens: that have come.
+        ends: tokens that end it.
+        done: whether no more come.
+    """
+
+    tokens: list[int]
+    ends: frozenset[int]
+
+    @property
+    def done(self) -> bool: ...  # noqa: D102
+
+
+class TextFormat(NamedTuple):
+    """How a request's tokens become text.
+
+    Attributes:
+        decoding: of the tokenizer.
+        stop: strings that end an answer.
+        keeps_stop: leave what has ended an answer in its text: a stop string, or a token.
+        skip_special_tokens: leave special tokens out.
+        unsearched: tokens at the beginning in whose text no stop string ends an answer.
+    """
+
+    decoding: Decoding
+    stop: tuple[str, ...] = ()
+    keeps_stop: bool = False
+    skip_special_tokens: bool = True
+    unsearched: int = 0
+
+    @classmethod
+    def of(cls, params: SamplingParams, decoding: Decoding | None) -> TextFormat | None:
+        """Return what a request asks for; None without a tokenizer.
+
+        Raises:
+            ValueError: there are stop strings and no tokenizer.
+        """
+        stop = params.stop_strings
+        if decoding is None and stop:
+            raise ValueError(
+                f"stop={params.stop!r}: stop strings need a tokenizer; give compiled_llm.Engine(model, "
+                "tokenizer=tokenizer), or stop_token_ids"
+            )
+        if decoding is None:
+            return None
+        return cls(decoding, stop, params.include_stop_str_in_output, params.skip_special_tokens, params.min_tokens)
+
+    def text_of(self, request: Written, tokens: list[int]) -> str:
+        """Return the text of all tokens at once."""
+        return self.decoding.text(tokens[: self.textual(request, tokens)], self.skip_special_tokens)
+
+    def textual(self, request: Written, tokens: list[int]) -> int:
+        """Return how many tokens have a text: all but the one that has ended the answer."""
+        return len(tokens) - (bool(tokens) and not self.keeps_stop and tokens[-1] in request.ends)
+
+
+class AnswerText:
+    """The text of one answer, brought up to date by one thread at a time; any other may look at it meanwhile.
+
+    Attributes:
+        text: as far as it is known.
+        shown: how many characters of it are certain; beyond may be the beginning of a stop string.
+        count: how many tokens have been read.
+        stop: the stop string that has ended it.
+        whole: its text, once nothing more comes.
+        ended: whether nothing more comes.
+        error: why nothing more comes, if not all of the answer is in it.
+    """
+
+    def __init__(self, request: Written, form: TextFormat) -> None:
+        """Begin before the first token.
+
+        Args:
+            request: has the tokens.
+            form: how they become text.
+        """
+        self._request = request
+        self._format = form
+        self._detokenizer = form.decoding.detokenizer(form.skip_special_tokens)
+        self._stops = StopReader(form.stop) if form.stop else None
+        self.text, self.shown, self.count = "", 0, 0
+        self.stop: str | None = None
+        self.whole: str | None = None
+        self.ended = False
+        self.error: BaseException | None = None
+
+    def read(self) -> None:
+        """Take the tokens that have come since; nothing behind a stop string."""
+        done = self._request.done  # looked at first: no token comes after the end
+        for token in self._request.tokens[self.count :]:
+            self.count += 1
+            if self._format.keeps_stop or token not in self._request.ends:
+                self._add(self._detokenizer.add(token))
+            if self.stop is not None:
+                return
+        if done:
+            self._finish()
+
+    def fail(self, error: BaseException) -> None:
+        """End it with what it has."""
+        self.error = error
+        self._end(self.text)
+
+    def _add(self, piece: str) -> None:
+        if not piece:
+            return
+        self.text += piece
+        if self._stops is None:
+            self.shown = len(self.text)
+        elif (match := self._stops.take(piece, self.count > self._format.unsearched)) is not None:
+            self.stop = match.string
+            self._end(self.text[: match.end if self._format.keeps_stop else match.start])
+        else:
+            self.shown = len(self.text) - (0 if self._format.keeps_stop else self._stops.begun)
+
+    def _finish(self) -> None:
+        tokens = self._request.tokens
+        tokens = tokens[: self._format.textual(self._request, tokens)]
+        rest, whole = self._detokenizer.rest(tokens, given=self.text)
+        self._add(rest)
+        if self.stop is None:
+            self._end(self.text, whole)
+
+    def _end(self, text: str, whole: str | None = None) -> None:
+        self.text, self.shown = text, len(text)
+        self.whole = text if whole is None else whole
+        self.ended = True  # last: who sees it sees the rest

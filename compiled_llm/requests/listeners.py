@@ -1,0 +1,158 @@
+"""Who waits for something of one request: threads, event loops, and functions to call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from compiled_llm.compat.condition import Condition
+from compiled_llm.requests.users_code import described, is_interrupt
+
+Task = tuple[asyncio.AbstractEventLoop, asyncio.Event]
+"""What waits in an event loop, and what wakes it."""
+
+logger = logging.getLogger("compiled_llm.engine")
+
+
+class Listeners:
+    """Waits in any thread and any event loop, and is told when something has changed.
+
+    Attributes:
+        count: how many wait; in each step of many requests nobody does for most.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        """Begin with nobody.
+
+        Args:
+            check: raises an error in a thread that must not wait.
+        """
+        self._check = check
+        self.forget_other_threads()
+
+    def forget_other_threads(self) -> None:
+        """Begin anew; in a forked process another thread may have had the lock."""
+        self._changed = Condition()
+        self._threads = 0
+        self._functions: set[Callable[[], object]] = set()
+        self._tasks: set[Task] = set()
+        self.count = 0
+
+    def add(self, function: Callable[[], object]) -> None:
+        """Have a function called whenever something has changed, once for all requests that a step has changed."""
+        with self._changing():
+            self._functions.add(function)
+
+    def wait_until(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait in this thread, ``timeout`` seconds at most; whether it is ``ready``."""
+        if not ready():
+            self._check()
+        with self._changed:
+            # Whoever does not see this has changed everything before, and ``ready`` is asked now.
+            with self._changing():
+                self._threads += 1
+            try:
+                return self._changed.wait_for(ready, timeout)
+            finally:
+                with self._changing():
+                    self._threads -= 1
+
+    @contextmanager
+    def listening(self, event: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
+        """Yield an event of the running event loop that is set whenever something has changed.
+
+        Args:
+            event: to be set; None for a new one.
+        """
+        event = asyncio.Event() if event is None else event
+        task = asyncio.get_running_loop(), event
+        with self._changing():
+            self._tasks.add(task)
+        try:
+            yield event
+        finally:
+            self.forget([task])
+
+    def forget(self, tasks: Iterable[Task]) -> None:
+        """Tell these no more."""
+        with self._changing():
+            self._tasks.difference_update(tasks)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._changed:
+            yield
+            self.count = self._threads + len(self._functions) + len(self._tasks)
+
+    def remove(self, function: Callable[[], object]) -> None:
+        """Call a function no more."""
+        with self._changing():
+            self._functions.discard(function)
+
+    def gather(self, functions: set[Callable[[], object]], tasks: list[Task]) -> None:
+        """Wake threads, and add the functions and the tasks that are to be told."""
+        if self._threads:
+            with self._changed:
+                self._changed.notify_all()
+        if self._functions:
+            functions.update(self._functions)
+        if self._tasks:
+            tasks.extend(self._tasks)
+
+
+def tell(several: Sequence[Listeners]) -> None:
+    """Tell whoever waits for one of these: each function and event loop once, for however many of them it waits."""
+    functions: set[Callable[[], object]] = set()
+    tasks: list[Task] = []
+    for listeners in several:
+        listeners.gather(functions, tasks)
+    try:
+        _call_all(several, list(functions))
+    finally:  # Ctrl-C in one of them leaves nobody waiting
+        _tell_tasks(several, tasks)
+
+
+def _call_all(several: Sequence[Listeners], functions: list[Callable[[], object]]) -> None:
+    """Call functions; one that fails ends nobody's request, and Ctrl-C in one of them comes after the others."""
+    while functions:
+        function = functions.pop()
+        try:
+            function()
+        except BaseException as error:
+            if is_interrupt(error):
+                _call_all(several, functions)
+                raise
+            logger.warning("compiled_llm: a listener has failed, and hears no more: %s", described(error))
+            for listeners in several:
+                listeners.remove(function)
+
+
+def _tell_tasks(several: Iterable[Listeners], tasks: Sequence[Task]) -> None:
+    if not tasks:
+        return
+    loops: defaultdict[asyncio.AbstractEventLoop, list[Task]] = defaultdict(list)
+    for task in tasks:
+        loops[task[0]].append(task)
+    here = running_loop()  # it is awake, and to wake it takes two calls of the system
+    for loop, waiting in loops.items():
+        try:
+            (loop.call_soon if loop is here else loop.call_soon_threadsafe)(_wake, waiting)
+        except Exception:  # it was closed in the midst of it; nobody waits there any more
+            for listeners in several:
+                listeners.forget(waiting)
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that this thread runs; None if it runs none."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _wake(tasks: Iterable[Task]) -> None:
+    for _, event in tasks:
+        event.set()

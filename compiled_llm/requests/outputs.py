@@ -1,0 +1,115 @@
+"""What a request comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypedDict
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+"""An end-of-sequence token, one of ``stop_token_ids`` or a stop string; ``max_tokens``; ``cancel()``; the deadline; or
+what ``error`` says."""
+
+
+class Logprob(NamedTuple):
+    """How likely a token was.
+
+    Attributes:
+        logprob: the natural logarithm of its probability.
+        rank: 1 and how many tokens were likelier; tokens that were equally likely have the same.
+    """
+
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer.
+
+    Attributes:
+        index: which of the ``n`` answers it is.
+        token_ids: its tokens, the one that ended it included.
+        finish_reason: ``"stop"`` for an end-of-sequence token, one of ``stop_token_ids`` or a stop string, ``"length"``
+            for ``max_tokens``, ``"cancelled"``, ``"timeout"``, or ``"error"``.
+        text: the tokens decoded, without what has ended it; None if the engine has no tokenizer.
+        error: what ended it, with ``"error"``.
+        stop_reason: the stop string, or the one of ``stop_token_ids``, that has ended it; None if something else has.
+        logprobs: for each token, with ``SamplingParams(logprobs=...)``: by token id, its own entry first, then those of
+            the likeliest tokens.
+    """
+
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason
+    text: str | None = None
+    error: BaseException | None = field(default=None, repr=False)
+    stop_reason: int | str | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = field(default=None, repr=False)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over its tokens; None without ``logprobs``."""
+        if self.logprobs is None:
+            return None
+        return sum((next(iter(entries.values())).logprob for entries in self.logprobs), 0.0)
+
+
+class Figures(TypedDict):
+    """What is counted and measured of a prompt's answers: fields of ``RequestOutput``."""
+
+    cached_tokens: int
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one prompt came to.
+
+    ``token_ids``, ``text``, ``finish_reason``, ``stop_reason`` and ``error`` are those of the first answer.
+
+    Attributes:
+        prompt_token_ids: the prompt.
+        outputs: the ``n`` answers.
+        cached_tokens: how many of the prompt's tokens were not computed, because the prefix cache had them.
+        queue_seconds: from ``submit`` until it first ran; None if it never did.
+        first_token_seconds: from ``submit`` until its first token was read; None if there was none.
+        seconds: from ``submit`` until its last answer ended.
+        prompt_logprobs: for each token of the prompt, with ``SamplingParams(prompt_logprobs=...)``, as ``logprobs`` of
+            an answer; None in place of the first.
+    """
+
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    cached_tokens: int
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    seconds: float
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = field(default=None, repr=False)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The first answer's tokens."""
+        return self.outputs[0].token_ids
+
+    @property
+    def text(self) -> str | None:
+        """The first answer's text."""
+        return self.outputs[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first answer ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string, or the one of ``stop_token_ids``, that has ended the first answer."""
+        return self.outputs[0].stop_reason
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the first answer, with ``"error"``."""
+        return self.outputs[0].error

@@ -1,0 +1,116 @@
+"""Answers on their way, for who waits for them in any thread and any event loop, in the engine's process or another."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from compiled_llm.requests.listeners import Listeners
+from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.token_stream import PendingAnswer, TokenStream
+
+A = TypeVar("A", bound=PendingAnswer)
+
+
+class PendingAnswers(ABC, Generic[A]):
+    """A prompt's answers on their way: iterate over the tokens, or wait for the ``result``.
+
+    Attributes:
+        listeners: who waits for them.
+        answers: to be read only.
+    """
+
+    def __init__(self, answers: Sequence[A], listeners: Listeners) -> None:
+        """Wait for answers.
+
+        Args:
+            answers: to one prompt.
+            listeners: told whenever a token has come or an answer has ended.
+        """
+        self.answers = answers
+        self.listeners = listeners
+
+    @property
+    def done(self) -> bool:
+        """Whether all answers have ended."""
+        return all(answer.done for answer in self.answers)
+
+    @abstractmethod
+    def cancel(self, index: int | None = None) -> None:
+        """End what has not ended, or the answer of that index alone; tokens so far stay."""
+
+    @abstractmethod
+    def output(self) -> RequestOutput:
+        """Return what it came to, errors included, once it is ``done``."""
+
+    def when_changed(self, listener: Callable[[], object]) -> None:
+        """Have ``listener`` called whenever a token has come or an answer has ended; it has to be quick.
+
+        One that listens to several requests is called once for all that a step has changed.
+        """
+        self.listeners.add(listener)
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the end.
+
+        Args:
+            timeout: seconds to wait at most; None for as long as it takes.
+
+        Raises:
+            TimeoutError: it has not ended by then; it goes on.
+            RuntimeError: it cannot end meanwhile, because this thread has paused the engine, or runs it.
+            Exception: what ended an answer with the finish reason ``"error"``.
+        """
+        if not self.listeners.wait_until(lambda: self.done, timeout):
+            raise TimeoutError(f"the request has not ended after {timeout} s; it goes on, unless you cancel() it")
+        output = self.output()
+        for answer in output.outputs:
+            if answer.error is not None:
+                raise answer.error
+        return output
+
+    def tokens(self, index: int | None = None) -> TokenStream:
+        """Return an answer's tokens with their log-probabilities, to be read with ``for`` or ``async for``.
+
+        Args:
+            index: of which answer; needed if there are several.
+
+        Raises:
+            ValueError: there are several answers.
+        """
+        return TokenStream(self._only() if index is None else self.answers[index], self.listeners)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the tokens' ids as they come.
+
+        Raises:
+            ValueError: there are several answers.
+            Exception: what ended it with the finish reason ``"error"``.
+        """
+        for token in TokenStream(self._only(), self.listeners, scored=False):
+            yield token.id
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        """As ``__iter__``, for ``async for``."""
+        async for token in TokenStream(self._only(), self.listeners, scored=False):
+            yield token.id
+
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        """Return the result, for ``await``."""
+        return self._ended().__await__()
+
+    async def _ended(self) -> RequestOutput:
+        with self.listeners.listening() as event:
+            while not self.done:
+                event.clear()
+                if not self.done:
+                    await event.wait()
+        return self.result()
+
+    def _only(self) -> A:
+        if len(self.answers) > 1:
+            raise ValueError(
+                f"n={len(self.answers)}: several answers have no one stream; use tokens(index), text(index) or result()"
+            )
+        return self.answers[0]

@@ -1,0 +1,36 @@
+"""One prompt or several, with settings for all or for each; arrays are known by what they have, to import nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from compiled_llm.requests.sampling_params import SamplingParams
+
+
+def with_params(
+    prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Any, SamplingParams]]:
+    """Return each prompt with its settings.
+
+    Args:
+        prompts: one, or several.
+        params: for all of them, or one for each; None for the defaults.
+
+    Raises:
+        ValueError: there are more of one than of the other.
+    """
+    listed: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
+    if len(each) != len(listed):
+        raise ValueError(f"params: give one for all prompts, or one for each of {len(listed)}; got {len(each)}")
+    return list(zip(listed, each, strict=True))
+
+
+def _is_one(prompts: Any) -> bool:
+    if hasattr(prompts, "ndim"):
+        return bool(prompts.ndim < 2)
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+        return True  # what is no prompt is refused as one
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], (Real, Mapping))

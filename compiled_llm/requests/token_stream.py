@@ -1,0 +1,108 @@
+"""The tokens of an answer as they come, with their log-probabilities, for threads and for event loops."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from compiled_llm.requests.listeners import Listeners
+from compiled_llm.requests.outputs import Logprob
+
+
+class PendingAnswer(Protocol):
+    """One answer on its way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it has."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """What has ended it with ``"error"``."""
+        ...
+
+    def tokens_behind(self, count: int) -> list[int]:
+        """Return its tokens behind the first ``count``."""
+        ...
+
+    def logprobs_behind(self, count: int) -> Sequence[dict[int, Logprob]] | None:
+        """Return the entries of as many tokens behind the first ``count``, or more; None if nobody wants them."""
+        ...
+
+
+class Token(NamedTuple):
+    """One token of an answer.
+
+    Attributes:
+        id: which.
+        logprobs: as those of a ``Completion``: by token id, its own entry first; None if they are not wanted.
+    """
+
+    id: int
+    logprobs: dict[int, Logprob] | None
+
+
+class TokenStream:
+    """An answer's tokens as they come, for ``for`` and ``async for``; each loop begins with the first."""
+
+    def __init__(self, answer: PendingAnswer, listeners: Listeners, scored: bool = True) -> None:
+        """Read an answer.
+
+        Args:
+            answer: whose tokens they are.
+            listeners: of the answer's handle.
+            scored: make the entries of log-probabilities; nobody looks at them otherwise.
+        """
+        self._scored = scored
+        self._answer = answer
+        self._listeners = listeners
+
+    def __iter__(self) -> Iterator[Token]:
+        """Yield the tokens as they come.
+
+        Raises:
+            Exception: what ended the answer with the finish reason ``"error"``.
+        """
+        answer, count = self._answer, 0
+        while not (answer.done and count == answer.tokens):
+            yield from (new := self._behind(count))
+            count += len(new)
+        self._raise_error()
+
+    def _behind(self, count: int) -> list[Token]:
+        """Wait for more than ``count`` tokens or the end, and return those behind them."""
+        self._listeners.wait_until(lambda: self._answer.tokens > count or self._answer.done)
+        return self._there_behind(count)
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        """As ``__iter__``, for ``async for``."""
+        answer, count = self._answer, 0
+        with self._listeners.listening() as event:
+            while True:
+                event.clear()
+                ended, new = answer.done, self._there_behind(count)
+                for token in new:
+                    yield token
+                count += len(new)
+                if ended and count == answer.tokens:
+                    break
+                if not (new or ended):
+                    await event.wait()
+        self._raise_error()
+
+    def _there_behind(self, count: int) -> list[Token]:
+        tokens = self._answer.tokens_behind(count)
+        entries = self._answer.logprobs_behind(count) if tokens and self._scored else None
+        if entries is None:
+            return [Token(token, None) for token in tokens]
+        return [Token(*both) for both in zip(tokens, entries, strict=False)]
+
+    def _raise_error(self) -> None:
+        if self._answer.error is not None:
+            raise self._answer.error

@@ -1,0 +1,66 @@
+"""The application: what answers requests of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from compiled_llm.server.guard import Guard
+from compiled_llm.server.http.api_error import ANSWERED, respond
+from compiled_llm.server.http.short_way import ShortWay
+from compiled_llm.server.openai import metrics, page, status, tokenize
+from compiled_llm.server.openai.chat import endpoint as chat
+from compiled_llm.server.openai.common.api_server import Front
+from compiled_llm.server.openai.common.engine_link import GeneratorLink
+from compiled_llm.server.openai.completions import endpoint as completions
+from compiled_llm.server.openai.responses import endpoint as responses
+from compiled_llm.server.settings import FrontSettings
+
+
+def application(settings: FrontSettings, link: GeneratorLink) -> FastAPI:
+    """Return what serves a generator's model by OpenAI's API.
+
+    Args:
+        settings: of the front.
+        link: to the generator.
+    """
+    app = FastAPI(
+        title="compiled_llm", version=version("compiled-llm"), lifespan=_lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.front = Front(settings, link)
+    app.state.metrics = metrics.FrontMetrics(settings.figures)
+    for room in (chat, completions, responses, tokenize, status, metrics):
+        app.include_router(room.router)
+    if settings.page:
+        app.include_router(page.router)
+    for kind in ANSWERED:
+        app.add_exception_handler(kind, respond)
+    rooms = (chat, completions, responses, tokenize)
+    app.add_middleware(ShortWay, routes=[route for room in rooms for route in room.router.routes])
+    app.add_middleware(Guard, settings=settings, metrics=app.state.metrics)
+    if settings.cors_origins:  # outside the guard: a browser asks first, without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+            expose_headers=["x-request-id"],
+        )
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Stay connected to the generator while the server runs."""
+    linking = asyncio.create_task(app.state.front.link.run())
+    try:
+        yield
+    finally:
+        linking.cancel()
+        with suppress(asyncio.CancelledError):
+            await linking

@@ -1,0 +1,274 @@
+"""One client: reads what it asks for, and sends what is new of all of its requests together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
+
+from compiled_llm.protocol.frames import FrameError, Frames, frame_of
+from compiled_llm.protocol.messages import (
+    VERSION,
+    AskStats,
+    Beat,
+    Cancel,
+    FromClient,
+    Hello,
+    Problem,
+    Refused,
+    Step,
+    Submit,
+    Summary,
+    Update,
+)
+from compiled_llm.server.defaults import MOST_UNSENT
+from compiled_llm.server.engine_process.beginnings import Beginnings, takes_long
+from compiled_llm.server.engine_process.transport import Outlet
+
+if TYPE_CHECKING:  # imports torch
+    from compiled_llm.server.engine_process.stream import Stream
+
+logger = logging.getLogger("compiled_llm.server")
+
+_AT_ONCE = 2**16
+"""Bytes that are read together."""
+_PATIENCE = 30.0
+"""Seconds that a client has to say hello, and at the end to take the last message."""
+_MOST_WAITING = 1000
+"""Messages that wait for a client that does not read, before nothing more is read of it."""
+
+
+class Desk(Protocol):
+    """What connections need of their generator."""
+
+    def greeting(self) -> list[Struct]:
+        """Return what a client is told first."""
+        ...
+
+    def begin(self, submit: Submit) -> Stream | Refused:
+        """Begin a request."""
+        ...
+
+    def stats(self, number: int) -> Struct:
+        """Answer a question."""
+        ...
+
+
+class Connection:
+    """Talks to one client, in an event loop; ``wake`` may be called from any thread.
+
+    Attributes:
+        streams: its requests that have not ended, by their numbers.
+        greeted: whether it has said hello, and was told so.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        most_unsent: int = MOST_UNSENT,
+    ) -> None:
+        """Begin with somebody who has not said hello.
+
+        Args:
+            desk: the generator's.
+            reader: of the socket.
+            writer: of the socket.
+            most_unsent: tokens that wait for a client that does not read, before its requests end.
+        """
+        self.streams: dict[int, Stream] = {}
+        self.greeted = False
+        self._desk = desk
+        self._reader = reader
+        self._writer = writer
+        self._most_unsent = most_unsent
+        self._frames: Frames[FromClient] = Frames(FromClient)
+        self._messages: deque[Struct] = deque()
+        self._long: set[int] = set()  # requests whose news takes long to write
+        self._beginnings = Beginnings(desk, self._begun)
+        # The transport has the socket, and only reads it.
+        self._outlet = Outlet(writer.get_extra_info("socket").dup(), self._due, self._failed)
+        self._client = "a client"
+        self._ended = False  # whether nothing more is begun
+
+    # ---- what happens
+
+    def send(self, *messages: Struct) -> None:
+        """Send messages together, after those before them."""
+        self._messages.extend(messages)
+        self._outlet.flush()
+
+    def wake(self) -> None:
+        """Send what is new of its requests; if it does not read, that waits up to a limit."""
+        if self._long:
+            self._outlet.flush_soon()
+        else:
+            self._outlet.flush()
+        if self._outlet.blocked and sum(stream.unsent for stream in self._streams()) > self._most_unsent:
+            self.end_all(f"the client has not read, and more than {self._most_unsent:,} tokens wait for it")
+
+    def beat(self) -> None:
+        """Say, in any thread, that this process runs, unless something else waits to be sent."""
+        if self.greeted and not (self._messages or self._outlet.busy):
+            self.send(Beat())
+
+    def end_all(self, reason: str) -> None:
+        """End its requests with a reason, which is sent with what they have."""
+        ending = [stream for stream in self._streams() if not stream.handle.done]
+        if ending:
+            logger.warning("compiled_llm: %s: requests that end: %d; %s", self._client, len(ending), reason)
+        for stream in ending:
+            stream.fail(reason)
+
+    def _streams(self) -> list[Stream]:
+        return list(self.streams.values())  # at once: another thread may change it
+
+    def close(self) -> None:
+        """End the connection; what its client has not taken is dropped."""
+        self._outlet.close()
+        self._writer.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something that the client has not got."""
+        return bool(self.streams or self._beginnings or self._messages) or self._outlet.busy
+
+    async def serve(self) -> None:
+        """Talk until the client leaves, or has sent what is no frame; its requests end with it."""
+        try:
+            await self._read()
+        except FrameError as error:
+            await self._refuse(str(error))
+        except OSError as error:
+            logger.info("compiled_llm: %s: %s", self._client, error)
+        finally:
+            self._end_requests()
+            self.close()
+
+    def _end_requests(self) -> None:
+        self._ended = True
+        streams = self._streams()
+        self.streams.clear()
+        for stream in streams:
+            stream.handle.cancel()
+
+    async def _refuse(self, reason: str) -> None:
+        """Say why the connection ends, unless nobody reads it."""
+        logger.warning("compiled_llm: %s: the connection is closed: %s", self._client, reason)
+        self._end_requests()
+        self.send(Problem(reason))
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._outlet.taken(), _PATIENCE)
+
+    # ---- reading
+
+    async def _read(self) -> None:
+        hello = await self._hello()
+        self._client = hello.client or self._client
+        self.send(*self._desk.greeting())
+        self.greeted = True
+        await self._take(b"")  # what came with the hello
+        while data := await self._reader.read(_AT_ONCE):
+            await self._take(data)
+        self._frames.check_complete()
+
+    async def _hello(self) -> Hello:
+        """Wait for the first message, and leave what came with it for later.
+
+        Raises:
+            FrameError: it is no greeting of a client that can be understood.
+        """
+        while True:
+            try:
+                data = await asyncio.wait_for(self._reader.read(_AT_ONCE), _PATIENCE)
+            except asyncio.TimeoutError:
+                raise FrameError(f"no hello within {_PATIENCE:.0f} s") from None
+            for message in self._frames.feed(data):
+                return _checked(message)
+            if not data:
+                self._frames.check_complete()
+                raise ConnectionError("it left without a word")
+
+    async def _take(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            self._handle(message)
+            await asyncio.sleep(0)  # others have their turn, and the engine's thread may have the GIL
+        if len(self._messages) > _MOST_WAITING:
+            await self._outlet.taken()
+
+    def _handle(self, message: FromClient) -> None:
+        match message:
+            case Submit():
+                self._begin(message)
+            case Cancel(request, index) if request in self._beginnings:
+                self._beginnings.cancel(request, index)
+            case Cancel(request, index) if (stream := self.streams.get(request)) is not None:
+                stream.handle.cancel(index)
+            case AskStats(number):
+                self.send(self._desk.stats(number))
+            case Hello():
+                raise FrameError("a second hello")
+
+    def _begin(self, submit: Submit) -> None:
+        if submit.request in self.streams or submit.request in self._beginnings:
+            raise FrameError(f"a second request number {submit.request}, and the first has not ended")
+        if takes_long(submit):
+            self._beginnings.begin(submit)
+        else:
+            self._begun(submit, self._desk.begin(submit))
+
+    def _begun(self, submit: Submit, begun: Stream | Refused) -> None:
+        if isinstance(begun, Refused):
+            self.send(begun)
+        elif self._ended:  # its client has left meanwhile
+            begun.handle.cancel()
+        else:
+            if begun.takes_long:
+                self._long.add(submit.request)
+            self.streams[submit.request] = begun
+            if begun.unsent or begun.handle.done:  # before anybody listened
+                self._outlet.flush()
+
+    # ---- writing, in any thread, one at a time
+
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, OSError):  # its client has left, or reads no more
+            logger.info("compiled_llm: %s: %s", self._client, error)
+        else:
+            logger.error("compiled_llm: %s: the connection is closed", self._client, exc_info=error)
+        self.close()
+
+    def _due(self) -> Iterator[bytearray]:
+        """Yield what is to be sent now: messages, then one frame for what is new of all requests."""
+        while self._messages:
+            yield frame_of(self._messages.popleft())
+        updates: list[Update] = []
+        summaries: list[Summary] = []
+        for number, stream in tuple(self.streams.items()):
+            updates += stream.updates()
+            if (scores := stream.prompt_scores()) is not None:
+                yield frame_of(scores)
+                self._outlet.flush_soon()  # for those that are left, after others had their turn
+            elif stream.ended:
+                summaries.append(stream.summary())
+                self.streams.pop(number, None)
+                self._long.discard(number)
+        if updates or summaries:
+            yield frame_of(Step(updates, summaries))
+
+
+def _checked(hello: FromClient) -> Hello:
+    if not isinstance(hello, Hello):
+        raise FrameError("the first message is no hello")
+    if hello.version != VERSION:
+        raise FrameError(
+            f"the client speaks version {hello.version} of the protocol, and this generator {VERSION}; install the "
+            "same compiled-llm for both"
+        )
+    return hello

@@ -1,0 +1,189 @@
+"""Serves the clients of one engine, in an event loop beside the engine's own threads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from compiled_llm.protocol.messages import VERSION, Leaving, Preparing, Ready, Refused, Submit, Welcome
+from compiled_llm.server.defaults import MOST_UNSENT
+from compiled_llm.server.engine_process.connection import Connection
+from compiled_llm.server.engine_process.socket_file import listen, remove
+
+if TYPE_CHECKING:  # import torch
+    from compiled_llm.engine.engine import Engine
+    from compiled_llm.server.engine_process.stream import Stream
+
+logger = logging.getLogger("compiled_llm.server")
+
+_LOOKING = 0.02
+"""Seconds between two looks whether requests have ended, when the generator is about to."""
+LAST_WORDS = 2.0
+"""Seconds that clients have to take what is sent at the end."""
+_BEAT_SECONDS = 5.0
+"""Between two times that clients are told that this process runs."""
+
+
+class Generator:
+    """Takes requests from clients, gives them to an engine, and sends what comes of them: a frame a step and client.
+
+    It runs in an event loop; ``report``, ``open`` and ``wake`` may be called from any thread.
+
+    Attributes:
+        doing: what it does before it takes requests, in words.
+        leaving: why it takes no more; None while it does.
+        when_lost: called in the event loop once the engine's device runs nothing more.
+    """
+
+    def __init__(self, path: Path, most_unsent: int = MOST_UNSENT) -> None:
+        """Listen; who connects is answered once it runs.
+
+        Args:
+            path: of its socket.
+            most_unsent: tokens that wait for a client that does not read, before its requests end.
+
+        Raises:
+            ValueError: there can be no socket that is safe.
+            RuntimeError: another generator listens there.
+        """
+        self.doing = "starting"
+        self.leaving: str | None = None
+        self.when_lost: Callable[[], None] = lambda: None
+        self._path = path
+        self._listening = listen(path)
+        self._most_unsent = most_unsent
+        self._engine: Engine | None = None
+        self._ready: Ready | None = None
+        self._connections: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over = threading.Event()
+
+    async def start(self) -> None:
+        """Begin to answer clients."""
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._beat, name="compiled_llm heartbeat", daemon=True).start()
+        self._server = await asyncio.start_unix_server(self._serve, sock=self._listening)
+
+    # ---- from any thread
+
+    def report(self, doing: str) -> None:
+        """Tell clients what is done before the generator is ready, or ready again."""
+        self._call(self._tell_preparing, doing)
+
+    def open(self, engine: Engine, ready: Ready) -> None:
+        """Take requests from now on."""
+        self._call(self._begin_taking, engine, ready)
+
+    def wake(self) -> None:
+        """Send what is new, here and now; the engine calls this once a step, in the thread that has read its tokens."""
+        for connection in tuple(self._connections):
+            if connection.streams:
+                connection.wake()
+        if self._engine is not None and self._engine.lost is not None:
+            self._call(self.when_lost)
+
+    def _beat(self) -> None:
+        """Tell clients that this process runs, though its other threads compile, capture or compute for minutes."""
+        while not self._over.wait(_BEAT_SECONDS):
+            for connection in tuple(self._connections):
+                connection.beat()
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        assert self._loop is not None, "the generator has not started"
+        with suppress(RuntimeError):  # the loop is closed: there are no clients any more
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # ---- in the event loop
+
+    def _tell_preparing(self, doing: str) -> None:
+        self.doing, self._ready = doing, None
+        self._tell_all(Preparing(doing))
+
+    def _begin_taking(self, engine: Engine, ready: Ready) -> None:
+        self._engine, self._ready, self.doing = engine, ready, "ready"
+        self._tell_all(ready)
+
+    def _tell_all(self, message: Struct) -> None:
+        for connection in self._connections:
+            if connection.greeted:
+                connection.send(message)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(self, reader, writer, self._most_unsent)
+        self._connections.add(connection)
+        try:
+            await connection.serve()
+        except asyncio.CancelledError:
+            pass  # the process ends; before Python 3.12, asyncio shows a cancelled connection as a fault
+        finally:
+            self._connections.discard(connection)
+
+    # ---- what connections ask for
+
+    def greeting(self) -> list[Struct]:
+        """Return what a client is told first."""
+        welcome = Welcome(VERSION, f"compiled-llm {version('compiled-llm')}", os.getpid())
+        leaving = [] if self.leaving is None else [Leaving(self.leaving)]
+        return [welcome, self._ready or Preparing(self.doing), *leaving]
+
+    def begin(self, submit: Submit) -> Stream | Refused:
+        """Begin a request."""
+        if self._engine is None or self._ready is None or self.leaving is not None:
+            return Refused(submit.request, "unavailable", self.leaving or f"the generator is not ready ({self.doing})")
+        from compiled_llm.server.engine_process.stream import Stream, begun  # with torch, which is there by now
+
+        stream = begun(self._engine, submit)
+        if isinstance(stream, Stream):
+            stream.handle.when_changed(self.wake)
+        return stream
+
+    def stats(self, number: int) -> Struct:
+        """Answer how the engine is doing."""
+        if self._engine is None:
+            return Refused(number, "unavailable", f"the generator is not ready ({self.doing})")
+        from compiled_llm.server.engine_process.facts import stats_of
+
+        return stats_of(self._engine, number, len(self._connections))
+
+    # ---- the end
+
+    def leave(self, reason: str) -> None:
+        """Take no more requests and no more clients, and say so; a successor may listen at the same path."""
+        self.leaving = reason
+        self._stop_listening()
+        self._tell_all(Leaving(reason))
+
+    def _stop_listening(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._listening.close()
+        with suppress(OSError, RuntimeError):  # if its folder is gone or locked; the next generator replaces it
+            remove(self._path)
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until requests have ended, for so long; then end the rest, and all connections."""
+        if not await self._quiet(seconds):
+            for connection in self._connections:
+                connection.end_all(f"{self.leaving}, and the request has not ended {seconds:g} s later")
+            await self._quiet(LAST_WORDS)
+        self._over.set()
+        for connection in tuple(self._connections):
+            connection.close()
+
+    async def _quiet(self, seconds: float) -> bool:
+        """Wait until clients have got all that they asked for, so long at most; whether they have."""
+        deadline = time.monotonic() + seconds
+        while any(connection.busy for connection in self._connections) and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOKING)
+        return not any(connection.busy for connection in self._connections)

@@ -1,0 +1,66 @@
+"""What a generator says of its model and its engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from transformers import PreTrainedModel
+
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.intake.input_processor import check_grammars, end_tokens
+from compiled_llm.execution.lifecycle.runtime import runtime_of
+from compiled_llm.protocol.messages import Ready, Stats
+
+
+def ready_of(
+    model: PreTrainedModel,
+    engine: Engine,
+    name: str,
+    tokenizer: Any = None,
+    location: str | None = None,
+    gguf_file: str | None = None,
+) -> Ready:
+    """Return what clients are told of a wrapped model.
+
+    Args:
+        model: wrapped.
+        engine: that serves it.
+        name: of the model.
+        tokenizer: of the engine; None if it has none.
+        location: where the tokenizer was loaded from, as clients can.
+        gguf_file: the file there, if it is one.
+    """
+    described, runtime = engine.describe(), runtime_of(model)
+    assert runtime is not None, "an engine's model is wrapped"
+    return Ready(
+        model=name,
+        vocabulary=runtime.device_model().vocabulary,
+        ends=sorted(end_tokens(model)),
+        form_ends=_form_ends(model, tokenizer),
+        max_tokens=described.max_tokens,
+        max_rows=described.max_rows,
+        tokenizer=location,
+        gguf_file=gguf_file,
+        model_type=str(model.config.model_type),
+    )
+
+
+def _form_ends(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    try:
+        return sorted(check_grammars(model, tokenizer))
+    except (RuntimeError, ValueError):  # answers can have no form here, and whoever wants one is told why
+        return []
+
+
+def stats_of(engine: Engine, number: int, connections: int) -> Stats:
+    """Return an engine's figures, as an answer to a question."""
+    figures = engine.stats()
+    names = [name for name in Stats.__struct_fields__ if name not in ("number", "connections")]
+    values = {name: msgspec.to_builtins(_as_map(getattr(figures, name))) for name in names}
+    return msgspec.convert({"number": number, "connections": connections, **values}, Stats)
+
+
+def _as_map(value: Any) -> Any:
+    """Return a named tuple as a map."""
+    return value._asdict() if hasattr(value, "_asdict") else value

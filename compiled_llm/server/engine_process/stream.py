@@ -1,0 +1,168 @@
+"""One request as its client sees it: what the engine has made of it, and how much of that was sent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from compiled_llm.engine.answer import Answer
+from compiled_llm.engine.device_loss import DeviceLostError
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.intake.input_processor import QueueFullError
+from compiled_llm.engine.steps.logprobs import Logprobs, token_logprobs
+from compiled_llm.engine.steps.request import InvalidRequestError, RequestError
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.protocol.messages import Ended, Entry, Kind, PromptScores, Refused, Submit, Summary, Update
+from compiled_llm.requests.outputs import Logprob
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.grammar_source import GrammarsMissingError
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+
+logger = logging.getLogger("compiled_llm.server")
+
+MOST_ANSWERS = 1024
+"""How many answers to one prompt a client can ask for: each takes memory at once."""
+_SCORES_AT_ONCE = 256
+"""Tokens of a prompt whose log-probabilities are told together: some milliseconds, for which others wait."""
+
+
+def begun(engine: Engine, submit: Submit) -> Stream | Refused:
+    """Give an engine what a client has sent, and return the stream of what comes, or why nothing will."""
+    try:
+        return Stream(submit.request, _submitted(engine, submit))
+    except QueueFullError as error:
+        return Refused(submit.request, "full", str(error))
+    except (TypeError, ValueError, GrammarsMissingError) as error:
+        return Refused(submit.request, "invalid", str(error))
+    except RuntimeError as error:  # the engine is asleep, or the model cannot be run now
+        return Refused(submit.request, "unavailable", str(error))
+    except Exception as error:  # a fault of ours ends this request alone
+        logger.exception("compiled_llm: a request could not begin")
+        return Refused(submit.request, "failed", _fault(error))
+
+
+def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
+    params = _params(submit.params)
+    if params.n > MOST_ANSWERS:
+        raise ValueError(f"SamplingParams: n={params.n}: a generator gives at most {MOST_ANSWERS} answers to a prompt")
+    return engine.submit(
+        submit.prompt, params, priority=submit.priority, timeout=submit.timeout, cache_salt=submit.cache_salt
+    )
+
+
+def _params(plain: dict[str, Any]) -> SamplingParams:
+    """Return settings that were sent as plain data."""
+    if "logits_processors" in plain:
+        raise ValueError("SamplingParams: logits_processors: functions cannot be sent to a generator")
+    form = plain.get("structured_outputs")
+    if isinstance(form, dict):
+        plain = {**plain, "structured_outputs": StructuredOutputsParams(**form)}
+    return SamplingParams(**plain)
+
+
+class Stream:
+    """Says what is new of a request, whenever it is asked.
+
+    Attributes:
+        handle: of the engine.
+        takes_long: whether to say what is new keeps others waiting: log-probabilities do.
+    """
+
+    def __init__(self, number: int, handle: RequestHandle) -> None:
+        """Begin before the first token.
+
+        Args:
+            number: what its client calls it.
+            handle: of the engine.
+        """
+        first = handle.requests[0]
+        self.handle = handle
+        self.takes_long = first.logprobs is not None or first.prompt_logprobs is not None
+        self._number = number
+        self._open = tuple(_Sent(answer) for answer in handle.answers)
+        self._scores: Logprobs | None = None
+        self._scored = 0  # how many of them have been told
+
+    @property
+    def unsent(self) -> int:
+        """How many tokens have come and were not told."""
+        return sum(sent.answer.tokens - sent.tokens for sent in self._open)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all that comes of its answers has been told."""
+        return not self._open
+
+    def updates(self) -> Iterator[Update]:
+        """Yield what is new of each answer; it counts as told."""
+        for sent in self._open:
+            if (update := self._update(sent)) is not None:
+                yield update
+
+    def _update(self, sent: _Sent) -> Update | None:
+        answer = sent.answer
+        done, tokens = answer.done, answer.tokens_behind(sent.tokens)  # in this order: no token comes after the end
+        if not (tokens or done):
+            return None
+        entries = self._entries(sent, tokens) if self.takes_long else None
+        sent.tokens += len(tokens)
+        if not done:
+            return Update(self._number, answer.request.index, tokens, entries)
+        self._open = tuple(other for other in self._open if other is not sent)
+        return Update(self._number, answer.request.index, tokens, entries, _ended(answer))
+
+    def _entries(self, sent: _Sent, tokens: list[int]) -> list[list[Entry]] | None:
+        logprobs = token_logprobs(sent.answer.request, tokens, sent.tokens)
+        return None if logprobs is None else list(map(_entries, logprobs))
+
+    def summary(self) -> Summary:
+        """Return what it came to, once it has ``ended``."""
+        return Summary(self._number, **self.handle.figures())
+
+    def prompt_scores(self) -> PromptScores | None:
+        """Return the next log-probabilities of the prompt's tokens; None if there are none, or all have been told.
+
+        They are all there with the first token.
+        """
+        request = self.handle.requests[0]
+        if request.prompt_logprobs is None or not (request.tokens or request.done):
+            return None
+        if self._scores is None:
+            self._scores = Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs)
+        elif self._scored >= len(self._scores):
+            return None
+        start, self._scored = self._scored, self._scored + _SCORES_AT_ONCE
+        return PromptScores(self._number, list(map(_entries, self._scores[start : self._scored])))
+
+    def fail(self, reason: str) -> None:
+        """End what has not ended, with an error."""
+        self.handle.fail(RequestError(reason))
+
+
+class _Sent:
+    """How much of an answer has been told."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.tokens = 0
+
+
+def _entries(logprobs: dict[int, Logprob]) -> list[Entry]:
+    return [(token, entry.logprob, entry.rank) for token, entry in logprobs.items()]
+
+
+def _ended(answer: Answer) -> Ended:
+    error = answer.error
+    kind: Kind = "invalid" if isinstance(error, InvalidRequestError) else "failed"
+    sentence = None if error is None else _sentence(error)
+    return Ended(answer.finish_reason or "cancelled", answer.stop_reason, sentence, kind)
+
+
+def _sentence(error: BaseException) -> str:
+    """Return what a client is told of an error; others than ours may name files of this machine."""
+    return str(error) if isinstance(error, (RequestError, DeviceLostError)) else _fault(error)
+
+
+def _fault(error: BaseException) -> str:
+    return f"the request has failed of {type(error).__name__}; the generator's log says more"

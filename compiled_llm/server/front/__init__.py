@@ -1,1 +1,0 @@
-"""The front: OpenAI's API over HTTP. It makes prompts of messages and text of tokens; a generator answers them."""

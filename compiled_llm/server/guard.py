@@ -1,0 +1,209 @@
+"""Who may come in, and with what: host, origin, key, the kind of a body and its length; and a line in the log."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+from functools import lru_cache
+from ipaddress import ip_address
+
+import anyio
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from compiled_llm.server.http.api_error import ApiError, unexpected
+from compiled_llm.server.http.replayed import replayed
+from compiled_llm.server.openai.common.api_server import new_id
+from compiled_llm.server.openai.metrics import FrontMetrics
+from compiled_llm.server.settings import FrontSettings
+
+logger = logging.getLogger("compiled_llm.server")
+
+_FOR_EVERYBODY = ("/", "/health", "/ready")
+_POLLED = ("/health", "/ready", "/metrics")
+"""Asked again and again, by programs and pages that watch the server."""
+_ID = "x-request-id"
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::\d*)?", re.ASCII)
+_KNOWN = 1024
+"""Hosts and clients that were looked at, and need not be again."""
+_LONGEST_HOST = 300
+"""Characters of a name with its port; longer ones are not kept."""
+_Headers = dict[str, str]
+_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
+
+
+class Guard:
+    """Lets requests through that may come in; others are answered here."""
+
+    def __init__(self, app: ASGIApp, settings: FrontSettings, metrics: FrontMetrics) -> None:
+        """Stand before an application.
+
+        Args:
+            app: what answers requests.
+            settings: who may come in.
+            metrics: what counts responses.
+        """
+        self._app = app
+        self._settings = settings
+        self._hosts = settings.hosts
+        self._keys = [_digest(key) for key in settings.api_keys]
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or have it answered."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        entry = _Entry(scope, send, self._metrics, self._settings.behind_proxy)
+        try:
+            _check_one_host(scope)
+            headers = _first_of_each(scope)
+            self._check(scope, headers)
+            body = await self._body(headers, receive) if scope["method"] not in _WITHOUT_BODY else b""
+            await self._app(scope, replayed(body, receive), entry.send)
+        except ApiError as error:
+            await error.response()(scope, receive, entry.send)
+        except Exception:  # of ours
+            logger.exception("compiled_llm: %s has failed", entry.id)
+            if not entry.begun:
+                await unexpected().response()(scope, receive, entry.send)
+        finally:
+            entry.close()
+
+    # ---- who
+
+    def _check(self, scope: Scope, headers: _Headers) -> None:
+        self._check_host(headers)
+        self._check_origin(headers)
+        if scope["path"] not in _FOR_EVERYBODY:
+            self._check_key(scope, headers)
+
+    def _check_host(self, headers: _Headers) -> None:
+        host = headers.get("host", "")
+        name = _host_name(host) if len(host) <= _LONGEST_HOST else ""
+        if "*" not in self._hosts and name not in self._hosts:
+            raise ApiError(403, f"Host: {name!r} is not served here; start the server with --allowed-host", code="host")
+
+    def _check_origin(self, headers: _Headers) -> None:
+        """A page that a user of this machine visits must not use the server."""
+        origin = headers.get("origin")
+        if origin is None or origin in self._settings.cors_origins or "*" in self._settings.cors_origins:
+            return
+        if origin.partition("://")[2] != headers.get("host"):
+            raise ApiError(
+                403, "Origin: pages of other servers are not served; start the server with --cors-origin", code="origin"
+            )
+
+    def _check_key(self, scope: Scope, headers: _Headers) -> None:
+        if not self._keys:
+            if (client := scope.get("client")) is not None and not _is_loopback(client[0]):
+                raise ApiError(403, "without API keys only programs of the server's machine are served", code="no_keys")
+            return
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip() if kind.lower() == "bearer" else "")
+        if not sum(hmac.compare_digest(given, known) for known in self._keys):  # all of them, in the same time
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    # ---- with what
+
+    async def _body(self, headers: _Headers, receive: Receive) -> bytes:
+        """Return the body, once all of it has come."""
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "Content-Type: the body has to be application/json", code="content_type")
+        self._check_length(int(length) if (length := headers.get("content-length", "0")).isdecimal() else 0)
+        seconds = self._settings.client_seconds
+        with anyio.move_on_after(seconds):  # asyncio's own takes a task, before Python 3.12
+            return await self._received(receive)
+        raise ApiError(408, f"the body has not come within {seconds:g} s", code="timeout")
+
+    async def _received(self, receive: Receive) -> bytes:
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(400, "the body was cut", code="incomplete_body")
+            body += message.get("body", b"")
+            self._check_length(len(body))
+            more = message.get("more_body", False)
+        return bytes(body)
+
+    def _check_length(self, length: int) -> None:
+        most = self._settings.most_body_bytes
+        if length > most:
+            raise ApiError(413, f"the body can have {most:,} bytes", code="body_too_long")
+
+
+class _Entry:
+    """One request in the log and in the metrics; its id goes out with the response."""
+
+    def __init__(self, scope: Scope, send: Send, metrics: FrontMetrics, behind_proxy: bool) -> None:
+        named = _first_of_each(scope).get(_ID) if behind_proxy else None
+        self.id = named or new_id("req")
+        self._tells = named is None
+        self._scope = scope
+        self._send = send
+        self._metrics = metrics
+        self._status = 0
+        self._came = time.monotonic()
+        metrics.open.inc()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the status was sent."""
+        return self._status != 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            if self._tells:
+                message["headers"] = [*message.get("headers", ()), (_ID.encode(), self.id.encode())]
+        await self._send(message)
+
+    def close(self) -> None:
+        seconds, route = time.monotonic() - self._came, self._scope.get("route")
+        path = getattr(route, "path", "other")  # as it was declared: what a client makes up is not counted apart
+        self._metrics.open.dec()
+        self._metrics.count(path, self._status, seconds)
+        level = logging.DEBUG if path in _POLLED and self._status == 200 else logging.INFO
+        what = self.id, self._scope["method"], path, self._status
+        logger.log(level, "compiled_llm: %s %s %s %s %.3f s", *what, seconds)
+
+
+def _check_one_host(scope: Scope) -> None:
+    """Check that there are not two hosts: a proxy before this server may go by the other one (RFC 9112, 3.2)."""
+    if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+        raise ApiError(400, "Host: there are several; send one", code="host")
+
+
+def _first_of_each(scope: Scope) -> _Headers:
+    """Return the headers by name; of several, the first."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
+
+
+@lru_cache(_KNOWN)
+def _is_loopback(address: str) -> bool:
+    """Whether a client is of this machine; without a key, others are refused: a proxy may listen where they can."""
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+@lru_cache(_KNOWN)
+def _host_name(host: str) -> str:
+    """Return the name in a ``Host`` header, without the port; nothing if it is no name with a port."""
+    found = _HOST.fullmatch(host)
+    return "" if found is None else (found[1] or found[2]).lower()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()

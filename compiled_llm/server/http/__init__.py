@@ -1,0 +1,1 @@
+"""HTTP: the application, its guard, and the server that reads and writes."""

@@ -1,0 +1,42 @@
+"""How much a body may hold besides text and numbers: what is read from it takes a hundred bytes for each such value."""
+
+from __future__ import annotations
+
+from compiled_llm.server.http.api_error import invalid
+
+MOST_VALUES = 2**16
+"""Texts, names, arrays and objects of a body."""
+
+
+def values_in(text: bytes) -> int:
+    """Return how many values JSON has besides numbers; if they are more than ``MOST_VALUES``, about how many.
+
+    Args:
+        text: as it came; what is no JSON is counted somehow.
+    """
+    plain = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    texts = plain.count(b'"') // 2
+    if texts <= MOST_VALUES and _opened(plain) + texts > MOST_VALUES:  # else there are few, brackets in texts included
+        plain = b"".join(plain.split(b'"')[::2])
+    return _opened(plain) + texts
+
+
+def check_values(body: bytes) -> None:
+    """Check that JSON has no more values than are read in some milliseconds, before any of them is made.
+
+    Args:
+        body: as it came.
+
+    Raises:
+        ApiError: it has.
+    """
+    if len(body) > MOST_VALUES and values_in(body) > MOST_VALUES:
+        raise invalid(
+            f"the body has more than {MOST_VALUES:,} texts, arrays and objects; send fewer at once",
+            code="too_many_values",
+        )
+
+
+def _opened(body: bytes) -> int:
+    """Return how many arrays and objects begin."""
+    return body.count(b"[") + body.count(b"{")

@@ -1,0 +1,37 @@
+"""What takes long is done beside the event loop, so that nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from compiled_llm.server.http.memory import Memory
+
+T = TypeVar("T")
+
+_LONG = 20_000
+"""Characters from which on a text is made tokens beside the event loop: others would wait for milliseconds."""
+_HUGE = 2**17
+"""Characters from which on megabytes are left."""
+_memory = Memory()
+
+
+async def beside(function: Callable[[], T], characters: int) -> T:
+    """Return what a function makes of so many characters; beside the event loop if they are many."""
+    if characters < _LONG:
+        return function()
+    try:
+        return await asyncio.to_thread(function)
+    finally:
+        if characters >= _HUGE:
+            _memory.give_back_soon()
+
+
+async def written(made: Callable[[], BaseModel], characters: int) -> Response:
+    """Return a response of so many characters as JSON; made beside the event loop if they are many."""
+    body = await beside(lambda: made().model_dump_json(), characters)
+    return Response(body, media_type="application/json")

@@ -1,0 +1,84 @@
+"""The server of one front: uvicorn's, which reads and writes HTTP, and ends as ours do."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from compiled_llm.client import AsyncClient
+from compiled_llm.server.app import application
+from compiled_llm.server.http.http_protocol import LimitedHttpTools
+from compiled_llm.server.openai.common.api_server import Front
+from compiled_llm.server.openai.common.engine_link import GeneratorLink
+from compiled_llm.server.settings import FrontSettings
+
+logger = logging.getLogger("compiled_llm.server")
+
+_KEEP_ALIVE_SECONDS = 30
+
+
+class HttpServer(uvicorn.Server):
+    """Serves a front.
+
+    Attributes:
+        front: what it answers with.
+        why: it has ended though nobody has told it to; None if somebody has.
+    """
+
+    def __init__(
+        self, settings: FrontSettings, path: Path, changed: Callable[[bool], object] = lambda has_model: None
+    ) -> None:
+        """Serve nobody yet.
+
+        Args:
+            settings: of the front.
+            path: of the generator's socket.
+            changed: is told when there is a generator to answer requests (True), and when there is none (False).
+        """
+        escapes = settings.escapes_special_tokens
+        link = GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), changed, self._fail, escapes)
+        app = application(settings, link)
+        self.why: str | None = None
+        self.front: Front = app.state.front
+        protocol: Any = partial(
+            LimitedHttpTools, client_seconds=settings.client_seconds, most_connections=settings.most_connections
+        )
+        config = uvicorn.Config(
+            app,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            timeout_graceful_shutdown=int(settings.drain_seconds),
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            http=protocol,
+            lifespan="on",
+            ws="none",
+            log_config=None,
+            access_log=False,  # the guard writes one, with ids
+            server_header=False,
+            proxy_headers=False,
+        )
+        super().__init__(config)
+
+    def _fail(self, why: str) -> None:
+        self.why = why
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Let requests end at the first signal, and end them at the second, whichever it is."""
+        self.force_exit = self.should_exit
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let the application end, too, when requests are ended: uvicorn would drop it, with a traceback."""
+        if (left := len(self.server_state.tasks)) and not self.force_exit:
+            logger.info("compiled_llm: requests that may end first: %d; a second signal ends them", left)
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()

@@ -1,0 +1,1 @@
+"""OpenAI's API, a folder for each endpoint that has more than one file."""

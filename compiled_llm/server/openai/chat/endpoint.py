@@ -1,0 +1,198 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from compiled_llm.protocol.messages import Entry
+from compiled_llm.requests.outputs import Completion
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.http.worker_thread import beside
+from compiled_llm.server.openai.chat.answer_form import answer_form, with_form
+from compiled_llm.server.openai.chat.logprobs import chat_logprobs, entries_of, prompt_logprobs
+from compiled_llm.server.openai.chat.message import plain_messages
+from compiled_llm.server.openai.chat.prompt import ChatPrompt, chat_prompt, end_of_chat
+from compiled_llm.server.openai.chat.reading import Reading
+from compiled_llm.server.openai.chat.request import ChatRequest
+from compiled_llm.server.openai.chat.response import (
+    AssistantMessage,
+    CalledTool,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChunkChoice,
+    Delta,
+    Logprobs,
+)
+from compiled_llm.server.openai.common.answering import answered
+from compiled_llm.server.openai.common.answers import Answers, Choice, News
+from compiled_llm.server.openai.common.api_server import front_of, new_id
+from compiled_llm.server.openai.common.engine_link import Model
+from compiled_llm.server.openai.common.events import TextEvent, event
+from compiled_llm.server.openai.common.openapi_responses import ANSWERS
+from compiled_llm.server.openai.common.usage import FinishReason, Usage, finish_reason_of, usage_so_far
+from compiled_llm.server.openai.fields.structured_outputs import Form
+from compiled_llm.server.openai.parsing.answer_parts import Parts
+from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ANSWERS)
+async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
+    """Answer a chat: the next message of the assistant."""
+    front = front_of(request)
+    model = front.model_for(body.model)
+    front.check_answers(1, body.answers)
+
+    def prepared() -> tuple[list[int], SamplingParams, Form | None, list[Reading]]:
+        params = body.sampling()
+        prompt = prompt_of(body, model)
+        form = answer_form(body.form, prompt, body.most_blanks)
+        params = with_form(params, form, prompt)
+        tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
+        return tokens, params, form, [Reading(prompt.reader()) for _ in range(body.answers)]
+
+    tokens, params, form, readings = await beside(prepared, len(await request.body()))
+    salts = body.user, body.cache_salt
+    answers = await front.submit(request, [tokens], params, "messages", *salts, form=form, priority=body.priority)
+    told = _Told(body, model, front.settings.names[0], answers, readings)
+    return await answered(told, answers, bool(body.stream))
+
+
+def prompt_of(body: ChatRequest, model: Model) -> ChatPrompt:
+    """Return a chat as the model sees it.
+
+    Raises:
+        ApiError: the chat template does not take it.
+    """
+    messages = plain_messages(body.messages)
+    return chat_prompt(model.vocabulary, messages, body.offer, body.template_kwargs, **end_of_chat(body))
+
+
+class _Told:
+    """Writes answers, whole or as they come."""
+
+    def __init__(
+        self, body: ChatRequest, model: Model, name: str, answers: Answers, readings: Sequence[Reading]
+    ) -> None:
+        self._body = body
+        self._model = model
+        self._answers = answers
+        self._names = TokenNames(model.token_bytes, bool(body.return_tokens_as_token_ids))
+        self._readings = readings
+        self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": name}
+
+    def whole(self, completions: Iterable[Completion]) -> ChatCompletion:
+        choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
+        return ChatCompletion(choices=choices, usage=self._usage(), **self._of_prompt(), **self._head)
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """Return what is wanted of the prompt."""
+        (handle,), found = self._answers.handles, self._ids("prompt_token_ids", self._answers.handles[0].prompt)
+        if self._body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(handle.prompt_logprobs or (), self._names)
+        return found
+
+    def _ids(self, name: str, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return tokens by their ids, if they are wanted."""
+        return {name: list(tokens)} if self._body.return_token_ids else {}
+
+    def _choice(self, index: int, completion: Completion) -> ChatChoice:
+        reading = self._readings[index]
+        reason = finish_reason_of(completion.finish_reason)
+        parts = self._read(index, completion.text or "", reason)
+        calls, content = [CalledTool.of(call) for call in parts.calls], self._body.echoed + parts.content
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(
+                content=None if calls and not content else content,
+                reasoning_content=parts.reasoning or None,
+                tool_calls=calls or None,
+            ),
+            logprobs=None if completion.logprobs is None else self._logprobs(entries_of(completion.logprobs)),
+            finish_reason=reading.reason(reason),
+            stop_reason=completion.stop_reason,
+            **self._ids("token_ids", completion.token_ids),
+        )
+
+    def _read(self, index: int, text: str, reason: FinishReason | None) -> Parts:
+        """Return what is to be told by the next piece of an answer's text."""
+        parts = self._readings[index].read(text, reason)
+        if self._body.include_reasoning is False:
+            parts.reasoning = ""
+        return parts
+
+    def _usage(self) -> Usage:
+        return self._answers.usage(sum(reading.reasoning_tokens(self._model.vocabulary) for reading in self._readings))
+
+    def stream(self) -> AsyncIterator[list[bytes]]:
+        choices = self._answers.choices()
+        prompt = self._ids("prompt_token_ids", self._answers.handles[0].prompt)
+        begins = [self._chunk([_begins(choice)], **prompt) for choice in choices]
+        if echoed := self._body.echoed:
+            begins += [self._text_event(choice)(echoed) for choice in choices]
+        return self._events(choices, begins, [self._text_event(choice) for choice in choices])
+
+    async def _events(
+        self, choices: Sequence[Choice], begins: list[bytes], texts: Sequence[TextEvent]
+    ) -> AsyncIterator[list[bytes]]:
+        yield begins
+        async for _ in self._answers.changes():
+            yield [
+                new
+                for choice in choices
+                if (news := choice.news()) is not None
+                for new in self._news(choice.index, news, texts[choice.index])
+            ]
+        if self._body.wants_usage:
+            yield [self._chunk([], usage=await beside(self._usage, self._answers.characters))]
+
+    def _chunk(self, choices: list[ChunkChoice], count: int = 0, **others: Any) -> bytes:
+        if self._body.wants_usage_always and choices:
+            others["usage"] = usage_so_far(self._answers.handles[0], count)
+        elif self._body.wants_usage:
+            others = {"usage": None, **others}
+        return event(ChatChunk(object="chat.completion.chunk", choices=choices, **others, **self._head))
+
+    def _news(self, index: int, news: News, text: TextEvent) -> list[bytes]:
+        """Return an event for each part of which there is something new; the last one says why the answer has ended."""
+        reading, over = self._readings[index], news.finish_reason is not None
+        parts = self._read(index, news.text, news.finish_reason)
+        if news.is_text and parts.is_content and not self._tells_of_tokens:
+            return [text(parts.content)] if parts.content else []
+        deltas = reading.deltas(parts, over)
+        if not deltas and (news.logprobs or self._body.return_token_ids):  # of tokens whose text comes later
+            deltas = [Delta(content="")]
+        new = [ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None) for delta in deltas]
+        for first in new[:1]:
+            first.logprobs = self._logprobs(news.logprobs) if news.logprobs else None
+            if self._body.return_token_ids:
+                first.token_ids = news.token_ids
+        if news.finish_reason is not None:
+            new[-1].finish_reason = reading.reason(news.finish_reason)
+        if news.stop_reason is not None:
+            new[-1].stop_reason = news.stop_reason
+        return [self._chunk([choice], news.total) for choice in new]
+
+    @property
+    def _tells_of_tokens(self) -> bool:
+        """Whether each chunk says something of its tokens, so that no two are alike."""
+        return self._body.wants_usage_always or bool(self._body.return_token_ids)
+
+    def _text_event(self, choice: Choice) -> TextEvent:
+        nothing: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+        return TextEvent(
+            lambda text: self._chunk([ChunkChoice(index=choice.index, delta=Delta(content=text), **nothing)])
+        )
+
+    def _logprobs(self, places: list[list[Entry]]) -> Logprobs:
+        return chat_logprobs(places, self._body.top_logprobs or 0, self._names)
+
+
+def _begins(choice: Choice) -> ChunkChoice:
+    return ChunkChoice(index=choice.index, delta=Delta(role="assistant", content=""), logprobs=None, finish_reason=None)

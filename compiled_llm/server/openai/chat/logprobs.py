@@ -1,0 +1,58 @@
+"""Log-probabilities as ``/v1/chat/completions`` writes them, and those of prompts as vLLM does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from compiled_llm.protocol.messages import Entry
+from compiled_llm.requests.outputs import Logprob
+from compiled_llm.server.openai.chat.response import Logprobs, TokenLogprob, TopLogprob
+from compiled_llm.server.openai.common.prompt_response import PromptLogprob, PromptPlace
+from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
+
+LEAST = -9999.0
+"""What OpenAI writes for what JSON has no number for: a token that cannot be chosen."""
+
+
+def entries_of(logprobs: Iterable[dict[int, Logprob]]) -> list[list[Entry]]:
+    """Return log-probabilities of an output as those of a stream."""
+    return [[(token, entry.logprob, entry.rank) for token, entry in place.items()] for place in logprobs]
+
+
+def chat_logprobs(places: Sequence[Sequence[Entry]], likeliest: int, names: TokenNames) -> Logprobs:
+    """Return what is written of some tokens.
+
+    Args:
+        places: for each token its own entry, then those of the likeliest ones.
+        likeliest: how many of these are wanted.
+        names: say what tokens are called.
+    """
+    return Logprobs(content=[_place(entries, likeliest, names) for entries in places], refusal=None)
+
+
+def _place(entries: Sequence[Entry], likeliest: int, names: TokenNames) -> TokenLogprob:
+    own, *_ = entries
+    first = sorted((entry for entry in entries if entry[2] <= likeliest), key=_rank)[:likeliest]
+    top = [_entry(entry, names) for entry in first]
+    return TokenLogprob(top_logprobs=top, **_entry(own, names).model_dump())
+
+
+def _rank(entry: Entry) -> int:
+    return entry[2]
+
+
+def _entry(entry: Entry, names: TokenNames) -> TopLogprob:
+    token, logprob, _ = entry
+    return TopLogprob(token=names(token), logprob=max(logprob, LEAST), bytes=list(names.bytes(token)))
+
+
+def prompt_logprobs(places: Iterable[Mapping[int, Logprob] | None], names: TokenNames) -> list[PromptPlace | None]:
+    """Return what vLLM writes of a prompt's tokens: by their ids, each place's own first; None for the first."""
+    return [None if place is None else _by_ids(place, names) for place in places]
+
+
+def _by_ids(place: Mapping[int, Logprob], names: TokenNames) -> PromptPlace:
+    return {
+        str(token): PromptLogprob(logprob=max(entry.logprob, LEAST), rank=entry.rank, decoded_token=names(token))
+        for token, entry in place.items()
+    }

@@ -1,0 +1,130 @@
+"""Messages of a chat, as OpenAI writes them and as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from compiled_llm.server.http.api_error import invalid
+from compiled_llm.server.http.body_values import MOST_VALUES, values_in
+from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, Refused
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _values_of(arguments: str) -> int:
+    return values_in(arguments.encode("utf-8", "replace"))
+
+
+def arguments_of(text: str) -> str:
+    """Return arguments of a call as they are, if they are a JSON object."""
+    if _values_of(text) > MOST_VALUES:
+        most = f"{MOST_VALUES:,}"
+        raise PydanticCustomError("value_error", "has more than {most} texts, arrays and objects", {"most": most})
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise PydanticCustomError("value_error", "is no JSON object")
+    return text
+
+
+class FunctionCall(Body):
+    """What was called, and the arguments as JSON."""
+
+    name: str
+    arguments: Annotated[str, AfterValidator(arguments_of)]
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as chat templates read it."""
+        return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
+
+
+class ToolCall(Body):
+    """A call of a tool in an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+    index: Annotated[int | None, NoEffect("calls stand in their order")] = None
+
+
+class Message(Body):
+    """A message of a chat; ``developer`` is what ``system`` was, ``tool`` is what a tool has returned."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | Entries[TextPart] | None, Field(validate_default=True)] = None
+    tool_calls: Annotated[Entries[ToolCall] | None, Field(max_length=128)] = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    annotations: Annotated[list[Any] | None, NoEffect("the model sees the text")] = None
+    provider_specific_fields: Annotated[dict[str, Any] | None, NoEffect("LiteLLM's notes of an answer")] = None
+    refusal: Annotated[None, Refused("an assistant's refusal is its content")] = None
+    audio: Annotated[None, Refused("messages are text")] = None
+    function_call: Annotated[Any, Refused("give tool_calls")] = None
+
+    @field_validator("content")
+    @classmethod
+    def _is_there(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") != "assistant":
+            raise PydanticCustomError("missing", "is missing")
+        return content
+
+    @field_validator("tool_calls", "reasoning_content", "reasoning")
+    @classmethod
+    def _is_the_assistants(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("role") != "assistant":
+            raise PydanticCustomError("value_error", "only messages of the assistant have it")
+        return value
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates read them.
+
+    Raises:
+        ApiError: arguments of calls have too many values.
+    """
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    if sum(_values_of(call.function.arguments) for call in calls) > MOST_VALUES:
+        raise invalid(
+            f"messages: arguments of calls have more than {MOST_VALUES:,} texts, arrays and objects", "messages"
+        )
+    names = {call.id: call.function.name for call in calls}
+    return [_plain(message, names) for message in messages]
+
+
+def _plain(message: Message, names: dict[str, str]) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.text,
+    }
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": call.function.plain()} for call in message.tool_calls
+        ]
+    if reasoning := message.reasoning_content or message.reasoning:
+        plain |= {"reasoning_content": reasoning, "thinking": reasoning}  # by the names that templates have for it
+    if message.role == "tool":
+        name = message.name or names.get(message.tool_call_id or "")
+        given = {"tool_call_id": message.tool_call_id, "name": name}
+        plain |= {key: value for key, value in given.items() if value is not None}
+    return plain

@@ -1,0 +1,112 @@
+"""The body of a request to ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.http.api_error import invalid
+from compiled_llm.server.openai.chat.message import Message
+from compiled_llm.server.openai.fields.fields import Entries, NoEffect, Refused
+from compiled_llm.server.openai.fields.response_format import ResponseFormat
+from compiled_llm.server.openai.fields.sampling import ChoiceFields
+from compiled_llm.server.openai.fields.structured_outputs import Form
+from compiled_llm.server.openai.fields.tools import Offer, ToolChoice, Tools, choice_of
+
+Effort = Annotated[str, Field(max_length=32)]
+"""How much a model is to think; which words there are, its template says."""
+
+
+def effort_kwargs(effort: str | None) -> dict[str, Any]:
+    """Return what chat templates read of it; some read ``enable_thinking`` alone."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+
+
+class ChatRequest(ChoiceFields):
+    """A chat to continue: OpenAI's fields, then the sampling that vLLM has besides."""
+
+    messages: Annotated[Entries[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    response_format: ResponseFormat | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+
+    metadata: Annotated[dict[str, str] | None, NoEffect("nothing is stored")] = None
+    safety_identifier: Annotated[str | None, NoEffect("nothing is kept of users")] = None
+    prediction: Annotated[dict[str, Any] | None, NoEffect("it could only make an answer come sooner")] = None
+    prompt_cache_key: Annotated[str | None, NoEffect("prompts are found by their tokens")] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, NoEffect("prompts are kept while there is room")] = None
+    prompt_cache_retention: Annotated[str | None, NoEffect("prompts are kept while there is room")] = None
+    store: Annotated[bool | None, NoEffect("nothing is stored")] = None
+    verbosity: Annotated[str | None, NoEffect("the model does not see it; say it in a message")] = None
+
+    audio: Annotated[Any, Refused("answers are text")] = None
+    modalities: Annotated[Any, Refused("answers are text", (["text"],))] = None
+    moderation: Annotated[Any, Refused("nothing is moderated")] = None
+    service_tier: Annotated[Any, Refused("there is one tier", ("auto", "default"))] = None
+    web_search_options: Annotated[Any, Refused("nothing is searched")] = None
+    functions: Annotated[Any, Refused("give tools", ([],))] = None
+    function_call: Annotated[Any, Refused("give tool_choice", ("none", "auto"))] = None
+    chat_template: Annotated[Any, Refused("the model's own is used; another one could run for ever")] = None
+    documents: Annotated[Any, Refused("give chat_template_kwargs, if the model's template reads them")] = None
+
+    echo: bool | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def offer(self) -> Offer:
+        """The tools that answers may call.
+
+        Raises:
+            ApiError: they are at odds.
+        """
+        return Offer(self.tools or (), choice_of(self.tool_choice), self.parallel_tool_calls is not False)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the template reads besides messages and tools."""
+        return effort_kwargs(self.reasoning_effort) | (self.chat_template_kwargs or {})
+
+    @property
+    def echoed(self) -> str:
+        """What stands before each answer: the assistant's own last message, if that is asked for."""
+        last = self.messages[-1]
+        return last.text if self.echo and last.role == "assistant" else ""
+
+    @property
+    def form(self) -> Form | None:
+        """The form of the answer.
+
+        Raises:
+            ApiError: there are several, or it is too long.
+            ValueError: there is no such form.
+        """
+        return self.form_beside(self.response_format)
+
+    def sampling(self) -> SamplingParams:
+        """Return what the engine is asked for, but for the form.
+
+        Raises:
+            ApiError: something contradicts itself.
+            ValueError: as of ``SamplingParams``.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs: only with logprobs=true", "top_logprobs")
+        self.check_stream()
+        return self.params(
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+        )

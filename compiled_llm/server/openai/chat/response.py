@@ -1,0 +1,147 @@
+"""What ``/v1/chat/completions`` answers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+from typing_extensions import Self
+
+from compiled_llm.server.openai.common.prompt_response import PromptPlace
+from compiled_llm.server.openai.common.usage import FinishReason, Usage
+from compiled_llm.server.openai.parsing.answer_parts import Call, CallPiece
+
+
+class TopLogprob(BaseModel):
+    """One of the likeliest tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer, and the likeliest ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class Logprobs(BaseModel):
+    """Those of the answer's tokens."""
+
+    content: list[TokenLogprob] | None
+    refusal: None = None
+
+
+class CalledFunction(BaseModel):
+    """What is called, and the arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @classmethod
+    def of(cls, call: Call) -> Self:
+        """Return it by these names."""
+        return cls(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+
+
+class AssistantMessage(BaseModel):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One of ``n`` answers."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: Logprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """All answers."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[PromptPlace | None] | None = None
+
+
+class NewFunction(BaseModel):
+    """What is called, at first, and what is new of the arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class NewCall(BaseModel):
+    """What is new of a call of a tool, and its number in the answer; at first who is called, without arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: NewFunction
+
+    @classmethod
+    def of(cls, piece: CallPiece, index: int) -> list[Self]:
+        """Return what is new by these names: who is called, and arguments, are told one after another."""
+        news = []
+        if piece.name is not None:
+            news.append(
+                cls(index=index, id=piece.id, type="function", function=NewFunction(name=piece.name, arguments=""))
+            )
+        if piece.arguments:
+            news.append(cls(index=index, function=NewFunction(arguments=piece.arguments)))
+        return news
+
+
+class Delta(BaseModel):
+    """What is new of an answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[NewCall] | None = None
+
+
+class ChunkChoice(BaseModel):
+    """What is new of one of ``n`` answers."""
+
+    index: int
+    delta: Delta
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(BaseModel):
+    """What a stream has of the answers at a time."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None

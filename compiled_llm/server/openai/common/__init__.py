@@ -1,0 +1,1 @@
+"""What endpoints share: errors, events, answers on their way."""

@@ -1,0 +1,52 @@
+"""How a request is answered, whatever was asked: whole, or as events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Protocol
+
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from compiled_llm.requests.outputs import Completion
+from compiled_llm.server.http.worker_thread import written
+from compiled_llm.server.openai.common.answers import Answers
+from compiled_llm.server.openai.common.events import DONE, EventStream
+
+
+class Told(Protocol):
+    """Writes answers in the form that an endpoint has."""
+
+    def stream(self) -> AsyncIterator[Iterable[bytes]]:
+        """Make ready, then yield events, those together that came together."""
+        ...
+
+    def whole(self, completions: Sequence[Completion]) -> BaseModel:
+        """Return what answers without events; many tokens take long."""
+        ...
+
+
+async def answered(told: Told, answers: Answers, stream: bool, end: bytes = DONE) -> Response:
+    """Wait for answers, and return the response; they end with it.
+
+    Args:
+        told: writes them.
+        answers: what the generator says.
+        stream: whether to send events as they come, once there is a token.
+        end: the last event.
+
+    Raises:
+        Exception: why there is no answer.
+    """
+    try:
+        if stream:
+            events = EventStream(told.stream(), answers, end)  # made ready before there is a token to be sent
+            await answers.begun()
+            return events
+        completions = await answers.ended()
+        response = await written(lambda: told.whole(completions), answers.characters)
+    except BaseException:
+        answers.close()
+        raise
+    answers.close()
+    return response

@@ -1,0 +1,284 @@
+"""Answers of one HTTP request on their way, and what of them is new."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence, Sized
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
+from typing import NamedTuple
+
+from starlette.requests import Request
+
+from compiled_llm.client.answer import RemoteAnswer
+from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.protocol.messages import Entry
+from compiled_llm.requests.answer_text import AnswerText
+from compiled_llm.requests.outputs import Completion
+from compiled_llm.server.http.api_error import ApiError
+from compiled_llm.server.http.worker_thread import beside
+from compiled_llm.server.openai.common.usage import FinishReason, Usage, finish_reason_of, usage_of
+
+logger = logging.getLogger("compiled_llm.server")
+
+CHARACTERS = 4
+"""Of a token, about."""
+_OF_ENTRY = 40
+"""Characters of text that take as long as one log-probability."""
+_ENGINES_NAME = "structured_outputs"
+"""With which its errors of a form begin."""
+_LOOKING = 0.5
+"""Seconds between two looks whether a client reads."""
+
+
+class Answers:
+    """What was asked of the generator for one HTTP request; whoever leaves gives its pages back.
+
+    Attributes:
+        handles: one for each prompt.
+        over: whether all have ended, at the last of ``changes`` and after it.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[RemoteHandle],
+        request: Request,
+        keeps_ends: bool,
+        most_unsent: int,
+        form: str | None = None,
+    ) -> None:
+        """Cancel them if the client leaves, or does not read.
+
+        Args:
+            handles: one for each prompt.
+            request: its client's; the body has been read.
+            keeps_ends: whether a token that has ended an answer is told of.
+            most_unsent: tokens that wait for a client that does not read a stream, before they end.
+            form: the field of the request that their form is from; None if they have none.
+        """
+        self.handles = handles
+        self.over = False
+        self._keeps_ends = keeps_ends
+        self._most_unsent = most_unsent
+        self._form = form
+        self._choices: list[Choice] = []
+        self._unread: ApiError | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self._watching = asyncio.create_task(self._watch(request))
+
+    async def _watch(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        for handle in self.handles:
+            handle.cancel()
+
+    def close(self) -> None:
+        """End what has not ended, and watch the client no more."""
+        self.cancel()
+        self._watching.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+
+    async def changes(self) -> AsyncGenerator[None, None]:
+        """Yield whenever something has changed, until all have ended.
+
+        Raises:
+            Exception: why one was refused, or has failed.
+        """
+        event = asyncio.Event()
+        with ExitStack() as listening:
+            for handle in self.handles:
+                listening.enter_context(handle.listeners.listening(event))
+            self.over = False
+            while not self.over:
+                event.clear()
+                self.over = self._are_over()
+                yield
+                if not self.over:
+                    await event.wait()
+
+    async def begun(self) -> None:
+        """Wait for the first token.
+
+        Raises:
+            Exception: why there is none.
+        """
+        async with aclosing(self.changes()) as changes:  # else the event loop is woken to close it
+            async for _ in changes:
+                if any(answer.tokens for handle in self.handles for answer in handle.answers):
+                    return
+
+    async def ended(self) -> list[Completion]:
+        """Wait for the end, and return the answers of all prompts.
+
+        Raises:
+            Exception: what one has failed of.
+        """
+        async for _ in self.changes():
+            pass
+        return await beside(self._completions, self.characters)
+
+    @property
+    def characters(self) -> int:
+        """How long they are, as far as it decides how long it takes to read and to write them."""
+        answers = [answer for handle in self.handles for answer in handle.answers]
+        entries = sum(_entries(answer.received.logprobs or ()) for answer in answers)
+        entries += sum(_entries(handle.prompt_logprobs or ()) for handle in self.handles)
+        return CHARACTERS * sum(answer.tokens for answer in answers) + _OF_ENTRY * entries
+
+    def _completions(self) -> list[Completion]:
+        return [
+            replace(completion, logprobs=completion.logprobs and completion.logprobs[: self._told(answer)])
+            for handle in self.handles
+            for answer, completion in zip(handle.answers, handle.output().outputs, strict=True)
+        ]
+
+    def _told(self, answer: RemoteAnswer) -> int:
+        """Return how many tokens of an answer that has ended are told of."""
+        tokens, ends = answer.received.tokens, answer.received.ends
+        return len(tokens) - (bool(tokens) and tokens[-1] in ends and not self._keeps_ends)
+
+    def _are_over(self) -> bool:
+        """Whether all have ended; looked at before what they are read for, and in each step of each.
+
+        Raises:
+            Exception: why one was refused, or has failed.
+        """
+        if self._unread is not None:
+            raise self._unread
+        over = True
+        for handle in self.handles:
+            over &= handle.done
+            if handle.refused is not None:
+                raise self._as_sent(handle.refused)
+            for answer in handle.answers:
+                if answer.done and answer.error is not None:
+                    raise self._as_sent(answer.error)
+                over &= answer.text is None or answer.text.ended  # it is made after the last token has come
+        return over
+
+    def _as_sent(self, error: BaseException) -> BaseException:
+        """Return an error of the form by the name of the client's own field, of which the engine does not know."""
+        message = str(error)
+        if self._form is None or not message.startswith(_ENGINES_NAME):
+            return error
+        return type(error)(self._form + message.removeprefix(_ENGINES_NAME))
+
+    def usage(self, reasoning: int = 0) -> Usage:
+        """Return how many tokens they have taken, once they have ended; ``reasoning`` of them to think."""
+        return usage_of(self.handles, reasoning)
+
+    def choices(self) -> list[Choice]:
+        """Return all answers, to be read as they come."""
+        every = [(handle, answer) for handle in self.handles for answer in handle.answers]
+        self._choices = [Choice(number, handle, answer, self._told) for number, (handle, answer) in enumerate(every)]
+        self._look_later()
+        return self._choices
+
+    # ---- clients that do not read
+
+    def _look_later(self) -> None:
+        self._looking = asyncio.get_running_loop().call_later(_LOOKING, self._look)
+
+    def _look(self) -> None:
+        """End all if the client does not read: what comes meanwhile becomes one piece, up to a limit."""
+        if sum(choice.untold for choice in self._choices) <= self._most_unsent:
+            self._look_later()
+            return
+        message = f"the client has not read, and more than {self._most_unsent:,} tokens wait for it"
+        logger.warning("compiled_llm: a request ends: %s", message)
+        self._unread = ApiError(408, message, code="not_read")
+        self.cancel()
+
+
+def _entries(places: Sequence[Sized | None]) -> int:
+    """Return how many log-probabilities there are, if all tokens have as many as the last."""
+    return len(places) * len(places[-1] or ()) if places else 0
+
+
+class News(NamedTuple):
+    """What is new of an answer.
+
+    Attributes:
+        text: that is certain by now.
+        tokens: that were read for it.
+        logprobs: of these tokens, if they are wanted.
+        finish_reason: why it has ended; None while it has not.
+        total: how many tokens the answer has so far, the one that has ended it included.
+        ending: the token that has ended it, if one has, and it is not told of.
+        stop_reason: the stop string, or the one of ``stop_token_ids``, that has ended it.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[list[Entry]] | None
+    finish_reason: FinishReason | None
+    total: int = 0
+    ending: tuple[int, ...] = ()
+    stop_reason: int | str | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All new tokens."""
+        return [*self.tokens, *self.ending]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether there is nothing to tell but a text."""
+        return self.logprobs is None and self.finish_reason is None
+
+
+class Choice:
+    """One answer of a stream, and how much of it was told.
+
+    Attributes:
+        index: its number in the response.
+    """
+
+    def __init__(
+        self, index: int, handle: RemoteHandle, answer: RemoteAnswer, told: Callable[[RemoteAnswer], int]
+    ) -> None:
+        """Read it from the beginning.
+
+        Args:
+            index: its number in the response.
+            handle: of its prompt.
+            answer: one of the prompt's.
+            told: how many tokens of it are told of, once it has ended.
+        """
+        handle.text(answer.index)  # from now on it is decoded as it comes
+        self.index = index
+        self._answer = answer
+        self._told = told
+        self._text: AnswerText = answer.begin_text()
+        self._characters = self._tokens = 0
+        self._over = False
+
+    @property
+    def untold(self) -> int:
+        """How many tokens have come and were not told."""
+        return self._answer.tokens - self._tokens
+
+    def news(self) -> News | None:
+        """Return what is new; None for nothing."""
+        if self._over:
+            return None
+        received, text = self._answer.received, self._text
+        count = text.count  # first: if it is not over, none of these has ended it
+        self._over = received.done and text.ended
+        tokens = received.tokens[self._tokens : self._told(self._answer) if self._over else count]
+        piece = text.text[self._characters : text.shown]
+        if not (piece or tokens or self._over):
+            return None
+        logprobs = received.logprobs and received.logprobs[self._tokens : self._tokens + len(tokens)]
+        self._characters += len(piece)
+        self._tokens += len(tokens)
+        if not self._over:
+            return News(piece, tokens, logprobs, None, self._tokens)
+        ending, reason = tuple(received.tokens[self._tokens :]), finish_reason_of(received.finish_reason)
+        return News(piece, tokens, logprobs, reason, len(received.tokens), ending, received.stop_reason)

@@ -1,0 +1,182 @@
+"""What endpoints share: the generator, the settings, and how a request becomes answers."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from typing import cast
+
+from starlette.requests import Request
+
+from compiled_llm.client import AsyncClient
+from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.protocol.messages import Ready
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.http.api_error import ApiError, invalid
+from compiled_llm.server.http.worker_thread import beside
+from compiled_llm.server.openai.common.answers import CHARACTERS, Answers
+from compiled_llm.server.openai.common.engine_link import GeneratorLink, Model
+from compiled_llm.server.openai.fields.structured_outputs import Form
+from compiled_llm.server.settings import FrontSettings
+
+_MOST_ENTRIES = 2**18
+"""Log-probabilities of prompts that a request can ask for; each takes hundreds of bytes."""
+
+
+class Front:
+    """What requests are answered with.
+
+    Attributes:
+        settings: of the front.
+        link: to the generator.
+        all_ready: whether the server's other fronts, if there are any, can be asked, too.
+    """
+
+    def __init__(self, settings: FrontSettings, link: GeneratorLink) -> None:
+        """Know of no generator yet.
+
+        Args:
+            settings: of the front.
+            link: to the generator.
+        """
+        self.settings = settings
+        self.link = link
+        self.all_ready = True
+
+    @property
+    def doing(self) -> str:
+        """What is done before requests are answered, or ``"ready"``."""
+        return "waiting for the other fronts" if self.link.is_ready and not self.all_ready else self.link.doing
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are answered, whichever front of the server they reach."""
+        return self.link.is_ready and self.all_ready
+
+    def model_for(self, name: str | None) -> Model:
+        """Return the model, if it is the one that a request names.
+
+        Raises:
+            ApiError: it is another one, or the model is not ready.
+        """
+        if name is not None and name not in self.settings.names:
+            known = ", ".join(self.settings.names)
+            raise ApiError(404, f"model: there is no {name!r} here; there is {known}", "model", "model_not_found")
+        return self.link.model
+
+    async def submit(
+        self,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        param: str,
+        *salts: str | None,
+        form: Form | None = None,
+        priority: int | None = None,
+    ) -> Answers:
+        """Begin to answer prompts.
+
+        Args:
+            request: whose client may leave.
+            prompts: token ids.
+            params: how to answer.
+            param: the field that the prompts are from.
+            *salts: what keeps its cached pages from others: the user, if that is asked for, and a salt of its own.
+            form: of the answers, which ``params`` have; None for any text.
+            priority: smaller ones run first; 0 unless given.
+
+        Raises:
+            ApiError: they are too many or too long.
+            ValueError: they are impossible.
+            GeneratorError: the generator is gone.
+        """
+        model, salt = self.link.model, self._salt(request, *salts)
+        self.check_answers(len(prompts), params.n)
+
+        def begun() -> list[RemoteHandle]:
+            _check(prompts, params, param, model.ready)
+            return self._begun(model.client, prompts, params, salt, priority or 0)
+
+        handles = await beside(begun, CHARACTERS * sum(map(len, prompts)))
+        return Answers(
+            handles, request, params.include_stop_str_in_output, self.settings.most_unsent, form and form.field
+        )
+
+    def check_answers(self, prompts: int, answers: int) -> None:
+        """Check how much a request asks for, before anything is made of its prompts.
+
+        Args:
+            prompts: how many there are.
+            answers: to each of them.
+
+        Raises:
+            ApiError: it is too much.
+        """
+        if prompts * answers > (most := self.settings.most_choices):
+            raise invalid(f"n: {prompts} prompts with {answers} answers each; at most {most} at once", "n")
+
+    def _begun(
+        self,
+        client: AsyncClient,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        salt: str | None,
+        priority: int,
+    ) -> list[RemoteHandle]:
+        handles: list[RemoteHandle] = []
+        timeout = self.settings.request_seconds
+        try:
+            handles += (
+                client.submit(prompt, params, priority=priority, timeout=timeout, cache_salt=salt) for prompt in prompts
+            )
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        return handles
+
+    def _salt(self, request: Request, user: str | None, salt: str | None = None) -> str | None:
+        """Return what a request shares its cached pages by; with ``salts_caches``, only with its own kind."""
+        if not self.settings.salts_caches:
+            return salt
+        parts = (request.headers.get("authorization", ""), user or "", salt or "")
+        return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()
+
+
+def _check(prompts: Sequence[Sequence[int]], params: SamplingParams, param: str, ready: Ready) -> None:
+    entries = 0 if params.prompt_logprobs is None else (1 + params.prompt_logprobs) * sum(map(len, prompts))
+    if entries > _MOST_ENTRIES:
+        raise invalid(
+            f"logprobs: {entries:,} of the tokens of prompts; there can be {_MOST_ENTRIES:,}: give fewer or shorter "
+            "prompts, or smaller logprobs",
+            "logprobs",
+        )
+    for prompt in prompts:
+        check_length(prompt, params, param, ready)
+        if prompt and (min(prompt) < 0 or max(prompt) >= ready.vocabulary):
+            raise invalid(f"{param}: tokens of the model are from 0 to {ready.vocabulary - 1}", param)
+
+
+def check_length(prompt: Sequence[int], params: SamplingParams, param: str, ready: Ready) -> None:
+    """Check that there is room for an answer to a prompt.
+
+    Raises:
+        ApiError: there is none.
+    """
+    if len(prompt) + (params.max_tokens != 0) > ready.max_tokens:
+        raise invalid(
+            f"{param}: {len(prompt)} tokens, and with the answer there can be {ready.max_tokens}; shorten it",
+            param,
+            "context_length_exceeded",
+        )
+
+
+def front_of(request: Request) -> Front:
+    """Return the front that has a request."""
+    return cast(Front, request.app.state.front)
+
+
+def new_id(prefix: str) -> str:
+    """Return a name for an answer that no other has."""
+    return f"{prefix}-{secrets.token_hex(16)}"

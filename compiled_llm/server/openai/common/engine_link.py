@@ -1,0 +1,180 @@
+"""The front's connection to its generator, which is made again whenever it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from compiled_llm.client import AsyncClient, GeneratorError
+from compiled_llm.protocol.messages import Ready
+from compiled_llm.server.http.api_error import unavailable
+from compiled_llm.server.openai.tokenizer.token_bytes import TokenBytes
+from compiled_llm.server.openai.tokenizer.vocabulary import TokenizerError, Vocabulary, load_vocabulary
+
+logger = logging.getLogger("compiled_llm.server")
+
+_PAUSE = 0.1
+"""Seconds between two tries to connect; meanwhile requests are refused."""
+_SILENT_SECONDS = 30.0
+"""After which a generator that says nothing hangs; its heartbeat comes every five."""
+_LOOKS = 6
+"""How often it is looked at in that time. The time alone would count those in which this process itself stood still."""
+
+
+_HANGS = "the process that runs the model has said nothing for {:g} s: it is stopped or blocked"
+
+
+class Model(NamedTuple):
+    """What answers requests: a generator that is ready, and its tokenizer."""
+
+    client: AsyncClient
+    ready: Ready
+    vocabulary: Vocabulary
+    token_bytes: TokenBytes
+
+
+class GeneratorLink:
+    """Connects to a generator, waits until it is ready, and begins again when it has gone.
+
+    A generator whose process hangs is connected, and not ready. It is left alone: it may go on.
+
+    Attributes:
+        was_ready: whether it has been, once.
+    """
+
+    def __init__(
+        self,
+        client: Callable[[Any], AsyncClient],
+        changed: Callable[[bool], object] = lambda has_model: None,
+        failed: Callable[[str], object] | None = None,
+        escapes: bool = False,
+    ) -> None:
+        """Know of no generator yet.
+
+        Args:
+            client: makes one that has not connected, with a tokenizer or None.
+            changed: is told when there is somebody to answer requests (True), and when nobody is left (False).
+            failed: is told why there will never be anybody; unless given, the log is.
+            escapes: whether special tokens in clients' texts are text.
+        """
+        self.was_ready = False
+        self._new_client, self._escapes = client, escapes
+        self._changed = changed
+        self._failed = failed or partial(logger.error, "compiled_llm: %s")
+        self._told = self._has_failed = self._hangs = False
+        self._client: AsyncClient | None = None
+        self._model: Model | None = None
+        self._vocabulary: Vocabulary | None = None
+
+    @property
+    def doing(self) -> str:
+        """What the generator does: ``"ready"``, or what comes before."""
+        if self._has_failed:
+            return "failed; the log says why"
+        if self._hangs:
+            return _HANGS.format(_SILENT_SECONDS)
+        if self._model is None and self._client is not None and self._client.doing == "ready":
+            return "loading the tokenizer"
+        return "starting" if self._client is None else self._client.doing
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be answered."""
+        return self._model is not None and not self._hangs and self._model.client.doing == "ready"
+
+    @property
+    def model(self) -> Model:
+        """What answers requests.
+
+        Raises:
+            ApiError: nothing does now.
+        """
+        if self._model is None or not self.is_ready:
+            raise unavailable(f"the model is not ready: {self.doing}", "not_ready")
+        return self._model
+
+    async def run(self) -> None:
+        """Stay connected until it is cancelled, or until what fails would fail again."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            await self._serve()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # of a tokenizer's code, whose panics are no Exception
+            self._has_failed = True
+            if not isinstance(error, TokenizerError):
+                logger.error("compiled_llm: an error that nobody expected", exc_info=error)
+            self._failed(str(error))
+        finally:
+            watching.cancel()
+            self._forget()
+
+    async def _serve(self) -> None:
+        while True:
+            try:
+                await self._serve_once()
+            except (GeneratorError, OSError) as error:
+                logger.debug("compiled_llm: no generator: %s", error)
+            self._forget()
+            await asyncio.sleep(_PAUSE)
+
+    async def _serve_once(self) -> None:
+        if self._vocabulary is None:
+            self._vocabulary = await self._named_vocabulary()
+        client = await self._connected(self._vocabulary.tokenizer)
+        ready = await client.wait_until_ready()
+        self._model = Model(client, ready, self._vocabulary, TokenBytes(self._vocabulary.tokenizer))
+        self._tell()
+        raise await client.wait_until_lost()
+
+    async def _named_vocabulary(self) -> Vocabulary:
+        """Load the tokenizer that the generator names, which it does once it is ready."""
+        ready = await (await self._connected()).wait_until_ready()
+        try:
+            return await asyncio.to_thread(load_vocabulary, ready, self._escapes)
+        finally:
+            self._forget()
+
+    async def _connected(self, tokenizer: Any = None) -> AsyncClient:
+        self._client = self._new_client(tokenizer)
+        await self._client.connect(wait=False)
+        return self._client
+
+    def _forget(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client = self._model = None
+        self._hangs = False
+        self._tell()
+
+    def _tell(self) -> None:
+        """Say whether there is somebody to answer requests, if that has changed."""
+        has_model = self._model is not None and not self._hangs
+        if has_model != self._told:
+            self._told = has_model
+            self._changed(has_model)
+            self.was_ready |= has_model
+
+    # ---- a process that hangs
+
+    async def _watch(self) -> None:
+        """Look again and again whether the generator's process says anything."""
+        heard, silent = None, 0
+        while True:
+            await asyncio.sleep(_SILENT_SECONDS / _LOOKS)
+            client, before = self._client, heard
+            heard = None if client is None else (client, client.heard)
+            silent = silent + 1 if heard is not None and heard == before else 0
+            if client is not None and (silent >= _LOOKS) != self._hangs:
+                self._turn(client, hangs=not self._hangs)
+
+    def _turn(self, client: AsyncClient, hangs: bool) -> None:
+        """Take note that the process hangs, of which its requests are told, or that it goes on."""
+        self._hangs = hangs
+        logger.warning("compiled_llm: %s", _HANGS.format(_SILENT_SECONDS) if hangs else "the generator goes on")
+        if hangs:
+            client.give_up(GeneratorError(_HANGS.format(_SILENT_SECONDS)))
+        self._tell()

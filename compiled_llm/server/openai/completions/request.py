@@ -1,0 +1,78 @@
+"""The body of a request to ``/v1/completions``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.http.api_error import invalid
+from compiled_llm.server.openai.fields.fields import Entries, NoEffect, Refused
+from compiled_llm.server.openai.fields.response_format import ResponseFormat
+from compiled_llm.server.openai.fields.sampling import ChoiceFields
+from compiled_llm.server.openai.fields.structured_outputs import Form
+
+_MOST_TOKENS = 16
+"""As OpenAI's, where a request does not say."""
+
+
+class CompletionRequest(ChoiceFields):
+    """Text, or several texts, to continue: OpenAI's fields, then the sampling that vLLM has besides."""
+
+    prompt: str | Entries[str] | Entries[int] | Entries[Entries[int]]
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
+    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    best_of: Annotated[int | None, NoEffect("it has to be n: no answers are drawn and left out")] = None
+
+    prompt_embeds: Annotated[Any, Refused("a prompt is text, or token ids")] = None
+    suffix: Annotated[Any, Refused("text is continued, and not filled in", ("",))] = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Return each prompt.
+
+        Raises:
+            ApiError: there is none.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise invalid("prompt: is empty", "prompt")
+        given: Any = self.prompt
+        several: list[str] | list[list[int]] = [given] if isinstance(given[0], int) else given
+        return several
+
+    @property
+    def form(self) -> Form | None:
+        """The form of the answer.
+
+        Raises:
+            ApiError: there are several, or it is too long.
+            ValueError: there is no such form.
+        """
+        return self.form_beside(self.response_format)
+
+    def sampling(self, form: Form | None) -> SamplingParams:
+        """Return what the engine is asked for.
+
+        Args:
+            form: of the answer.
+
+        Raises:
+            ApiError: something contradicts itself.
+            ValueError: as of ``SamplingParams``.
+        """
+        if self.best_of not in (None, self.answers):
+            raise invalid(f"best_of: has to be n={self.answers}; no answers are drawn and left out", "best_of")
+        self.check_stream()
+        scores = [most for most in (self.logprobs if self.echo else None, self.prompt_logprobs) if most is not None]
+        most = _MOST_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.params(
+            max_tokens=most,
+            logprobs=self.logprobs,
+            prompt_logprobs=max(scores, default=None),
+            structured_outputs=None if form is None else form.params,
+        )

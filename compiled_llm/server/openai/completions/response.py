@@ -1,0 +1,43 @@
+"""What ``/v1/completions`` answers, whole or as it comes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from compiled_llm.server.openai.common.prompt_response import PromptPlace
+from compiled_llm.server.openai.common.usage import FinishReason, Usage
+
+
+class CompletionLogprobs(BaseModel):
+    """Those of the tokens; places in the text are counted in characters."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(BaseModel):
+    """One of the answers: ``n`` for each prompt, in their order."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[PromptPlace | None] | None = None
+
+
+class TextCompletion(BaseModel):
+    """All answers, or what a stream has of them at a time."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None

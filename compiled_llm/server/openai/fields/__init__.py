@@ -1,0 +1,1 @@
+"""Fields that requests of several endpoints have."""

@@ -1,0 +1,64 @@
+"""The form of an answer, as OpenAI's ``response_format`` says it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from compiled_llm.server.openai.fields.fields import Body, NoEffect
+
+MOST_SCHEMA = 2**16
+"""Characters of a schema: it takes time to compile."""
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Body):
+    """A JSON schema."""
+
+    name: Annotated[str | None, NoEffect("the model does not see it")] = None
+    description: Annotated[str | None, NoEffect("the model does not see it")] = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: Annotated[bool | None, NoEffect("the schema is always followed")] = None
+
+
+class JsonSchemaFormat(Body):
+    """What a JSON schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class StructuralTagFormat(Body):
+    """Forms of the parts between tags: xgrammar's ``format``, or its former ``structures`` and ``triggers``."""
+
+    type: Literal["structural_tag"]
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+AnyFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+ResponseFormat = Annotated[AnyFormat, Field(discriminator="type")]
+
+
+def form_of(wanted: AnyFormat | None) -> dict[str, Any] | None:
+    """Return what ``StructuredOutputsParams`` have for a form; None for any text."""
+    if isinstance(wanted, JsonObjectFormat):
+        return {"json_object": True}
+    if isinstance(wanted, JsonSchemaFormat):
+        return {"json": wanted.json_schema.schema_}
+    if isinstance(wanted, StructuralTagFormat):
+        return {"structural_tag": wanted.model_dump(exclude_none=True)}
+    return None

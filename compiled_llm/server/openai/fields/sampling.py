@@ -1,0 +1,157 @@
+"""Fields of a request that say how tokens are chosen: OpenAI's, and those that vLLM has besides."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.http.api_error import invalid
+from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, Refused
+from compiled_llm.server.openai.fields.structured_outputs import FormFields
+
+T = TypeVar("T")
+Several = Annotated[Entries[T], Field(max_length=256)]
+"""Things that each take time in every step, or in each answer."""
+MOST_CHARACTERS = 2**13
+"""Of a request's stop strings together, and of its bad words."""
+_MOST_TOKENS = 2**18
+"""That a request can name; the largest vocabularies have as many."""
+_LONGEST_SALT = 1024
+"""Characters of a name for what a request shares; the prefix cache keeps it."""
+
+
+def _of_few_characters(given: Any) -> Any:
+    texts = [given] if isinstance(given, str) else given or ()
+    if (characters := sum(map(len, texts))) > MOST_CHARACTERS:
+        numbers = {"characters": f"{characters:,}", "most": f"{MOST_CHARACTERS:,}"}
+        raise PydanticCustomError("too_long", "has {characters} characters; there can be {most}", numbers)
+    return given
+
+
+Short = AfterValidator(_of_few_characters)
+"""Texts that are looked for in each answer."""
+
+_SAME_NAMES = (
+    *("n", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words"),
+    *("allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+)
+"""Fields that ``SamplingParams`` has by the same name."""
+
+
+class StreamOptions(Body):
+    """What a stream has besides pieces of the answer."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Annotated[bool | None, NoEffect("chunks are never padded")] = None
+
+
+class SamplingFields(FormFields):
+    """What every kind of request can say of how its answer is drawn, and of its prompt."""
+
+    model: str | None = None
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    seed: Annotated[int | None, Field(ge=-1, lt=2**62)] = None
+    stop: Annotated[str | Several[str] | None, Short] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    user: Annotated[str | None, NoEffect("nothing is kept of users; with --salt-caches, it is a salt")] = None
+
+    top_k: Annotated[int | None, Field(ge=-1)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[float | None, Field(ge=1e-6, le=1e6)] = None
+    min_tokens: Annotated[int | None, Field(ge=0)] = None
+    stop_token_ids: Several[int] | None = None
+    ignore_eos: bool | None = None
+    bad_words: Annotated[Several[str] | None, Short] = None
+    allowed_token_ids: Annotated[Entries[int] | None, Field(max_length=_MOST_TOKENS)] = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str | None, Field(max_length=_LONGEST_SALT)] = None
+    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    use_beam_search: Annotated[Any, Refused("answers are drawn one token after another", (False,))] = None
+    length_penalty: Annotated[Any, Refused("it is for beam search", (1.0, 1))] = None
+
+    def params(self, **others: Any) -> SamplingParams:
+        """Return what the engine is asked for.
+
+        Args:
+            **others: settings that have other names, or other defaults.
+
+        Raises:
+            ApiError: something contradicts itself.
+            ValueError: as of ``SamplingParams``.
+        """
+        same = {name: value for name in _SAME_NAMES if (value := getattr(self, name, None)) not in (None, [])}
+        return SamplingParams(**same, logit_bias=self._biases(), **others)
+
+    def cut(self, prompt: list[int], room: int) -> list[int]:
+        """Return the last tokens of a prompt, or the first, if it is to be cut.
+
+        Args:
+            prompt: token ids.
+            room: how many tokens fit before the answer.
+
+        Raises:
+            ApiError: nothing would be left.
+        """
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == 0:
+            raise invalid("truncate_prompt_tokens: give 1 or more, or -1 for as many as fit", "truncate_prompt_tokens")
+        kept = max(1, room) if most == -1 else most
+        return prompt[:kept] if self.truncation_side == "right" else prompt[-kept:]
+
+    def _biases(self) -> dict[int, float] | None:
+        """Return the biases by token; JSON has them by text."""
+        try:
+            return {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None
+        except ValueError:
+            raise invalid("logit_bias: keys are token ids, written as text", "logit_bias") from None
+
+
+class ChoiceFields(SamplingFields):
+    """What requests can say of which answers come, and of what is told of them."""
+
+    n: Annotated[int | None, Field(ge=1)] = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def answers(self) -> int:
+        """How many are wanted of each prompt."""
+        return self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the count of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        """Whether each chunk of a stream has the count of tokens so far."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check_stream(self) -> None:
+        """Check that nothing contradicts how the answers come.
+
+        Raises:
+            ApiError: something does.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options: only for stream=true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs: only without stream; echo with logprobs streams them", "prompt_logprobs")

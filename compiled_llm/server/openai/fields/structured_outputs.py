@@ -1,0 +1,135 @@
+"""Fields of a request that say which form an answer has besides ``response_format``: vLLM's, and SGLang's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
+
+from compiled_llm.requests.structured_outputs.params import MOST_BLANKS, StructuredOutputsParams
+from compiled_llm.server.http.api_error import invalid
+from compiled_llm.server.openai.fields.fields import Body, NoEffect, Refused
+from compiled_llm.server.openai.fields.response_format import MOST_SCHEMA, AnyFormat, form_of
+
+_OLDER_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "structural_tag": "structural_tag",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+"""What vLLM called them before, and what SGLang does."""
+_NOT_FOLLOWED = Refused("no grammar follows it; give structured_outputs.max_whitespace_cnt")
+_Choice = Annotated[list[str], Field(max_length=4096, fail_fast=True)]
+
+
+class Form(NamedTuple):
+    """The form that an answer has.
+
+    Attributes:
+        field: of the request, that says it; several, if it is made of what several say.
+        params: what it is.
+    """
+
+    field: str
+    params: StructuredOutputsParams
+
+
+class StructuredOutputs(Body):
+    """A form, and how much white space JSON may have; that counts beside ``response_format``, too."""
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: _Choice | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    max_whitespace_cnt: Annotated[int | None, Field(ge=1)] = None
+    whitespace_pattern: Annotated[Any, _NOT_FOLLOWED] = None
+
+    @property
+    def blanks(self) -> dict[str, Any]:
+        """What is said of white space; null is a number, too: any."""
+        said: dict[str, Any] = {"disable_any_whitespace": bool(self.disable_any_whitespace)}
+        return said | ({"max_whitespace_cnt": self.max_whitespace_cnt} if self._says("max_whitespace_cnt") else {})
+
+    def _says(self, name: str) -> bool:
+        return name in self.model_fields_set
+
+    @property
+    def forms(self) -> dict[str, Any]:
+        """The forms that are given, by name; one at most should be."""
+        given = self.model_dump(by_alias=True, include={"json_", *_OLDER_NAMES.values(), "json_object"})
+        return {name: value for name, value in given.items() if value not in (None, False)}
+
+
+class FormFields(Body):
+    """What every kind of request can say of its answer's form."""
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: _Choice | None = None
+    guided_grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    guided_decoding_backend: Annotated[str | None, NoEffect("xgrammar compiles all forms")] = None
+    guided_whitespace_pattern: Annotated[Any, _NOT_FOLLOWED] = None
+
+    @property
+    def most_blanks(self) -> int | None:
+        """How many blanks JSON may have in a row; None for any number."""
+        said = {} if self.structured_outputs is None else self.structured_outputs.blanks
+        most: int | None = said.get("max_whitespace_cnt", MOST_BLANKS)
+        return most
+
+    def form_beside(self, wanted: AnyFormat | None, field: str = "response_format") -> Form | None:
+        """Return the form of an answer; None for any text.
+
+        Args:
+            wanted: its ``response_format``.
+            field: says that.
+
+        Raises:
+            ApiError: there are several forms, or one is too long.
+            ValueError: there is no such form.
+        """
+        said = self.structured_outputs or StructuredOutputs()
+        forms = [("structured_outputs", {name: value}) for name, value in said.forms.items()]
+        older = [(old, name, getattr(self, old)) for old, name in _OLDER_NAMES.items()]
+        forms += [(old, {name: value}) for old, name, value in older if value is not None]
+        if (plain := form_of(wanted)) is not None:
+            forms.append((field, plain))
+        if len(forms) > 1:
+            names = ", ".join(dict.fromkeys(name for name, _ in forms))
+            raise invalid(f"{forms[0][0]}: an answer has one form, and there are several, in {names}", forms[0][0])
+        return _short(named_form(forms[0][0], **forms[0][1], **said.blanks)) if forms else None
+
+
+def named_form(field: str, **form: Any) -> Form:
+    """Return a form whose errors name the field that the client has sent.
+
+    Args:
+        field: says it.
+        **form: it, as of ``StructuredOutputsParams``.
+
+    Raises:
+        ValueError: there is no such form.
+    """
+    try:
+        return Form(field, StructuredOutputsParams(**form))
+    except ValueError as error:
+        raise ValueError(f"{field}: {str(error).removeprefix('StructuredOutputsParams: ')}") from error
+
+
+def _short(form: Form) -> Form:
+    if (length := len(form.params.source.text)) > MOST_SCHEMA:
+        raise invalid(f"{form.field}: the schema has {length:,} characters; at most {MOST_SCHEMA:,}", form.field)
+    return form

@@ -1,0 +1,118 @@
+"""``/metrics``: what the front counts, and how the generator is doing, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from compiled_llm.client import GeneratorError
+from compiled_llm.protocol.messages import Stats
+from compiled_llm.server.openai.common.api_server import front_of
+from compiled_llm.server.openai.figures import COUNTERS, GAUGES, PAGES, QUANTILES, STATES, WAITS
+
+router = APIRouter()
+
+_PATIENCE = 5.0
+
+
+class FrontMetrics:
+    """What the front counts.
+
+    Attributes:
+        registry: of these metrics.
+    """
+
+    def __init__(self, shared: Path | None = None) -> None:
+        """Begin at zero.
+
+        Args:
+            shared: a folder in which several fronts count together; prometheus_client has to know of it when it is
+                imported (``PROMETHEUS_MULTIPROC_DIR``).
+        """
+        self.registry = CollectorRegistry()
+        self._shared = shared
+        names = ["path", "status"]
+        self._requests = Counter(
+            "compiled_llm_http_requests", "Requests that were answered", names, registry=self.registry
+        )
+        self._seconds = Histogram(
+            "compiled_llm_http_seconds", "Until a response had gone out", ["path"], registry=self.registry
+        )
+        self.open = Gauge(
+            "compiled_llm_http_open",
+            "Requests that are being answered",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+
+    def count(self, path: str, status: int, seconds: float) -> None:
+        """Count a response."""
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def text(self) -> bytes:
+        """Return what all fronts have counted, as Prometheus reads it."""
+        if self._shared is None:
+            return generate_latest(self.registry)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, path=str(self._shared))
+        return generate_latest(registry)
+
+
+class _Generator(Collector):
+    """The generator's figures, as they were a moment ago."""
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(f"compiled_llm_{name}", text, getattr(self._stats, name))
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(f"compiled_llm_{name}", text, getattr(self._stats, name))
+        for name, text in WAITS.items():
+            yield self._waits(name, text)
+        if self._stats.pages is not None:
+            yield self._pages()
+
+    def _waits(self, name: str, text: str) -> Metric:
+        family = GaugeMetricFamily(f"compiled_llm_{name}", text, labels=["quantile"])
+        if (found := getattr(self._stats, name)) is not None:
+            for quantile, field in QUANTILES.items():
+                family.add_metric([quantile], getattr(found, field))
+        return family
+
+    def _pages(self) -> Metric:
+        family = GaugeMetricFamily("compiled_llm_pages", PAGES, labels=["state"])
+        for state in STATES:
+            family.add_metric([state], getattr(self._stats.pages, state))
+        return family
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Return figures for Prometheus; those of the generator only if it answers."""
+    text: bytes = request.app.state.metrics.text()
+    if (stats := await _stats(request)) is not None:
+        registry = CollectorRegistry()
+        registry.register(_Generator(stats))
+        text += generate_latest(registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _stats(request: Request) -> Stats | None:
+    link = front_of(request).link
+    if not link.is_ready:
+        return None
+    try:
+        return await link.model.client.stats(_PATIENCE)
+    except (GeneratorError, TimeoutError):
+        return None

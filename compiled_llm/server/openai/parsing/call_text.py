@@ -1,0 +1,174 @@
+"""Calls of tools as they come: who is called, and then the arguments as JSON, piece by piece."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Protocol
+
+import regex  # type: ignore[import-untyped]  # as transformers' parser; it finds matches that only begin
+
+from compiled_llm.server.openai.parsing.json_value import JsonValue
+
+_MEMBER = r'\s*{}\s*"(?P<key>(?:[^"\\]|\\.)*)"\s*:\s*(?=\S)'
+_FIRST, _NEXT = (regex.compile(_MEMBER.format(before), regex.DOTALL) for before in (r"\{", ","))
+_LONGEST_NAME = 1024
+"""Characters of a member's name with the blanks around it; each piece of it has all of it looked at again."""
+_END = regex.compile(r"\s*\}")
+
+
+class CallText(Protocol):
+    """Reads the text of one call.
+
+    Attributes:
+        name: of the function; None until it is certain that this is a call.
+    """
+
+    name: str | None
+
+    def read(self, text: str) -> str:
+        """Return what is new of the arguments by the next piece; nothing before there is a name."""
+        ...
+
+    def end(self, closed: bool) -> str:
+        """Return what the end adds to the arguments; ``closed`` says whether the model itself has ended the call."""
+        ...
+
+    def cut(self) -> None:
+        """Know that there was no room for more: with a name, it is a call."""
+        ...
+
+
+class JsonCall:
+    """A call whose text is an object of JSON: the name is one of its members, the arguments are another."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        """Begin before its text.
+
+        Args:
+            name: key of the name.
+            arguments: keys that the arguments may have.
+        """
+        self.name: str | None = None
+        self._name_key, self._argument_keys = name, arguments
+        self._called: str | None = None
+        self._new: str | None = None  # of the arguments; None before them
+        self._rest, self._before, self._over = "", _FIRST, False
+        self._member: _Member | None = None
+
+    def read(self, text: str) -> str:
+        """Return what is new of the arguments; they wait for the name."""
+        self._rest = "" if self._over else self._rest + text
+        while self._rest and not self._over and self._step():
+            pass
+        if self._called is None or self._new is None:
+            return ""
+        self.name, new, self._new = self._called, self._new, ""
+        return new
+
+    def end(self, closed: bool) -> str:
+        """Return nothing: what was cut stays as it is."""
+        return ""
+
+    def cut(self) -> None:
+        """As of ``CallText``."""
+        self.name = self._called
+
+    def _step(self) -> bool:
+        """Read on, and return whether something was found."""
+        if self._member is None:
+            return self._begin_member()
+        text = self._member.take(self._rest)
+        self._rest = self._rest[len(text) :]
+        if self._member.streams:
+            self._new = (self._new or "") + text
+        if self._member.value.over:
+            self._end_member(self._member)
+        return self._member is None
+
+    def _begin_member(self) -> bool:
+        found = self._before.match(self._rest, partial=True)
+        if found is None:  # the object ends here, or this is none
+            self._over = True
+            if self._new is None and self._before is _NEXT and _END.match(self._rest):
+                self._new = "{}"  # a call of what takes nothing may have none
+        elif found.end() > _LONGEST_NAME:
+            self._over = True
+        elif not found.partial:
+            key, self._rest = found["key"], self._rest[found.end() :]
+            self._member = _Member(key, self._is_arguments(key) and self._rest[0] == "{")
+        return self._member is not None
+
+    def _is_arguments(self, key: str) -> bool:
+        return key in self._argument_keys and self._new is None
+
+    def _end_member(self, member: _Member) -> None:
+        self._member, self._before = None, _NEXT
+        if member.streams:
+            return
+        try:
+            value = json.loads(member.text)
+        except (ValueError, RecursionError):
+            self._over = True
+            return
+        if member.key == self._name_key and self._called is None:
+            self._called = value if isinstance(value, str) and value else None
+        elif self._is_arguments(member.key):
+            self._new = value if isinstance(value, str) else member.text
+
+
+class JsonArguments:
+    """A call whose text is its arguments as JSON; the name stands before it."""
+
+    def __init__(self, name: str) -> None:
+        """Begin before its text.
+
+        Args:
+            name: of the function.
+        """
+        self.name: str | None = None
+        self._called = name
+        self._member: _Member | None = None
+
+    def read(self, text: str) -> str:
+        """Return what is new of them."""
+        if self._member is None:
+            text = text.lstrip()
+            self._member = _Member("", text[0] == "{") if text else None
+        if self._member is None:
+            return ""
+        new = self._member.take(text)
+        if not self._member.streams:
+            return ""
+        self.name = self._called
+        return new
+
+    def end(self, closed: bool) -> str:
+        """Return arguments that are no object, which come whole."""
+        if self._member is None or self._member.streams:
+            return ""
+        try:
+            value = json.loads(self._member.text)
+        except (ValueError, RecursionError):
+            return ""
+        self.name = self._called
+        return value if isinstance(value, str) else self._member.text
+
+    def cut(self) -> None:
+        """As of ``CallText``."""
+        self.name = self._called
+
+
+class _Member:
+    """A member of an object on its way; its text is kept unless it streams."""
+
+    def __init__(self, key: str, streams: bool) -> None:
+        self.key, self.streams = key, streams
+        self.value, self.text = JsonValue(), ""
+
+    def take(self, text: str) -> str:
+        """Return what belongs to it of the next piece."""
+        new = text[: self.value.take(text)] if text and not self.value.over else ""
+        if not self.streams:
+            self.text += new
+        return new

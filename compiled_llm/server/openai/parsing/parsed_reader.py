@@ -1,0 +1,277 @@
+"""An answer read by HuggingFace's parser, as it comes."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from compiled_llm.server.openai.parsing.answer_parts import CALLS, CONTENT, REASONING, Call, CallPiece, Parts
+from compiled_llm.server.openai.parsing.call_text import CallText
+from compiled_llm.server.openai.parsing.delimiters import Delimiters
+
+_PIECES = re.compile(r"(?=[<\[{\n])|(?<=[>\]}\n])")
+
+_LOOKS, _SHORT = 8, 1024
+"""How often a text that has become no part is looked at while it doubles, and how long it is to be for that."""
+
+BeginCall = Callable[[str, dict[str, str]], CallText]
+"""Returns what reads a call, by the text that begins it and what the template has found there."""
+
+
+class ParsedReader:
+    """Reads an answer by HuggingFace's parser; what that cannot read is content."""
+
+    def __init__(
+        self,
+        parser: Any,
+        fields: Mapping[str, Any],
+        delimiters: Delimiters,
+        several_calls: bool = True,
+        begin_call: BeginCall | None = None,
+        prompt: str = "",
+        finds_calls: bool = True,
+    ) -> None:
+        """Begin with what the prompt has begun.
+
+        Args:
+            parser: of ``tokenizer.get_response_parser``.
+            fields: of the response template.
+            delimiters: of these fields.
+            several_calls: whether calls after the first one are told of.
+            begin_call: for calls that are read as they come, whose texts the parser leaves as they are.
+            prompt: that the parser has seen.
+            finds_calls: whether the parser looks for calls.
+        """
+        self._parser: Any = parser
+        self._begin_call = begin_call
+        self._finds_calls = finds_calls
+        self._call: _Call | None = None
+        self._most_calls = None if several_calls else 1
+        self._calls = 0
+        self._untold = ""  # what was fed and has become no part yet
+        self._later = ""  # what was not fed yet
+        self._delimiters = delimiters
+        self._implicit = CONTENT if _is_implicit(fields.get(CONTENT)) else None
+        self._part: str | None = self._implicit
+        self._cuts_call = False  # whether the end has cut a call
+        self._texts = {name: _Trimmed(_strips(fields.get(name, {}))) for name in (CONTENT, *REASONING)}
+        self._has_fed = False
+        self._prompt = self._delimiters.last_opening(CALLS, prompt)
+        self._begun = self._begin(parser.initial_events)
+
+    def _begin(self, events: Sequence[Mapping[str, Any]]) -> list[CallPiece]:
+        """Take what the prompt has begun, and return what is to be told of it: a call that has not ended."""
+        parts = Parts()
+        for event in events:
+            self._take(event, parts)
+        found = self._delimiters.opening(CALLS, self._prompt)
+        if found is None or found.end() < len(self._prompt):
+            self._prompt = ""  # otherwise the parser may say only later that a call has begun there
+        return [piece for piece in parts.pieces if self._call is not None and piece.id == self._call.id]
+
+    def read(self, text: str, over: bool, cut: bool = False) -> Parts:
+        """Return what is new."""
+        parts, self._begun = Parts(pieces=self._begun), []
+        for piece in [text] if self._delimiters.are_far_from(text) else _PIECES.split(text):
+            self._feed(piece, parts)
+        if over:
+            self._feed_later(parts)
+            (self._cut if cut else self._finish)(parts)
+        return parts
+
+    def _feed(self, piece: str, parts: Parts) -> None:
+        if self._part in self._texts and self._holds_nothing and self._delimiters.are_far_from(piece):
+            self._add(self._part, piece, parts)  # the parser would find nothing in it, and takes longer
+            return
+        self._later += piece
+        if len(self._later) * _LOOKS >= len(self._untold) - _SHORT:
+            self._feed_later(parts)
+
+    def _feed_later(self, parts: Parts) -> None:
+        """Feed what waits; the parser looks again at all that it does not understand yet, blanks for instance."""
+        piece, self._later = self._later, ""
+        self._has_fed |= bool(piece)
+        self._untold += piece
+        if self._parser is not None:
+            self._take_all(lambda: self._parser.feed(piece), parts)
+        else:
+            self._tell_rest(parts)
+
+    @property
+    def _holds_nothing(self) -> bool:
+        """Whether the parser has nothing that it waits to understand; at first the prompt's end may be that."""
+        return self._has_fed and not self._untold
+
+    def _cut(self, parts: Parts) -> None:
+        """Finish without what there was no room for."""
+        found = self._delimiters.begun_opening(CALLS, self._untold) if self._part == self._implicit else None
+        if found is None or not self._finds_calls:
+            self._cuts_call = self._part == CALLS
+            self._finish(parts)
+            return
+        self._untold = self._untold[: found.start()]
+        self._tell_rest(parts)
+        if self._begin_call is not None and not found.partial:
+            call = _Call(found.group(), self._begin_call(found.group(), found.groupdict()))
+            call.text.cut()
+            self._tell(call, "", parts)
+
+    def _finish(self, parts: Parts) -> None:
+        if self._parser is not None:
+            self._take_all(lambda: self._parser.finalize()[1], parts)
+
+    def _take_all(self, events: Any, parts: Parts) -> None:
+        try:
+            for event in events():
+                self._take(event, parts)
+        except Exception:  # whatever a template does with what the model should not have written
+            self._parser, self._part = None, CONTENT
+            self._tell_rest(parts)
+
+    def _tell_rest(self, parts: Parts) -> None:
+        self._tell_content(self._untold, parts)
+        self._untold = ""
+
+    def _tell_content(self, text: str, parts: Parts) -> None:
+        if not self._cuts_call:
+            parts.content += self._texts[CONTENT].add(text)
+
+    def _take(self, event: Mapping[str, Any], parts: Parts) -> None:
+        match event["type"]:
+            case "region_open":
+                self._open(event["field"])
+            case "region_chunk":
+                self._take_text(event["field"], event["text"], parts)
+            case "region_close":
+                self._close(event["field"], event["value"], parts)
+
+    def _open(self, name: str) -> None:
+        self._part = name
+        if name == CALLS and self._begin_call is None:
+            return  # it stays untold until it is read, since it may be none
+        found = self._delimiters.opening(name, self._untold)
+        if found is not None:
+            self._untold = self._untold[found.end() :]
+        if name == CALLS and self._begin_call is not None:
+            found = found or self._delimiters.opening(name, self._prompt)
+            opening = "" if found is None else found.group()
+            self._call = _Call(opening, self._begin_call(opening, {} if found is None else found.groupdict()))
+
+    def _take_text(self, name: str, text: str, parts: Parts) -> None:
+        if name in self._texts:
+            self._untold = self._untold.partition(text)[2]
+            self._add(name, text, parts)
+        elif self._call is not None:
+            self._untold = self._untold.partition(text)[2]
+            self._tell(self._call, self._call.read(text), parts)
+
+    def _close(self, name: str, value: Any, parts: Parts) -> None:
+        self._part = self._implicit
+        if name == self._implicit:
+            return  # it ends where another part begins
+        found = self._delimiters.closing(name, self._untold)
+        closing, self._untold = ("", "") if found is None else (found.group(), self._untold[found.end() :])
+        if name != CALLS:
+            return
+        if self._call is None:
+            self._tell_whole(value, parts)
+        else:
+            self._end_call(self._call, closing, parts)
+
+    def _end_call(self, call: _Call, closing: str, parts: Parts) -> None:
+        new = call.text.end(bool(closing))
+        if self._cuts_call and not closing:
+            call.text.cut()
+        self._tell(call, new, parts, ends=bool(closing))
+        if call.text.name is None:
+            self._tell_content(call.raw + closing, parts)
+        self._call = None
+
+    def _add(self, name: str, text: str, parts: Parts) -> None:
+        text = self._texts[name].add(text)
+        if name == CONTENT:
+            parts.content += text
+        else:
+            parts.reasoning += text
+
+    def _tell(self, call: _Call, new: str, parts: Parts, ends: bool = False) -> None:
+        """Tell of a call, from when it is certain that it is one."""
+        begins = call.number is None and call.text.name is not None
+        if begins:
+            self._calls, call.number = self._calls + 1, self._calls
+        if call.number is not None and self._is_told(call.number) and (begins or new or ends):
+            parts.call(CallPiece(call.id, call.text.name if begins else None, new, ends))
+
+    def _tell_whole(self, value: Any, parts: Parts) -> None:
+        for call in [_call(entry) for entry in (value if isinstance(value, list) else [value])]:
+            if self._is_told(self._calls):
+                parts.call(CallPiece(*call, ends=True))
+            self._calls += 1
+
+    def _is_told(self, number: int) -> bool:
+        return self._most_calls is None or number < self._most_calls
+
+
+class _Call:
+    """A call on its way, and all that was read of it: if it is none, that is content."""
+
+    def __init__(self, opening: str, text: CallText) -> None:
+        self.id = _new_id()
+        self.text = text
+        self.raw = opening
+        self.number: int | None = None  # in the answer; None before it is certain
+
+    def read(self, text: str) -> str:
+        """Return what is new of the arguments."""
+        if self.text.name is None:
+            self.raw += text
+        return self.text.read(text)
+
+
+class _Trimmed:
+    """A text as it comes, without whitespace at its ends."""
+
+    def __init__(self, strips: bool) -> None:
+        self._strips = strips
+        self._begun = False
+        self._space = ""
+
+    def add(self, text: str) -> str:
+        """Return what is certain by now."""
+        if not self._strips:
+            return text
+        text = self._space + text if self._begun else text.lstrip()
+        kept = text.rstrip()
+        self._begun = self._begun or bool(kept)
+        self._space = text[len(kept) :]
+        return kept
+
+
+def _is_implicit(spec: Mapping[str, Any] | None) -> bool:
+    """Whether a part is all text that stands in no other."""
+    return spec is not None and not ("open" in spec or "open_pattern" in spec)
+
+
+def _strips(spec: Mapping[str, Any]) -> bool:
+    return bool(spec.get("content_args", {}).get("strip", True))
+
+
+def _call(value: Mapping[str, Any]) -> Call:
+    """Return a call as the parser gives it.
+
+    Raises:
+        ValueError: it has no name.
+    """
+    function = value["function"]
+    name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
+    if not isinstance(name, str) or not name:
+        raise ValueError("a call without a name")
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return Call(_new_id(), name, written)
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

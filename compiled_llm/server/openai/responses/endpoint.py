@@ -1,0 +1,145 @@
+"""``/v1/responses``, for text and calls of tools."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from compiled_llm.requests.outputs import Completion
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.http.worker_thread import beside
+from compiled_llm.server.openai.chat.answer_form import answer_form, with_form
+from compiled_llm.server.openai.chat.logprobs import chat_logprobs, entries_of
+from compiled_llm.server.openai.chat.prompt import chat_prompt
+from compiled_llm.server.openai.chat.reading import Reading
+from compiled_llm.server.openai.chat.response import TokenLogprob
+from compiled_llm.server.openai.common.answering import answered
+from compiled_llm.server.openai.common.answers import Answers, Choice, News
+from compiled_llm.server.openai.common.api_server import front_of, new_id
+from compiled_llm.server.openai.common.engine_link import Model
+from compiled_llm.server.openai.common.events import named_event
+from compiled_llm.server.openai.common.openapi_responses import ANSWERS
+from compiled_llm.server.openai.common.usage import FinishReason, finish_reason_of
+from compiled_llm.server.openai.fields.structured_outputs import Form
+from compiled_llm.server.openai.responses.output import Output
+from compiled_llm.server.openai.responses.request import FlatNamedTool, ResponsesRequest
+from compiled_llm.server.openai.responses.response import Incomplete, ResponseBody, ResponseUsage, Status
+from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
+from compiled_llm.server.openai.tokenizer.vocabulary import check_texts
+
+router = APIRouter()
+
+
+@router.post("/v1/responses", response_model=ResponseBody, responses=ANSWERS)
+async def create_response(body: ResponsesRequest, request: Request) -> Any:
+    """Answer a text, or a chat."""
+    front = front_of(request)
+    model = front.model_for(body.model)
+
+    def prepared() -> tuple[list[int], SamplingParams, Form | None, Reading]:
+        params = body.sampling()
+        for name in ("metadata", "text", "tools"):  # the response repeats them
+            check_texts(body.model_dump(include={name}), name)
+        messages, kwargs = body.messages(), body.template_kwargs
+        prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, add_generation_prompt=True)
+        tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
+        form = answer_form(body.form, prompt, body.most_blanks)
+        return tokens, with_form(params, form, prompt), form, Reading(prompt.reader())
+
+    tokens, params, form, reading = await beside(prepared, len(await request.body()))
+    salts = body.user, body.cache_salt
+    answers = await front.submit(request, [tokens], params, "input", *salts, form=form, priority=body.priority)
+    told = _Told(body, model, front.settings.names[0], answers, reading)
+    return await answered(told, answers, bool(body.stream), end=b"")
+
+
+class _Told:
+    """Writes an answer, whole or as it comes."""
+
+    def __init__(self, body: ResponsesRequest, model: Model, name: str, answers: Answers, reading: Reading) -> None:
+        self._body = body
+        self._model = model
+        self._answers = answers
+        self._reading = reading
+        self._name = name
+        self._id, self._created = new_id("resp"), int(time.time())
+        self._output = Output(self._event)
+        self._sent = 0
+
+    def whole(self, completions: Sequence[Completion]) -> ResponseBody:
+        (completion,) = completions
+        places = None if completion.logprobs is None else entries_of(completion.logprobs)
+        reason = finish_reason_of(completion.finish_reason)
+        deque(self._news(News(completion.text or "", completion.token_ids, places, reason)), maxlen=0)
+        return self._ended(reason)
+
+    def stream(self) -> AsyncIterator[list[bytes]]:
+        (choice,) = self._answers.choices()
+        begun = self._response("in_progress").model_dump()
+        begins = [self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
+        return self._events(choice, begins)
+
+    async def _events(self, choice: Choice, begins: list[bytes]) -> AsyncIterator[list[bytes]]:
+        yield begins
+        reason = None
+        async for _ in self._answers.changes():
+            if (news := choice.news()) is not None:
+                reason = news.finish_reason
+                yield list(self._news(news))
+        assert reason is not None, "what has ended has a reason"
+        response = await beside(lambda: self._ended(reason), self._answers.characters)
+        yield [self._event(f"response.{response.status}", response=response.model_dump())]
+
+    def _news(self, news: News) -> Iterator[bytes]:
+        parts = self._reading.read(news.text, news.finish_reason)
+        yield from self._output.take(parts, self._logprobs(news.logprobs))
+        if news.finish_reason is not None:
+            yield from self._output.end(_status(news.finish_reason))
+
+    def _logprobs(self, places: Any) -> list[TokenLogprob]:
+        if not self._body.wants_logprobs:
+            return []
+        names = TokenNames(self._model.token_bytes)
+        return chat_logprobs(places or [], self._body.top_logprobs or 0, names).content or []
+
+    def _ended(self, reason: FinishReason) -> ResponseBody:
+        """Return the response to an answer that has ended."""
+        usage = self._answers.usage(self._reading.reasoning_tokens(self._model.vocabulary))
+        return self._response(
+            _status(reason),
+            output=self._output.items,
+            incomplete_details=None if reason == "stop" else Incomplete(),
+            usage=ResponseUsage.of(usage),
+        )
+
+    def _response(self, status: Status, **others: Any) -> ResponseBody:
+        body, choice = self._body, self._body.tool_choice
+        form = None if body.text is None else body.text.format
+        return ResponseBody(
+            id=self._id,
+            created_at=self._created,
+            status=status,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=self._name,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            tool_choice=choice.model_dump() if isinstance(choice, FlatNamedTool) else choice or "auto",
+            tools=[tool.model_dump() for tool in body.tools or ()],
+            top_p=1.0 if body.top_p is None else body.top_p,
+            text={"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+            **{"output": [], **others},
+        )
+
+    def _event(self, kind: str, **others: Any) -> bytes:
+        self._sent += 1
+        return named_event(kind, {"type": kind, "sequence_number": self._sent - 1, **others})
+
+
+def _status(reason: FinishReason) -> Status:
+    return "completed" if reason == "stop" else "incomplete"

@@ -1,0 +1,147 @@
+"""The input of ``/v1/responses``: messages, what was thought and called in answers, and what calls have returned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Tag
+
+from compiled_llm.server.openai.chat.message import FunctionCall, Message, ToolCall, arguments_of
+from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, Refused
+
+_TAGS = ("function_call", "function_call_output", "reasoning", "item_reference")
+_NOT_STORED = NoEffect("nothing is stored")
+
+
+class InputText(Body):
+    """A piece of a message, a user's or what was answered before."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Annotated[list[Any] | None, NoEffect("the model sees the text")] = None
+    logprobs: Annotated[list[Any] | None, NoEffect("the model sees the text")] = None
+
+
+class InputMessage(Body):
+    """A message of a chat."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Entries[InputText]
+    id: Annotated[str | None, _NOT_STORED] = None
+    status: Annotated[str | None, _NOT_STORED] = None
+    phase: Annotated[str | None, NoEffect("chat templates do not write it")] = None
+
+
+class CallItem(Body):
+    """A call of a tool in an answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: Annotated[str, AfterValidator(arguments_of)]
+    id: Annotated[str | None, _NOT_STORED] = None
+    status: Annotated[str | None, _NOT_STORED] = None
+
+
+class CallOutput(Body):
+    """What a call has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Entries[InputText]
+    name: str | None = None
+    id: Annotated[str | None, _NOT_STORED] = None
+    status: Annotated[str | None, _NOT_STORED] = None
+
+
+class ThoughtText(Body):
+    """What was thought, or a summary of it."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """What was thought in an answer."""
+
+    type: Literal["reasoning"]
+    content: Entries[ThoughtText] | None = None
+    summary: Annotated[Entries[ThoughtText] | None, NoEffect("the model sees all of its thinking")] = None
+    encrypted_content: Annotated[str | None, NoEffect("thinking is content")] = None
+    id: Annotated[str | None, _NOT_STORED] = None
+    status: Annotated[str | None, _NOT_STORED] = None
+
+
+class ItemReference(Body):
+    """What OpenAI would have stored."""
+
+    type: Annotated[Any, Refused("nothing is stored; send the item itself, as clients do with store=false")]
+    id: str
+
+
+def _type_of(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if kind in _TAGS else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
+    Discriminator(_type_of),
+]
+
+
+_Item = InputMessage | CallItem | CallOutput | ReasoningItem | ItemReference
+
+
+def messages_of(items: Sequence[_Item]) -> list[Message]:
+    """Return items as messages of a chat: what stands in one answer is one message."""
+    groups: list[list[_Item]] = []
+    for item in items:
+        if groups and _goes_on(groups[-1][-1], item):
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return list(map(_message, groups))
+
+
+def _is_answered(item: _Item) -> bool:
+    return isinstance(item, (CallItem, ReasoningItem)) or (isinstance(item, InputMessage) and item.role == "assistant")
+
+
+def _goes_on(last: _Item, item: _Item) -> bool:
+    """Whether an item is of the answer that the last one is of; text or thinking after text or calls begins another."""
+    return _is_answered(last) and (
+        isinstance(item, CallItem) or (_is_answered(item) and isinstance(last, ReasoningItem))
+    )
+
+
+def _message(items: Sequence[_Item]) -> Message:
+    """Return what is one message: an answer may be of several items."""
+    first = items[0]
+    assert not isinstance(first, ItemReference), "it is refused"
+    if isinstance(first, CallOutput):
+        output = _text(first.output)
+        return Message(role="tool", content=output, tool_call_id=first.call_id, name=first.name)
+    if isinstance(first, InputMessage) and not _is_answered(first):
+        return Message(role=first.role, content=_text(first.content))
+    answer, thoughts, calls = Message(role="assistant"), list[str](), list[ToolCall]()
+    for item in items:
+        if isinstance(item, InputMessage):
+            answer.content = _text(item.content)
+        elif isinstance(item, ReasoningItem):
+            thoughts += (part.text for part in item.content or ())
+        elif isinstance(item, CallItem):
+            function = FunctionCall(name=item.name, arguments=item.arguments)
+            calls.append(ToolCall(id=item.call_id, type="function", function=function))
+    answer.reasoning_content, answer.tool_calls = "".join(thoughts) or None, calls or None
+    return answer
+
+
+def _text(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,0 +1,161 @@
+"""The body of a request to ``/v1/responses``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.http.api_error import invalid
+from compiled_llm.server.openai.chat.message import Message, plain_messages
+from compiled_llm.server.openai.chat.request import Effort, effort_kwargs
+from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, Refused
+from compiled_llm.server.openai.fields.response_format import (
+    AnyFormat,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedSchema,
+    TextFormat,
+)
+from compiled_llm.server.openai.fields.sampling import SamplingFields, StreamOptions
+from compiled_llm.server.openai.fields.structured_outputs import Form
+from compiled_llm.server.openai.fields.tools import MOST_TOOLS, Function, NamedFunction, Offer, Tool
+from compiled_llm.server.openai.responses.input import InputItem, messages_of
+
+_NOT_STORED = "nothing is stored"
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class SchemaFormat(NamedSchema):
+    """What a JSON schema describes."""
+
+    type: Literal["json_schema"]
+
+
+class TextOptions(Body):
+    """The form of the answer."""
+
+    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Annotated[str | None, NoEffect("the model does not see it; say it in a message")] = None
+
+    @property
+    def form(self) -> AnyFormat | None:
+        """What chats have for it."""
+        wanted = self.format
+        if not isinstance(wanted, SchemaFormat):
+            return wanted
+        return JsonSchemaFormat(type="json_schema", json_schema=NamedSchema(schema=wanted.schema_))
+
+
+class ReasoningOptions(Body):
+    """How the model is to think."""
+
+    effort: Effort | None = None
+    summary: Annotated[str | None, NoEffect("what the model thinks comes as it is")] = None
+    generate_summary: Annotated[str | None, NoEffect("what the model thinks comes as it is")] = None
+
+
+class FlatTool(Function):
+    """A function that the client runs."""
+
+    type: Literal["function"]
+
+    @property
+    def tool(self) -> Tool:
+        """What chats have for it."""
+        return Tool(type="function", function=Function(**self.model_dump(exclude={"type"})))
+
+
+class FlatNamedTool(NamedFunction):
+    """The tool that an answer has to call."""
+
+    type: Literal["function"]
+
+
+class ResponsesRequest(SamplingFields):
+    """Text, or a chat, to answer."""
+
+    input: str | Annotated[Entries[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int | None, Field(ge=1)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    include: Entries[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    text: TextOptions | None = None
+    tools: Annotated[Entries[FlatTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+
+    stream_options: Annotated[StreamOptions | None, NoEffect("chunks are never padded")] = None
+    safety_identifier: Annotated[str | None, NoEffect("nothing is kept of users")] = None
+    access_programs: Annotated[Any, NoEffect("there are none")] = None
+    prompt_cache_key: Annotated[str | None, NoEffect("prompts are found by their tokens")] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, NoEffect("prompts are kept while there is room")] = None
+    prompt_cache_retention: Annotated[str | None, NoEffect("prompts are kept while there is room")] = None
+    store: Annotated[bool | None, NoEffect(_NOT_STORED)] = None
+    max_tool_calls: Annotated[int | None, NoEffect("it is for tools that OpenAI runs")] = None
+
+    background: Annotated[Any, Refused("the answer comes with the response", (False,))] = None
+    background_options: Annotated[Any, Refused("the answer comes with the response")] = None
+    context_management: Annotated[Any, Refused("nothing is left out of a chat")] = None
+    conversation: Annotated[Any, Refused(_NOT_STORED)] = None
+    image: Annotated[Any, Refused("answers are text")] = None
+    moderation: Annotated[Any, Refused("nothing is moderated")] = None
+    previous_response_id: Annotated[Any, Refused("nothing is stored; send the whole chat as input")] = None
+    prompt: Annotated[Any, Refused("there are no stored prompts; give input")] = None
+    service_tier: Annotated[Any, Refused("there is one tier", ("auto", "default"))] = None
+    truncation: Annotated[Any, Refused("nothing is left out of a chat", ("disabled",))] = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities are to be in the answer."""
+        return _LOGPROBS in (self.include or ()) or self.top_logprobs is not None
+
+    @property
+    def offer(self) -> Offer:
+        """The tools that answers may call.
+
+        Raises:
+            ApiError: they are at odds.
+        """
+        choice = self.tool_choice
+        wanted = f"={choice.name}" if isinstance(choice, FlatNamedTool) else choice
+        return Offer([tool.tool for tool in self.tools or ()], wanted, self.parallel_tool_calls is not False)
+
+    @property
+    def form(self) -> Form | None:
+        """The form of the answer.
+
+        Raises:
+            ApiError: there are several, or it is too long.
+            ValueError: there is no such form.
+        """
+        return self.form_beside(None if self.text is None else self.text.form, "text.format")
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the template reads besides messages and tools."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return effort_kwargs(effort) | (self.chat_template_kwargs or {})
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the chat as templates read it."""
+        said = [Message(role="user", content=self.input)] if isinstance(self.input, str) else messages_of(self.input)
+        first = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        return plain_messages([*first, *said])
+
+    def sampling(self) -> SamplingParams:
+        """Return what the engine is asked for, but for the form.
+
+        Raises:
+            ApiError: something contradicts itself.
+            ValueError: as of ``SamplingParams``.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options: only for stream=true", "stream_options")
+        return self.params(
+            max_tokens=self.max_output_tokens, logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None
+        )

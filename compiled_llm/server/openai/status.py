@@ -1,0 +1,94 @@
+"""``/health``, ``/ready``, ``/version`` and ``/v1/models``: whether somebody answers, and who."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from compiled_llm.server.http.api_error import ApiError
+from compiled_llm.server.openai.common.api_server import Front, front_of
+from compiled_llm.server.openai.common.openapi_responses import ERRORS
+
+router = APIRouter()
+
+
+class Health(BaseModel):
+    """The front answers."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(BaseModel):
+    """Whether requests are answered, and what is done before they are."""
+
+    ready: bool
+    doing: str
+
+
+class Version(BaseModel):
+    """Of compiled_llm."""
+
+    version: str
+
+
+class ModelCard(BaseModel):
+    """A name that requests can call the model by, and how many tokens one can have with its answer."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["compiled-llm"] = "compiled-llm"
+    max_model_len: int | None
+
+
+class ModelList(BaseModel):
+    """All names of the model."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
+async def health() -> Health:
+    """Say that the front is alive; /ready says whether the model is."""
+    return Health()
+
+
+@router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness}})
+async def ready(request: Request) -> JSONResponse:
+    """Say whether requests are answered; with status 503, what is done before."""
+    front = front_of(request)
+    found = Readiness(ready=front.is_ready, doing=front.doing)
+    return JSONResponse(found.model_dump(), 200 if found.ready else 503)
+
+
+@router.get("/version")
+async def its_version() -> Version:
+    """Return the version of compiled_llm."""
+    return Version(version=version("compiled-llm"))
+
+
+@router.get("/v1/models", responses=ERRORS)
+async def models(request: Request) -> ModelList:
+    """Return the names that requests can call the model by."""
+    front = front_of(request)
+    return ModelList(data=[_card(name, front) for name in front.settings.names])
+
+
+@router.get("/v1/models/{name:path}", responses=ERRORS)
+async def model(name: str, request: Request) -> ModelCard:
+    """Return one of the names."""
+    front = front_of(request)
+    if name not in front.settings.names:
+        raise ApiError(404, f"model: there is no {name!r} here", "model", "model_not_found")
+    return _card(name, front)
+
+
+def _card(name: str, front: Front) -> ModelCard:
+    longest = front.link.model.ready.max_tokens if front.link.is_ready else None
+    return ModelCard(id=name, created=front.settings.created, max_model_len=longest)

@@ -1,0 +1,1 @@
+"""Prompts of texts and messages, text and bytes of tokens."""

@@ -1,0 +1,74 @@
+"""Which texts have too many tokens, told before they are made tokens: that takes hundreds of times their size."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from compiled_llm.server.http.api_error import invalid
+
+_PIECE = 2**17
+"""Characters that are made tokens at once to count them: tens of megabytes."""
+_EACH = 2
+"""Characters a token: a text of fewer takes no more to be made tokens than an answer to it does."""
+
+
+class TextLength:
+    """Tells texts that a model has no room for."""
+
+    def __init__(self, tokenizer: Any, most: int) -> None:
+        """Look at a tokenizer when the first long text comes.
+
+        Args:
+            tokenizer: HuggingFace's.
+            most: tokens that there is room for, with the answer.
+        """
+        self._tokenizer = tokenizer
+        self._most = most
+
+    def is_long(self, characters: int) -> bool:
+        """Whether a text of so many characters has to be looked at."""
+        return characters > self._most
+
+    def check(self, text: str, param: str) -> None:
+        """Check a text, as far as that is told without all of its tokens.
+
+        A long one is counted in pieces, until it has too many tokens. Where it is cut, it may have more of them than as
+        a whole, as many as the longest token has bytes.
+
+        Args:
+            text: to be made tokens.
+            param: the field that it is from.
+
+        Raises:
+            ApiError: it has too many.
+        """
+        if not self.is_long(len(text)):
+            return
+        if len(text) > self._most * self._longest:
+            raise self._too_long(text, param)
+        if len(text) <= max(_PIECE, _EACH * self._most):
+            return
+        tokens = 0
+        for start in range(0, len(text), _PIECE):
+            tokens += max(0, self._count(text[start : start + _PIECE]) - 4 * self._longest)
+            if tokens > self._most:
+                raise self._too_long(text, param)
+
+    @cached_property
+    def _longest(self) -> int:
+        """How many characters a token has at most; one that stands for what is unknown counts for one."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def _count(self, text: str) -> int:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(backend.encode_batch_fast([text], add_special_tokens=False)[0])  # a batch, which leaves the GIL
+
+    def _too_long(self, text: str, param: str) -> Exception:
+        message = (
+            f"{param}: {len(text):,} characters are more than {self._most:,} tokens, and there can be no more with the "
+            "answer; shorten it (truncate_prompt_tokens cuts tokens, which so long a text is not made)"
+        )
+        return invalid(message, param, "context_length_exceeded")

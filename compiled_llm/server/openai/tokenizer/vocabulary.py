@@ -1,0 +1,226 @@
+"""The front's tokenizer: prompts of texts and messages, text and bytes of tokens."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+
+from compiled_llm.client.tokenizer import tokenizer_of
+from compiled_llm.protocol.messages import Ready
+from compiled_llm.server.http.api_error import ApiError, invalid
+from compiled_llm.server.openai.parsing.answer_parts import Parts
+from compiled_llm.server.openai.parsing.call_form import SAMPLE_TOOL, CallForm, call_form, sample_chat
+from compiled_llm.server.openai.parsing.response_template import response_template_of
+from compiled_llm.server.openai.tokenizer.special_tokens import SpecialTokens
+from compiled_llm.server.openai.tokenizer.text_length import TextLength
+
+logger = logging.getLogger("compiled_llm.server")
+
+_NOT_SERVED = "unsupported_value"
+
+
+class TokenizerError(RuntimeError):
+    """A tokenizer that cannot be loaded; to try again would not help."""
+
+
+def load_vocabulary(ready: Ready, escapes: bool = False) -> Vocabulary:
+    """Return a vocabulary of the tokenizer that a generator names.
+
+    Args:
+        ready: what it has said of its model.
+        escapes: whether special tokens in clients' texts are text.
+
+    Raises:
+        TokenizerError: it names none, or it cannot be loaded.
+    """
+    try:
+        if ready.gguf_file is None:  # one of a GGUF file is read by HuggingFace's code for weights
+            go_without_torch()
+        return Vocabulary(tokenizer_of(True, ready), ready.model_type, ready.ends, ready.max_tokens, escapes)
+    except BaseException as error:  # in a thread that does nothing else; a panic of tokenizers is no Exception
+        raise TokenizerError(f"the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def go_without_torch() -> None:
+    """Have transformers find no torch in this process; seconds and half a gigabyte less, for tokenizers alone.
+
+    ``AutoTokenizer`` imports torch if it is installed. A module that is None in ``sys.modules`` is one that cannot be
+    found. Ends when transformers imports tokenizers without it.
+    """
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that there is no torch
+
+
+class Vocabulary:
+    """Makes prompts of what requests have, and says what a token is.
+
+    Attributes:
+        tokenizer: HuggingFace's.
+        response_template: how the model writes its answers; None if all of them is content.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        model_type: str = "",
+        ends: Sequence[int] = (),
+        most_tokens: int = sys.maxsize,
+        escapes: bool = False,
+    ) -> None:
+        """Use a tokenizer.
+
+        Args:
+            tokenizer: HuggingFace's.
+            model_type: of the model's configuration.
+            ends: tokens that end an answer.
+            most_tokens: that a prompt can have with its answer.
+            escapes: whether special tokens in clients' texts are text.
+        """
+        self.tokenizer = tokenizer
+        self.response_template = response_template_of(tokenizer, model_type)
+        self._ends = ends
+        self._length = TextLength(tokenizer, most_tokens)
+        self._special = SpecialTokens(tokenizer) if escapes else None
+        self._has_told = False
+
+    def of_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text.
+
+        Raises:
+            ApiError: it is none, though JSON can write it; or it surely has too many.
+        """
+        _check(text, "prompt")
+        self._length.check(text, "prompt")
+        if self._special is not None and (broken := self._special.broken(text)) != text:
+            return self._special.tokens(broken, add_special_tokens)
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def of_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Return the tokens of a chat, written by the model's template.
+
+        Args:
+            messages: as templates read them.
+            template: what the template reads besides.
+            tools: that the model may call, as templates read them.
+            **options: of ``apply_chat_template``.
+
+        Raises:
+            ApiError: there is no template, or it does not take these messages; or they surely have too many tokens.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise invalid("messages: the model has no chat template; use /v1/completions", "messages")
+        check_texts(messages, "messages")
+        self._check_template(template or {})
+        self._check_tools(tools)
+        options |= {**(template or {}), **({"tools": tools} if tools else {})}
+        try:
+            given = [messages, options]
+            if self._special is not None and (broken := self._special.broken(given)) != given:
+                return self._special.tokens(self._written(*broken))
+            if self._length.is_long(sum(map(len, texts_of([messages, tools])))):
+                self._written(messages, options)
+            return list(self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"])
+        except ApiError:  # it is too long
+            raise
+        except Exception as error:  # a template is code that came with the model
+            said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            raise invalid(f"messages: the model's chat template does not take them: {said}", "messages") from error
+
+    def _written(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """Return a chat as its template writes it, if it has not too many tokens."""
+        written = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        self._length.check(written, "messages")
+        return written
+
+    def _check_template(self, given: Mapping[str, Any]) -> None:
+        """Check that a request says nothing but what the template reads: no template of its own, which could loop."""
+        own = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        if taken := [name for name in given if name in own]:
+            raise invalid(f"chat_template_kwargs: {taken[0]} is not for the template to read", "chat_template_kwargs")
+
+    def _check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Check that the model sees tools; say once that nothing finds calls in its answers, if so."""
+        if not tools:
+            return
+        check_texts(tools, "tools")
+        if not re.search(r"\btools\b", str(self.tokenizer.chat_template)):
+            raise invalid("tools: is not served: the model's chat template does not write them", "tools", _NOT_SERVED)
+        if not (self._has_told or (self.response_template is not None and self.response_template.has_calls)):
+            self._has_told = True
+            logger.warning(
+                "compiled_llm: calls of tools come as plain text: the tokenizer has no response_template for them"
+            )
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """How the model writes calls of tools; None if that cannot be told."""
+        template = self.response_template
+        if template is None or not template.has_calls:
+            return None
+        prompt, one, two = map(self._sample, range(3))
+        if prompt is None or one is None:
+            return None
+        thought = template.begun(prompt) or ""
+        ends = [text for text in (*map(self.text, ([end] for end in self._ends)), self.tokenizer.eos_token) if text]
+
+        def read(text: str) -> Parts:
+            return template.reader(prompt, [SAMPLE_TOOL]).read(thought + text, over=True)
+
+        return call_form(prompt, one, two, ends, read)
+
+    def _sample(self, calls: int) -> str | None:
+        """Return a chat that ends with so many calls, or before the answer; None if the chat template takes no such."""
+        options = {"tools": [SAMPLE_TOOL], "add_generation_prompt": not calls}
+        try:
+            return str(self.tokenizer.apply_chat_template(sample_chat(calls), tokenize=False, **options))
+        except Exception:  # of code that came with the model
+            return None
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def check_texts(value: Any, param: str) -> None:
+    """Check all texts in what JSON can write.
+
+    Raises:
+        ApiError: one is none.
+    """
+    for text in texts_of(value):
+        _check(text, param)
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Yield all texts in what JSON can write."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield name
+            yield from texts_of(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from texts_of(entry)
+
+
+def _check(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(f"{param}: half a character of UTF-16 is no text", param) from None

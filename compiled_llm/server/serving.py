@@ -1,0 +1,122 @@
+"""Serves HTTP until it is told to end, with a generator in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+from dataclasses import replace
+from types import FrameType
+from typing import Protocol
+
+from compiled_llm.server.engine_process.starter import GeneratorProcess
+from compiled_llm.server.settings import FrontSettings
+
+logger = logging.getLogger("compiled_llm.server")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""The first lets requests end, the second ends them."""
+_QUEUE = 2048
+"""Connections that wait to be accepted, at most."""
+_OTHER_FILES = 100
+"""Open files of a front that are no connections."""
+
+
+class Serving(Protocol):
+    """What answers HTTP: a front in this process, or several in their own."""
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether it could ask the generator, once."""
+        ...
+
+    @property
+    def at_once(self) -> bool:
+        """Whether nobody is to be waited for any more."""
+        ...
+
+    async def run(self) -> str | None:
+        """Serve until it is told to end, by a signal or ``end``; return why it has ended, if nobody has told it to."""
+        ...
+
+    def end(self) -> None:
+        """Take no more requests, and let those that run end."""
+        ...
+
+
+def listen(settings: FrontSettings) -> socket.socket:
+    """Return a socket that listens where the server is to.
+
+    Raises:
+        RuntimeError: somebody listens there, or there is no such address.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        listening = socket.create_server((settings.host, settings.port), family=family, backlog=_QUEUE)
+        # Connections have it from here; asyncio would not set it, and a small piece would wait 40 ms for others.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
+    except OSError as error:
+        raise RuntimeError(
+            f"--host {settings.host} --port {settings.port}: cannot listen there: {error.strerror or error}"
+        ) from error
+
+
+def with_room(settings: FrontSettings) -> FrontSettings:
+    """Raise the process's limit of open files, often 1,024, to what connections need; have fewer if it ends before.
+
+    Processes that this one starts have the same limit.
+    """
+    needed, (now, most) = settings.most_connections + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now == resource.RLIM_INFINITY or now >= needed:
+        return settings
+    files = needed if most == resource.RLIM_INFINITY else min(needed, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    if files < needed:
+        fewer = max(1, files - _OTHER_FILES)
+        logger.warning("compiled_llm: at most %d connections: this process may open %d files (ulimit -Hn)", fewer, most)
+        return replace(settings, most_connections=fewer)
+    return settings
+
+
+async def serve(serving: Serving, generator: GeneratorProcess) -> str | None:
+    """Serve until SIGTERM or Ctrl-C; requests may end then, the second signal ends them.
+
+    Args:
+        serving: answers HTTP.
+        generator: to be run beside it.
+
+    Returns:
+        Why it has ended, if nobody has told it to.
+    """
+    for number in SIGNALS:
+        signal.signal(number, _passed_over)  # the generator still runs when the last answer has gone out
+    answering = asyncio.create_task(serving.run())
+    running = asyncio.create_task(generator.run(lambda: serving.was_ready))
+    try:
+        await asyncio.wait([answering, running], return_when=asyncio.FIRST_COMPLETED)
+        serving.end()
+        why = await answering
+        return running.result() if running.done() else why
+    finally:
+        running.cancel()
+        await _stop(generator, at_once=serving.at_once)
+
+
+async def _stop(generator: GeneratorProcess, at_once: bool) -> None:
+    """End a generator; a signal that comes while it takes long ends it by force."""
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, generator.kill)
+    try:
+        await generator.stop(at_once)
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, _passed_over)
+
+
+def _passed_over(sig: int, frame: FrameType | None) -> None:
+    pass
