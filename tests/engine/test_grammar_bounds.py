@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from compiled_llm.engine.grammars.worker_messages import Compile, Failed, Vocabulary
+from compiled_llm.requests.structured_outputs import bounds
 from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams, bounds
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 
 
 def groups(levels: int) -> str:

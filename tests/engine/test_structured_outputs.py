@@ -16,7 +16,7 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import constraint, scheduler
 from compiled_llm.engine.steps.loop import Loop
-from compiled_llm.execution.decode.decode import deferred_choice
+from compiled_llm.execution.decode import deferred_choice
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams

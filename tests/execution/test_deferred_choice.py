@@ -18,11 +18,10 @@ from compiled_llm.compilation.graphs.rolling import Budget, Choice, Cost
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution.batch import Batch, Extension, Step
-from compiled_llm.execution.decode.decode import choice_graphs
 from compiled_llm.execution.decode.deferred_choice import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.execution.state import device_state
+from compiled_llm.execution.state import choice_graphs, device_state
 from compiled_llm.execution.state.choice_graphs import ChoiceGraphs
 from compiled_llm.kvcache.row import Row
 from support.alone import Alone

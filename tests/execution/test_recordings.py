@@ -18,7 +18,7 @@ from compiled_llm.compilation.graphs.recordings import Recordings
 from compiled_llm.compilation.graphs.rolling import RollingRecordings
 from compiled_llm.execution.graphs.recorded_shapes import RecordedShapes
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.prefill.prefill import prefill_room
+from compiled_llm.execution.state import prefill_room
 from compiled_llm.execution.state.choice_graphs import ChoiceGraphs
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length, typical_tokens
 from compiled_llm.model.sizes import weights_of_a_layer
