@@ -21,6 +21,7 @@ ANSWERS = {"invalid", "unavailable", "ApiError", "PydanticCustomError"}
 QUIET = {"runner.py", "admission.py"}
 # Only for people who write a loop or a client of their own, or said by another message on the page.
 UNLISTED = {
+    "; remove it, and have it saved anew",
     "a call without a name",
     "a second hello",
     "a second request number ",
