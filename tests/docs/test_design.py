@@ -1,4 +1,4 @@
-"""docs/design.md is true: a real call follows "the way of a token", and each room says what the page says."""
+"""The pages of docs/design are true: a real call follows "the way of a token", and rooms say what the page says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from support.imports import sources
 from support.pages import CHECKOUT
 from support.tiny_models import tiny_qwen3
 
-DESIGN = (CHECKOUT / "docs" / "design.md").read_text()
+FOLDER = CHECKOUT / "docs" / "design"
+DESIGN = (FOLDER / "index.md").read_text()
 PACKAGES = [Path(str(package.__file__)).parent for package in (compiled_llm, compiled_llm_ops)]
 
 
@@ -84,13 +85,19 @@ def test_a_call_of_generate_follows_the_way(monkeypatch: pytest.MonkeyPatch) -> 
             assert (stop.file, stop.function) in rest, f"stop {stop.number} is not reached after those before it"
 
 
-def test_what_the_page_calls_by_name_is_in_the_code() -> None:
+def test_names_on_the_pages_are_in_the_code() -> None:
     """Functions, classes, options; or methods of HuggingFace's models."""
     code = "\n".join(path.read_text() for path in sources().values())
-    names = {name for quoted in re.findall(r"`([\w.]+)`", DESIGN) for name in quoted.split(".")}
+    pages = "\n".join(page.read_text() for page in sorted(FOLDER.glob("*.md")))
+    names = {name for quoted in re.findall(r"`([\w.]+)`", pages) for name in quoted.split(".")}
     assert len(names) > 50
     known = {name for name in names if hasattr(PreTrainedModel, name) or re.search(rf"\b{name}\b", code)}
     assert sorted(names - known) == []
+
+
+def test_the_first_page_leads_to_all_others() -> None:
+    others = {page.name for page in FOLDER.glob("*.md")} - {"index.md"}
+    assert set(re.findall(r"^- \[[^]]+\]\((\w+\.md)\): ", DESIGN, re.MULTILINE)) == others
 
 
 # ---- rooms
