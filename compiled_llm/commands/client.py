@@ -13,7 +13,9 @@ from rich.console import Console
 from compiled_llm.commands.connecting import wait_until_ready
 from compiled_llm.commands.early_checks import check_package
 from compiled_llm.commands.errors import readable_errors
-from compiled_llm.commands.options import (
+from compiled_llm.commands.options.prompt import check_quoted, check_system, messages_of, read_prompt
+from compiled_llm.commands.options.sampling import SamplingFlags, check_range
+from compiled_llm.commands.options.shared import (
     INPUT,
     ChatTemplate,
     MaxNewTokens,
@@ -31,8 +33,6 @@ from compiled_llm.commands.options import (
     TopP,
 )
 from compiled_llm.commands.printable import printable
-from compiled_llm.commands.prompt import check_quoted, check_system, messages_of, read_prompt
-from compiled_llm.commands.request import SamplingFlags, check_range
 
 if TYPE_CHECKING:
     from compiled_llm.client.handle import RemoteHandle

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
-from compiled_llm.commands.options import Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
-from compiled_llm.commands.source import Source, locate
+from compiled_llm.commands.loading.source import Source, locate
+from compiled_llm.commands.options.choices import Device, Dtype, integers
+from compiled_llm.commands.options.shared import Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import MAX_ROWS
@@ -100,7 +100,7 @@ def compile_ahead(
 
 
 def _load(source: Source, dtype: str, device: str, *, progress: bool) -> tuple[Any, Any]:
-    from compiled_llm.commands.loading import fetched, load
+    from compiled_llm.commands.loading.load import fetched, load
 
     return load(fetched(source, progress), dtype, device, progress=progress)
 

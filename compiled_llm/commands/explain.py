@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
-from compiled_llm.commands.options import DeviceName, DtypeName, ModelPlace
+from compiled_llm.commands.loading.source import locate
+from compiled_llm.commands.options.choices import Device, Dtype, integers
+from compiled_llm.commands.options.shared import DeviceName, DtypeName, ModelPlace
 from compiled_llm.commands.printable import printable
-from compiled_llm.commands.source import locate
 
 
 def explain(
@@ -40,7 +40,7 @@ def explain(
         check_driver(device.value)
         source = locate(model)
         with importing(True):
-            from compiled_llm.commands.loading import load
+            from compiled_llm.commands.loading.load import load
             from compiled_llm.explaining.explainer import explain as explain_model
 
         loaded, _ = load(source, dtype.value, device.value)

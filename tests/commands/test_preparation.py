@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from compiled_llm.commands import preparation
+from compiled_llm.commands.generate.request import Request
+from compiled_llm.commands.options.sampling import SamplingFlags
 from compiled_llm.commands.preparation import Preparation
-from compiled_llm.commands.request import Request, SamplingFlags
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.reporting.stats import Stats
 from compiled_llm.requests.sampling_params import SamplingParams

@@ -14,9 +14,10 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
-from compiled_llm.commands import early_checks, serve_http
+from compiled_llm.commands import early_checks
 from compiled_llm.commands.app import app
-from compiled_llm.commands.serve import Served
+from compiled_llm.commands.serve import http as serve_http
+from compiled_llm.commands.serve.command import Served
 from compiled_llm.engine.engine import Engine
 from compiled_llm.server.engine_process.socket_file import listen
 from compiled_llm.server.restarts import Restarts
@@ -71,7 +72,9 @@ def test_a_server_that_would_not_be_safe_does_not_start(path: Path, arguments: l
 
 
 def test_a_process_on_a_leash_ends_with_whoever_holds_it() -> None:
-    code = "import time; from compiled_llm.commands.leash import end_with_parent; end_with_parent(); time.sleep(60)"
+    code = (
+        "import time; from compiled_llm.commands.serve.leash import end_with_parent; end_with_parent(); time.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         process.stdin.close()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.commands import serve_http
-from compiled_llm.commands.serve_http import HttpFlags, run_with_front, show_log
-from compiled_llm.commands.source import Source
+from compiled_llm.commands.loading.source import Source
+from compiled_llm.commands.serve import http as serve_http
+from compiled_llm.commands.serve.http import HttpFlags, run_with_front, show_log
 from compiled_llm.server import serving
 
 

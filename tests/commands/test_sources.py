@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from huggingface_hub import errors
 
-from compiled_llm.commands import hub
-from compiled_llm.commands.loading import load
-from compiled_llm.commands.source import locate
+from compiled_llm.commands.loading import hub
+from compiled_llm.commands.loading.load import load
+from compiled_llm.commands.loading.source import locate
 
 
 def test_a_folder_without_a_config_says_so_and_names_its_gguf(tmp_path: Path) -> None:

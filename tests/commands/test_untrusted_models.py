@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from compiled_llm.commands.app import app
+from compiled_llm.commands.generate.text_writer import TextWriter
 from compiled_llm.commands.printable import printable
-from compiled_llm.commands.text_writer import TextWriter
 
 HOSTILE = "\x1b]0;owned\x07 \x9b2J\x08 text\r"
 CODE = """

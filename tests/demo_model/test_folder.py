@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compiled_llm
-from compiled_llm.commands import loading
-from compiled_llm.commands.loading import load
-from compiled_llm.commands.source import Source
+from compiled_llm.commands.loading import load as loading
+from compiled_llm.commands.loading.load import load
+from compiled_llm.commands.loading.source import Source
 from compiled_llm.demo_model import folder as demo_folder
 from compiled_llm.demo_model import wheel
 from compiled_llm.demo_model.bars import without_bars

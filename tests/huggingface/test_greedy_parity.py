@@ -147,7 +147,7 @@ def all_cores() -> Iterator[None]:
 @pytest.mark.parametrize(("layers", "tokens"), [(2, 40), pytest.param(None, 200, marks=pytest.mark.whole)])
 def test_real_weights(layers, tokens, demo_model_dir, seed):
     """Of its first layers, unless asked for the whole: Inductor takes the longer the more there are."""
-    from compiled_llm.commands.loading import load
+    from compiled_llm.commands.loading.load import load
 
     model, tokenizer = load("demo", torch.float32, "cpu")
     model.model.layers = model.model.layers[:layers]

@@ -26,11 +26,11 @@ from compiled_llm.commands.bench.options import (
     Verbose,
 )
 from compiled_llm.commands.bench.run import bench_run, check_matplotlib, show_report, write_report
-from compiled_llm.commands.choices import Device, integers
 from compiled_llm.commands.early_checks import check_server_packages
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.known_commands import KnownCommands
-from compiled_llm.commands.options import DeviceName
+from compiled_llm.commands.options.choices import Device, integers
+from compiled_llm.commands.options.shared import DeviceName
 from compiled_llm.config import LEAST_GRAPHS
 
 app = typer.Typer(

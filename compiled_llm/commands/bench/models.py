@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config
 
-from compiled_llm.commands.loading import load
+from compiled_llm.commands.loading.load import load
 
 _QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
 SHAPES: dict[str, dict[str, Any]] = {

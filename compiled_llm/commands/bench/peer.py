@@ -28,8 +28,8 @@ from compiled_llm.commands.bench import models
 from compiled_llm.commands.bench.contender import Setup
 from compiled_llm.commands.bench.timing import Timing
 from compiled_llm.commands.bench.workload import SAMPLING, Workload
-from compiled_llm.commands.loading import fetched
-from compiled_llm.commands.source import locate
+from compiled_llm.commands.loading.load import fetched
+from compiled_llm.commands.loading.source import locate
 
 WORKERS = Path(__file__).parent / "workers"
 GPU_SHARE = 0.6

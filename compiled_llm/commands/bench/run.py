@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from compiled_llm.commands.choices import Device
 from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.errors import readable_errors
-from compiled_llm.commands.source import locate
+from compiled_llm.commands.loading.source import locate
+from compiled_llm.commands.options.choices import Device
 
 if TYPE_CHECKING:
     from compiled_llm.commands.bench.contender import Contender, Setup
@@ -37,7 +37,7 @@ class BenchRun:
     def use(self, device: Device) -> str:
         """Choose the device and the dtype that goes with it; return the device's type."""
         check_driver(device.value)
-        from compiled_llm.commands.loading import device_of, dtype_of
+        from compiled_llm.commands.loading.load import device_of, dtype_of
 
         self._device = device_of(device.value)
         self._dtype = dtype_of("auto", self._device)

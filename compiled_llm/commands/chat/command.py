@@ -12,10 +12,12 @@ from compiled_llm.commands.chat.conversation import Conversation
 from compiled_llm.commands.chat.own_model import RunningOptions, own_model
 from compiled_llm.commands.chat.partner import Partner
 from compiled_llm.commands.chat.terminal import Terminal
-from compiled_llm.commands.choices import Device, Dtype
 from compiled_llm.commands.early_checks import check_driver, check_package
 from compiled_llm.commands.errors import readable_errors
-from compiled_llm.commands.options import (
+from compiled_llm.commands.loading.source import DEMO, locate
+from compiled_llm.commands.options.choices import Device, Dtype
+from compiled_llm.commands.options.sampling import SamplingFlags, check_range
+from compiled_llm.commands.options.shared import (
     MODEL,
     OUTPUT,
     Backend,
@@ -32,8 +34,6 @@ from compiled_llm.commands.options import (
     TopP,
     WeightsDtype,
 )
-from compiled_llm.commands.request import SamplingFlags, check_range
-from compiled_llm.commands.source import DEMO, locate
 
 if TYPE_CHECKING:
     from compiled_llm.requests.sampling_params import SamplingParams

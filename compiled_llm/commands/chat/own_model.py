@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compiled_llm.commands.chat.conversation import check_template
 from compiled_llm.commands.importing import importing
+from compiled_llm.commands.loading.source import Source
 from compiled_llm.commands.preparation import Preparation
-from compiled_llm.commands.source import Source
 from compiled_llm.config import WrapConfig
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def own_model(source: Source, options: RunningOptions) -> Iterator[tuple[OwnMode
     """
     with importing(not options.quiet):
         import compiled_llm
-        from compiled_llm.commands.loading import device_of, dtype_of, load
+        from compiled_llm.commands.loading.load import device_of, dtype_of, load
         from compiled_llm.model.checks import check_device
 
     device = device_of(options.device)

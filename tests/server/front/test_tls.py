@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from compiled_llm.commands.serve_http import HttpFlags, _introduce
-from compiled_llm.commands.source import Source
+from compiled_llm.commands.loading.source import Source
+from compiled_llm.commands.serve.http import HttpFlags, _introduce
 from compiled_llm.server.settings import FrontSettings, check_certificate
 from support.certificates import signed_by_itself
 from support.fronts import RunningFront, fronting

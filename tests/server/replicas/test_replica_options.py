@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.commands.serve import serve
+from compiled_llm.commands.serve.command import serve
 from compiled_llm.server import ray_app
 from compiled_llm.server.replicas.options import MAX_QUEUE, MAX_ROWS, OF_FRONTS, OF_GENERATORS, OF_RAY, Options
 from compiled_llm.server.replicas.ray_app import _with

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from compiled_llm.commands.bench.serving.workloads import Lengths, OfflineWorkload, OnlineWorkload
 from compiled_llm.commands.bench.workload import Workload
-from compiled_llm.commands.choices import integers
+from compiled_llm.commands.options.choices import integers
 
 _PROMPT = 100
 """Tokens of each prompt, if many are asked at once."""

@@ -62,7 +62,7 @@ def locate(model: str, progress: bool = True) -> Source:
     if _cannot_be_hub_id(model):
         raise FileNotFoundError(f"model {model!r}: there is no such file or folder; name one, a hub id, or `demo`")
     with ProgressDisplay(progress).task(f"no folder or file {model!r} here: asking the hub"):
-        from compiled_llm.commands.hub import check_on_hub  # slow to import
+        from compiled_llm.commands.loading.hub import check_on_hub  # slow to import
 
         check_on_hub(model)
     return Source(model, model, is_local=False)

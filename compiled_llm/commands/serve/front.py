@@ -9,7 +9,7 @@ def front() -> None:
     """Answer the connections that the server's process gives this one, over standard input, which is a socket."""
     import socket
 
-    from compiled_llm.commands.serve_http import show_log
+    from compiled_llm.commands.serve.http import show_log
     from compiled_llm.server.processes.handover import receive_start
 
     end = socket.socket(fileno=sys.stdin.fileno())

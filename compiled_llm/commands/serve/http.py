@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_llm.commands.early_checks import has_driver
+from compiled_llm.commands.loading.source import Source
 from compiled_llm.commands.printable import printable
-from compiled_llm.commands.source import Source
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS
 
 if TYPE_CHECKING:  # imports FastAPI, which a generator does not need

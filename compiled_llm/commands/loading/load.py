@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils.import_utils import is_peft_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from compiled_llm.commands.source import DEMO, Source, locate
+from compiled_llm.commands.loading.source import DEMO, Source, locate
 from compiled_llm.compat.huggingface import attention_implementation
 from compiled_llm.demo_model.bars import without_bars
 from compiled_llm.demo_model.folder import folder as demo_folder

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from compiled_llm.commands.options import MODEL
+from compiled_llm.commands.options.shared import MODEL
 
 _HTTP, _SERVING = "HTTP", "Serving"
 """The panels of ``--help`` that they stand in."""

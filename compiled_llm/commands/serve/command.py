@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import typer
 
-from compiled_llm.commands.choices import Device, Dtype, integers
 from compiled_llm.commands.early_checks import check_driver, check_server_packages
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import IMPORTING, importing
-from compiled_llm.commands.leash import end_with_parent
-from compiled_llm.commands.options import Artifacts, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
-from compiled_llm.commands.serve_http import HttpFlags, run_with_front, usual_count
-from compiled_llm.commands.serve_options import (
+from compiled_llm.commands.loading.source import Source, locate
+from compiled_llm.commands.options.choices import Device, Dtype, integers
+from compiled_llm.commands.options.shared import Artifacts, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
+from compiled_llm.commands.serve.http import HttpFlags, run_with_front, usual_count
+from compiled_llm.commands.serve.leash import end_with_parent
+from compiled_llm.commands.serve.options import (
     AllowedHost,
     ApiKeyFile,
     ApiServerCount,
@@ -44,7 +45,6 @@ from compiled_llm.commands.serve_options import (
     Uds,
     Warmup,
 )
-from compiled_llm.commands.source import Source, locate
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_QUEUE, MAX_ROWS
@@ -243,7 +243,7 @@ def _prepared(
     worker = _grammar_worker()
     with importing(not served.quiet):
         import compiled_llm
-        from compiled_llm.commands.loading import fetched, load
+        from compiled_llm.commands.loading.load import fetched, load
         from compiled_llm.server.engine_process.facts import ready_of
 
     report(f"loading {source.public_name}")

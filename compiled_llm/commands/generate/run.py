@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 
 from compiled_llm.commands.early_checks import check_driver
+from compiled_llm.commands.generate.request import Request
+from compiled_llm.commands.generate.timed_streamer import TimedStreamer
 from compiled_llm.commands.importing import importing
+from compiled_llm.commands.loading.source import locate
+from compiled_llm.commands.options.prompt import encode
 from compiled_llm.commands.preparation import Preparation
-from compiled_llm.commands.prompt import encode
-from compiled_llm.commands.request import Request
-from compiled_llm.commands.source import locate
-from compiled_llm.commands.timed_streamer import TimedStreamer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,8 +40,8 @@ def run(request: Request) -> None:
         import torch
 
         import compiled_llm
-        from compiled_llm.commands.loading import device_of, dtype_of, load
-        from compiled_llm.commands.text_writer import TextWriter
+        from compiled_llm.commands.generate.text_writer import TextWriter
+        from compiled_llm.commands.loading.load import device_of, dtype_of, load
         from compiled_llm.execution.limits import check_fits
         from compiled_llm.model.checks import check_device
 

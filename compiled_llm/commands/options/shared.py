@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from compiled_llm.commands.choices import Device, Dtype
+from compiled_llm.commands.options.choices import Device, Dtype
 
 INPUT, SAMPLING, MODEL, OUTPUT = "Input", "Sampling", "Model", "Output"
 

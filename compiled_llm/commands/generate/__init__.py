@@ -1,0 +1,1 @@
+"""`compiled-llm generate`: one prompt, and its answer."""

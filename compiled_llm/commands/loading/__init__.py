@@ -1,0 +1,1 @@
+"""A model and its tokenizer, from whatever names them."""

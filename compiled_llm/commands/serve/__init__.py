@@ -1,0 +1,1 @@
+"""`compiled-llm serve`: a server's processes, and the options that they take."""
