@@ -25,9 +25,9 @@ from compiled_llm.commands.app import app
 from compiled_llm.commands.doctor import packages
 from compiled_llm.commands.doctor import report as doctor_report
 from compiled_llm.commands.doctor import trial as doctor_build
-from compiled_llm.commands.doctor.devices import cpu
+from compiled_llm.commands.doctor.checks import examine
 from compiled_llm.commands.doctor.finding import Finding, essence
-from compiled_llm.commands.doctor.findings import examine
+from compiled_llm.commands.doctor.machine import cpu
 from compiled_llm_ops.flashinfer.install import missing_for_cuda
 from support.foreign_folder import ForeignFolder
 
@@ -279,7 +279,7 @@ def test_kernels_that_are_installed_built_need_no_compiler(bare: None, module: F
     for tool in ("nvcc", "ninja"):
         finding = findings[f"compilers: {tool}"]
         assert (finding.status, finding.detail) == ("not needed", "FlashInfer's kernels are installed already built")
-    assert "nvcc" not in [step.name for step in doctor_build._steps("cuda")]
+    assert "nvcc" not in [name for name, *_ in doctor_build._steps("cuda")]
 
 
 def test_flashinfer_of_another_version_prevents_on_cuda(module: Fake, gpus: Gpus) -> None:
@@ -404,12 +404,15 @@ def test_slower_path_is_no_proof(trial: doctor_build.Trial, monkeypatch: pytest.
 
 def test_builds_stop_at_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> str:
-        raise RuntimeError("Ninja build failed. Ninja output:\n[1/2] nvcc ...\nx.cu(3): fatal error: a.h: No such file")
+        raise RuntimeError(
+            "CppCompileError: C++ compile error\nOutput:\n/tmp/a.cpp:1:9: fatal error: Python.h: no such file"
+        )
 
     monkeypatch.setattr(doctor_build, "build_with_inductor", fail)
     (finding,) = doctor_build.try_builds(cuda=False)
     assert finding.prevents
-    assert finding.detail == "Ninja build failed. Ninja output: x.cu(3): fatal error: a.h: No such file"
+    assert finding.detail == "CppCompileError: C++ compile error: /tmp/a.cpp:1:9: fatal error: Python.h: no such file"
+    assert "python3-dev" in finding.fix
 
 
 def test_nvcc_builds_or_its_error_is_told(program: Fake) -> None:
@@ -423,7 +426,22 @@ def test_nvcc_builds_or_its_error_is_told(program: Fake) -> None:
     assert doctor_build.build_with_nvcc(real) == "a CUDA kernel"
 
 
-@pytest.mark.slow
+def test_json_has_each_build_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the case below, with nothing compiled."""
+    run_trial = doctor_build.Trial.run
+    monkeypatch.setattr(doctor_build, "build_with_inductor", lambda device: "nothing")
+    monkeypatch.setattr(doctor_build.Trial, "run", lambda trial, mode: run_trial(trial, "eager"))
+    result = run("--json")
+    found = json.loads(result.stdout)
+    builds = {entry["name"]: entry for entry in found["findings"] if entry["part"] == "kernel builds"}
+    assert (result.exit_code, found["can_run"]) == (0, True)
+    assert {"Inductor", "ops", "compiled model"} <= set(builds)
+    assert all(entry["status"] == "ok" and entry["seconds"] > 0 for entry in builds.values())
+    assert "16 tokens, each HuggingFace's choice" in builds["compiled model"]["detail"]
+    assert "compiling a tiny model" in result.stderr
+
+
+@pytest.mark.whole
 def test_everything_is_built_and_compared_and_json_says_so(foreign: ForeignFolder) -> None:
     done = subprocess.run([COMMAND, "doctor", "--json"], cwd=foreign.path, capture_output=True, text=True, timeout=500)
     result = json.loads(done.stdout)
@@ -437,7 +455,7 @@ def test_everything_is_built_and_compared_and_json_says_so(foreign: ForeignFolde
     assert "compiling a tiny model" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA Inductor writes Triton")
 def test_broken_cxx_compiler_is_found_out_whatever_is_cached(program: Fake) -> None:
     script = 'case "$*" in *--version*) echo g++ 12;; *) echo "a.cpp:1:9: fatal error: Python.h: no" >&2; exit 1;; esac'

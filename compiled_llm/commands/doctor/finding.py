@@ -1,12 +1,20 @@
-"""One thing that `compiled-llm doctor` looked at, and what came out."""
+"""One thing that `compiled-llm doctor` has looked at."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Status = Literal["ok", "warning", "missing", "optional", "failed", "not needed"]
+
+
+class Outcome(NamedTuple):
+    """The result of one check: version, path, size or what is wrong, and how to get it or what to do."""
+
+    status: Status
+    detail: str
+    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -15,10 +23,6 @@ class Finding:
 
     Attributes:
         part: the heading it belongs under.
-        name: what was looked at.
-        status: what came out.
-        detail: version, path, size or what is wrong.
-        fix: how to get it or what to do.
         needed: nothing can run here without it.
         seconds: how long it took, if that matters.
     """

@@ -5,24 +5,16 @@ from __future__ import annotations
 import importlib
 import platform
 import sys
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import compiled_llm
-from compiled_llm.commands.doctor.finding import Finding, essence
+from compiled_llm.commands.doctor.finding import Outcome, Status, essence
 
 
 class Package(NamedTuple):
-    """A package to look for.
-
-    Attributes:
-        module: what is imported.
-        distribution: what pip calls it.
-        extra: the extra of compiled-llm that brings it; empty for what compiled-llm itself requires.
-        use: what it is for.
-    """
+    """A package: the module to import, the name for pip, the extra that brings it if one does, and its use."""
 
     module: str
     distribution: str
@@ -55,49 +47,30 @@ OPTIONAL = (
 )
 
 
-def python() -> Finding:
+def python() -> Outcome:
     """Return which Python runs this, and on what."""
     here = f"{platform.python_version()}, {sys.platform} {platform.machine()}, {sys.executable}"
-    if sys.platform != "linux":
-        return Finding("packages", "Python", "warning", f"{here}: only Linux is tested", needed=True)
-    return Finding("packages", "Python", "ok", here, needed=True)
+    return Outcome("ok", here) if sys.platform == "linux" else Outcome("warning", f"{here}: only Linux is tested")
 
 
-def ourselves() -> Finding:
+def ourselves() -> Outcome:
     """Import all of compiled_llm, and with it what it uses of torch and transformers."""
     here = f"{compiled_llm.__version__}, {Path(compiled_llm.__file__).parent}"
     try:
         importlib.import_module("compiled_llm.huggingface.wrap")
     except Exception as error:
-        return Finding("packages", "compiled_llm", "failed", f"{here}, does not import: {essence(error)}", needed=True)
-    return Finding("packages", "compiled_llm", "ok", here, needed=True)
+        return Outcome("failed", f"{here}, does not import: {essence(error)}")
+    return Outcome("ok", here)
 
 
-def required(package: Package) -> Finding:
-    """Import a package without which nothing runs."""
-    return _package("packages", package, needed=True)
-
-
-def optional(package: Package) -> Finding:
-    """Import a package that some commands use."""
-    found = _package("extras", package, needed=False)
-    return replace(found, status="optional") if found.status == "missing" else found
-
-
-def flashinfer(cuda: bool) -> Finding:
+def flashinfer(cuda: bool) -> Outcome:
     """Import FlashInfer, of a version that the ops know."""
-    if cuda and (problem := missing_for_cuda("FlashInfer")):
-        return Finding("packages", "flashinfer", "missing", *problem, needed=True)
-    return _for_cuda(FLASHINFER, cuda)
+    missing = missing_for_cuda("FlashInfer") if cuda else None
+    return missing or imported(FLASHINFER, "missing" if cuda else "not needed")
 
 
-def triton(cuda: bool) -> Finding:
-    """Import Triton."""
-    return _for_cuda(TRITON, cuda)
-
-
-def missing_for_cuda(what: str) -> tuple[str, str] | None:
-    """Return what `wrap` would miss on CUDA, and the way out, if it is this."""
+def missing_for_cuda(what: str) -> Outcome | None:
+    """Return that `wrap` would miss this on CUDA, and the way out, if so it is."""
     from compiled_llm_ops.backends import backend_named
 
     problems = backend_named("flashinfer").problems()
@@ -105,40 +78,34 @@ def missing_for_cuda(what: str) -> tuple[str, str] | None:
     if message is None:
         return None
     detail, _, fix = " ".join(message.split()).rpartition(": ")
-    return detail, fix
+    return Outcome("missing", detail, fix)
 
 
-def _for_cuda(package: Package, cuda: bool) -> Finding:
-    found = _package("packages", package, needed=cuda)
-    return found if cuda or found.status != "missing" else replace(found, status="not needed", fix="")
-
-
-def _package(part: str, package: Package, needed: bool) -> Finding:
+def imported(package: Package, if_missing: Status = "missing") -> Outcome:
+    """Import a package, and compare its version with those that compiled-llm supports."""
     try:
         module = importlib.import_module(package.module)
     except Exception as error:
-        return _not_imported(part, package, error, needed)
-    version, wanted = _version(module, package), _wanted_versions(package)
-    detail = version + (f", {_torch_build(module)}" if package.module == "torch" else "")
-    if wanted is not None and not wanted.contains(version, prereleases=True):
-        detail = f"{detail} is outside {wanted}, the versions that are supported"
-        return Finding(part, package.module, "warning", detail, _pip(package), needed)
-    return Finding(part, package.module, "ok", detail, needed=needed)
+        return _not_imported(package, error, if_missing)
+    version = str(getattr(module, "__version__", None) or metadata.version(package.distribution))
+    detail, supported = version, _supported_versions(package)
+    if package.module == "torch":
+        detail += f", {_torch_build(module)}"
+    if supported is None or supported.contains(version, prereleases=True):
+        return Outcome("ok", detail)
+    return Outcome("warning", f"{detail} is outside {supported}, the versions that are supported", _pip(package))
 
 
-def _not_imported(part: str, package: Package, error: Exception, needed: bool) -> Finding:
-    if isinstance(error, ModuleNotFoundError) and error.name in (package.module, package.module.partition(".")[0]):
-        return Finding(part, package.module, "missing", f"not installed: {package.use}", _pip(package), needed)
-    is_incomplete = isinstance(error, ModuleNotFoundError)
-    fix = _pip(package) if is_incomplete else f"pip install --force-reinstall --no-deps {_requirement(package)}"
-    return Finding(part, package.module, "failed", f"does not import: {essence(error)}", fix, needed)
+def _not_imported(package: Package, error: Exception, if_missing: Status) -> Outcome:
+    lacking = error.name if isinstance(error, ModuleNotFoundError) else None
+    if lacking in (package.module, package.module.partition(".")[0]):
+        fix = "" if if_missing == "not needed" else _pip(package)
+        return Outcome(if_missing, f"not installed: {package.use}", fix)
+    fix = _pip(package) if lacking else f"pip install --force-reinstall --no-deps {_requirement(package)}"
+    return Outcome("failed", f"does not import: {essence(error)}", fix)
 
 
-def _version(module: Any, package: Package) -> str:
-    return str(getattr(module, "__version__", None) or metadata.version(package.distribution))
-
-
-def _wanted_versions(package: Package) -> Any:
+def _supported_versions(package: Package) -> Any:
     """Return the versions that compiled-llm's own metadata asks for, or None if it names none."""
     try:
         from packaging.requirements import Requirement
@@ -151,13 +118,11 @@ def _wanted_versions(package: Package) -> Any:
 
 
 def _pip(package: Package) -> str:
-    if package.extra:
-        return f"pip install '.[{package.extra}]'"
-    return f"pip install {_requirement(package)}"
+    return f"pip install '.[{package.extra}]'" if package.extra else f"pip install {_requirement(package)}"
 
 
 def _requirement(package: Package) -> str:
-    return f"'{package.distribution}{_wanted_versions(package) or ''}'"
+    return f"'{package.distribution}{_supported_versions(package) or ''}'"
 
 
 def _torch_build(torch: Any) -> str:

@@ -1,4 +1,4 @@
-"""What `compiled-llm doctor` writes: a line for each finding, under the heading of its part, or JSON."""
+"""The report of `compiled-llm doctor`: a line for each finding, under the heading of its part, or JSON."""
 
 from __future__ import annotations
 
@@ -14,20 +14,13 @@ from rich.console import Console
 from rich.text import Text
 
 from compiled_llm import __version__
+from compiled_llm.commands.doctor.checks import examine, has_cuda
 from compiled_llm.commands.doctor.finding import Finding
-from compiled_llm.commands.doctor.findings import examine, has_cuda
 from compiled_llm.commands.doctor.trial import try_builds
 from compiled_llm.commands.importing import ended_by_ctrl_c
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
-_STYLES = {
-    "ok": "green",
-    "warning": "yellow",
-    "missing": "yellow",
-    "optional": "dim",
-    "failed": "red",
-    "not needed": "dim",
-}
+_STYLES = {"ok": "green", "warning": "yellow", "missing": "yellow", "failed": "red"}
 _INDENT = 14
 
 
@@ -42,11 +35,10 @@ def report(quick: bool = False, as_json: bool = False) -> bool:
         Whether compiled_llm can run here, on CUDA if there is a device, else on the CPU.
     """
     console = Console(file=sys.stdout, highlight=False, quiet=as_json)
-    findings: list[Finding] = []
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints is no part of the report
         with ProgressDisplay(enabled=True).task("looking at this machine"), ended_by_ctrl_c():
             cuda = has_cuda()
-            findings.extend(examine(cuda))
+            findings = list(examine(cuda))
         for part, found in groupby(findings, key=lambda finding: finding.part):
             _print(console, part, found)
         if not quick and _can_run(findings):
@@ -56,7 +48,9 @@ def report(quick: bool = False, as_json: bool = False) -> bool:
     can_run, verdict = _can_run(findings), _verdict(findings, cuda)
     console.print(Text(verdict, "bold green" if can_run else "bold red"), soft_wrap=True)
     if as_json:
-        typer.echo(_json(findings, cuda))
+        head = {"compiled_llm": __version__, "device": "cuda" if cuda else "cpu", "can_run": can_run}
+        entries = [dataclasses.asdict(finding) for finding in findings]
+        typer.echo(json.dumps({**head, "verdict": verdict, "findings": entries}, indent=2))
     return can_run
 
 
@@ -77,26 +71,11 @@ def _print(console: Console, heading: str, findings: Iterable[Finding]) -> None:
     if heading:
         console.print(Text(heading, "bold"))
     for finding in findings:
-        status = Text(f"{finding.status:<10}", "red" if finding.prevents else _STYLES[finding.status])
-        what = _what(finding)
+        style = "red" if finding.prevents else _STYLES.get(finding.status, "dim")
+        seconds = "" if finding.seconds is None else f", {finding.seconds:.1f} s"
+        what = Text(f"{finding.name}: {finding.detail}{seconds}")
+        what.append(f" -> {finding.fix}" if finding.fix else "", "cyan")
         if console.is_terminal:
             lines = what.wrap(console, max(console.width - _INDENT, 1))
             what = Text("\n" + " " * _INDENT).join(lines)
-        console.print(Text.assemble("  ", status, "  ", what), soft_wrap=True)
-
-
-def _what(finding: Finding) -> Text:
-    seconds = "" if finding.seconds is None else f", {finding.seconds:.1f} s"
-    fix = f" -> {finding.fix}" if finding.fix else ""
-    return Text.assemble(f"{finding.name}: {finding.detail}{seconds}", (fix, "cyan"))
-
-
-def _json(findings: Sequence[Finding], cuda: bool) -> str:
-    result = {
-        "compiled_llm": __version__,
-        "device": "cuda" if cuda else "cpu",
-        "can_run": _can_run(findings),
-        "verdict": _verdict(findings, cuda),
-        "findings": [dataclasses.asdict(finding) for finding in findings],
-    }
-    return json.dumps(result, indent=2)
+        console.print(Text.assemble("  ", (f"{finding.status:<10}", style), "  ", what), soft_wrap=True)

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from compiled_llm.commands.doctor.compilers import find_nvcc
 from compiled_llm.commands.doctor.finding import Finding, essence
+from compiled_llm.commands.doctor.machine import find_nvcc
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -28,26 +28,15 @@ if TYPE_CHECKING:
 _PART = "kernel builds"
 _PROMPT_TOKENS, _NEW_TOKENS = 40, 16
 
+_Step: TypeAlias = tuple[str, str, Callable[[], str]]
+"""Its name, what to show meanwhile, and a function that returns what came out, and raises if that is wrong."""
+
 _CUDA_SOURCE = """
 #include <cuda_bf16.h>
 #include <vector>
 __global__ void scale(__nv_bfloat16* x, float by) { x[threadIdx.x] = __float2bfloat16(by); }
 std::vector<int> host_compiler_works() { return {1, 2, 3}; }
 """
-
-
-class Step(NamedTuple):
-    """Something to try.
-
-    Attributes:
-        name: a word for it.
-        doing: what to show meanwhile.
-        run: does it and returns what came out; raises if that is wrong.
-    """
-
-    name: str
-    doing: str
-    run: Callable[[], str]
 
 
 class WrongTokensError(RuntimeError):
@@ -57,28 +46,28 @@ class WrongTokensError(RuntimeError):
 def try_builds(cuda: bool) -> Iterator[Finding]:
     """Build kernels and run a tiny random model, showing on stderr what is done; stops at the first failure."""
     progress = ProgressDisplay(enabled=True)
-    for step in _steps("cuda" if cuda else "cpu"):
+    for name, doing, run in _steps("cuda" if cuda else "cpu"):
         started = time.perf_counter()
         try:
             from compiled_llm.compat import compiling_stage  # imports torch
 
-            with progress.task(step.doing, functools.partial(compiling_stage, threading.get_ident())):
-                result = step.run()
+            with progress.task(doing, functools.partial(compiling_stage, threading.get_ident())):
+                result = run()
         except Exception as error:
-            yield Finding(_PART, step.name, "failed", essence(error), _advice(error), needed=True)
+            yield Finding(_PART, name, "failed", essence(error), _advice(error), needed=True)
             return
-        yield Finding(_PART, step.name, "ok", result, needed=True, seconds=time.perf_counter() - started)
+        yield Finding(_PART, name, "ok", result, needed=True, seconds=time.perf_counter() - started)
 
 
-def _steps(device: str) -> list[Step]:
+def _steps(device: str) -> list[_Step]:
     trial = functools.cache(functools.partial(Trial, device))
-    steps = [
-        Step("Inductor", f"compiling a kernel for {device}", functools.partial(build_with_inductor, device)),
-        Step("ops", "running a tiny model over pages", lambda: trial().run("eager")),
-        Step("compiled model", "compiling a tiny model", lambda: trial().run("compile")),
+    steps: list[_Step] = [
+        ("Inductor", f"compiling a kernel for {device}", functools.partial(build_with_inductor, device)),
+        ("ops", "running a tiny model over pages", lambda: trial().run("eager")),
+        ("compiled model", "compiling a tiny model", lambda: trial().run("compile")),
     ]
     if device == "cuda" and (compiler := find_nvcc()) is not None:
-        steps.insert(0, Step("nvcc", "compiling a CUDA kernel", functools.partial(build_with_nvcc, compiler)))
+        steps.insert(0, ("nvcc", "compiling a CUDA kernel", functools.partial(build_with_nvcc, compiler)))
     return steps
 
 
