@@ -35,9 +35,8 @@ def test_a_file_that_a_page_names_exists(page: Path) -> None:
     assert not missing, f"{short(page)} names {sorted(missing)}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "BENCHMARKS.md"], ids=short)
+@pytest.mark.parametrize("page", PAGES, ids=short)
 def test_a_module_that_a_page_names_exists(page: Path) -> None:
-    """All but BENCHMARKS.md, whose command lines are of the commits that they name."""
     for name in set(_MODULE.findall(page.read_text())) - LOGGERS:
         assert exists(name), f"{short(page)} names {name}"
 

@@ -70,6 +70,11 @@ def included() -> ModuleType:
     return _of_mkdocs("included")
 
 
+def figures() -> ModuleType:
+    """The published runs that mkdocs puts into pages."""
+    return _of_mkdocs("figures")
+
+
 def notebooks() -> ModuleType:
     """The notebooks that mkdocs puts into pages."""
     return _of_mkdocs("notebooks")
