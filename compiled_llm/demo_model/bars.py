@@ -12,7 +12,6 @@ from transformers.utils import logging as transformers_logging
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Show none while the block runs."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

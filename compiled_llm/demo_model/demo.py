@@ -1,4 +1,4 @@
-"""The demo model and its tokenizer, for who has no model hub at hand."""
+"""The demo model and its tokenizer, for users without a model hub."""
 
 from __future__ import annotations
 

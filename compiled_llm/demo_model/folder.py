@@ -30,11 +30,8 @@ _SIZES = "sizes.json"
 def folder(progress: bool = True) -> Path:
     """Return a folder that `from_pretrained` takes; the first call downloads the model and writes 540 MB.
 
-    The weights are float32: what the GGUF file holds, exactly. The folder appears whole or not at all, however many
+    The weights are float32: exactly the values of the GGUF file. The folder appears whole or not at all, however many
     processes make it at once, and is made again if files of it are missing or cut off.
-
-    Args:
-        progress: show on stderr what is being done.
 
     Raises:
         RuntimeError: the model cannot be downloaded, read or stored.
@@ -49,7 +46,7 @@ def folder(progress: bool = True) -> Path:
 
 
 def is_whole(kept: Path) -> bool:
-    """Whether all files are there, as long as they were written."""
+    """Whether all files are there and have their full length."""
     try:
         sizes: dict[str, int] = json.loads((kept / _SIZES).read_text())
         return all((kept / name).stat().st_size == size for name, size in sizes.items())
@@ -87,7 +84,7 @@ def _keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Path
 
 
 def _write(model: PreTrainedModel, new: Path) -> None:
-    """Do what ``save_pretrained`` does, which refuses models that come from a GGUF file."""
+    """As ``save_pretrained``, which refuses models that come from a GGUF file."""
     config = copy.deepcopy(model.config)
     vars(config).pop("quantization_config", None)  # the weights are plain
     config.architectures = [type(model).__name__]
@@ -106,7 +103,7 @@ def _check(model: PreTrainedModel, new: Path) -> None:
 
 
 def _seal(new: Path) -> None:
-    """Note how long the files are, once they are on the disk."""
+    """Write the files' lengths down, once the files are on the disk."""
     files = [*new.iterdir()]
     for file in files:
         with file.open("rb") as opened:

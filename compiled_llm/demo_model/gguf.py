@@ -1,4 +1,4 @@
-"""What it takes to read a GGUF file; asked before torch is imported."""
+"""Checks for the packages that read a GGUF file, before torch is imported."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from unittest import mock
 
 
 def require_gguf() -> None:
-    """Check that the packages are here with which transformers loads a GGUF file.
-
-    Raises:
-        RuntimeError: one is missing.
-    """
+    """Raise RuntimeError if a package is missing with which transformers loads a GGUF file."""
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise RuntimeError(f"a GGUF file needs {package} to be loaded: pip install '.[demo]' in the checkout")

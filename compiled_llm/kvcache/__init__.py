@@ -1,1 +1,1 @@
-"""Which page belongs to which row, and the memory behind the pages."""
+"""The page pool: which page belongs to which row, and the memory behind the pages."""

@@ -23,7 +23,7 @@ _CPU_FRACTION = 0.25
 
 
 def as_stored(layers: Sequence[Layer], backend: Backend) -> list[Layer]:
-    """Return the layers with the head sizes that pages have; what is not needed of them stays zero."""
+    """Return the layers with the head sizes that pages have; the part that a layer does not need stays zero."""
     return [layer._replace(head_dim=backend.stored_head_dim(layer.head_dim)) for layer in layers]
 
 
@@ -83,18 +83,18 @@ def free_bytes(device: torch.device) -> int:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Return what PyTorch's allocator holds on a CUDA device, in bytes; 0 on a CPU."""
+    """Return the bytes that PyTorch's allocator holds on a CUDA device; 0 on a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until nothing runs any more that was launched on the current stream of a CUDA device, or before."""
-    if device.type == "cuda":  # not for the whole device: somebody may be capturing a graph
+    """Wait until all work has ended that was launched so far on the current stream of a CUDA device."""
+    if device.type == "cuda":  # not for the whole device: another thread may be capturing a graph
         torch.cuda.current_stream(device).synchronize()
 
 
 def ended_marker(device: torch.device) -> Callable[[], bool]:
-    """Return what tells later whether all has ended that has been launched on the current stream by now."""
+    """Return a function that tells whether all work launched on the current stream up to now has ended."""
     if device.type != "cuda":
         return lambda: True
     event = torch.cuda.Event()
@@ -126,7 +126,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def free(tensor: Tensor) -> None:
-    """Give the device memory of a tensor back, whoever holds it still; nobody may use it any more."""
+    """Free a tensor's device memory at once, although references to it remain; none of them may be used any more."""
     if tensor.is_cuda:
         tensor.untyped_storage().resize_(0)
 

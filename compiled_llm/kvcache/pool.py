@@ -1,4 +1,4 @@
-"""Which pages are free, taken, shared, promised and cached: host facts only, plain numbers, no device."""
+"""Page accounting: free, taken, shared, promised and cached pages. Plain numbers on the host, no device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 logger = logging.getLogger("compiled_llm.pages")
 
 NULL_PAGE = 0
-"""Page 0 belongs to nobody: padding rows and padding tokens read and write it."""
+"""Page 0 has no owner: padding rows and padding tokens read and write it."""
 
 
 class OutOfPagesError(RuntimeError):
@@ -21,7 +21,7 @@ class OutOfPagesError(RuntimeError):
 class PageAccount(NamedTuple):
     """The pool at one moment; ``used + free + cached`` is always ``total``. The null page is in none of them.
 
-    Cached pages hold beginnings of earlier sequences, and are free for whoever needs them.
+    Cached pages hold beginnings of earlier sequences, and are free for any row that needs them.
     """
 
     total: int
@@ -31,10 +31,10 @@ class PageAccount(NamedTuple):
 
 
 class _Tree(Protocol):
-    """What the pool needs to know of a prefix tree."""
+    """The methods of a prefix tree that the pool calls."""
 
     def forget_oldest(self) -> int:
-        """Return the page that is to be given up first; the tree does not know it afterwards."""
+        """Remove the least recently used leaf from the tree and return its page."""
         ...
 
 
@@ -46,16 +46,13 @@ class PagePool:
     are left.
 
     Attributes:
-        page_size: tokens in a page.
-        total: how many pages there are.
-        most_used: how many have been owned by rows at one time, at most.
-        changes: how often rows shared pages, into which none of them writes any more, or forgot tokens. What a tree
-            does is not counted: it owns full pages, into which no row writes, so a batch goes on.
-        lock: while it is held, no other thread changes anything.
+        most_used: the most pages that rows have owned at one time.
+        changes: how often rows shared pages (no row writes into them any more) or forgot tokens. A tree's calls are not
+            counted: it owns full pages, into which no row writes, so a batch goes on.
+        lock: a thread that holds it keeps all others from changing anything.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
-        """Start with all of ``pages`` free, except the null page."""
         self.page_size = page_size
         self.total = pages - 1
         self.most_used = 0
@@ -84,7 +81,7 @@ class PagePool:
         return self.total - len(self._free) - self._cached
 
     def forget_other_threads(self) -> bool:
-        """Free the lock of a thread that a forked process does not have; whether one held it."""
+        """Replace the lock if a thread held it that this forked process does not have; return whether one did."""
         if self.lock.acquire(blocking=False):
             self.lock.release()
             return False
@@ -128,7 +125,7 @@ class PagePool:
                 self._owners[page] += 1
 
     def is_shared(self, page: int) -> bool:
-        """Whether a page has more than one owner; then nobody may write into it."""
+        """Whether a page has more than one owner; then no row may write into it."""
         return self._owners[page] > 1
 
     def has_one_row(self, page: int) -> bool:
@@ -136,7 +133,7 @@ class PagePool:
         return self._owners[page] == (2 if page in self._in_tree else 1)
 
     def untake(self, pages: Sequence[int]) -> int:
-        """Turn taken pages back into promised ones, except those that other rows own; returns how many."""
+        """Turn taken pages back into promised ones, except those that other rows own; return how many."""
         with self.lock:
             self.changes += 1
             back = self._disown(pages)
@@ -150,7 +147,7 @@ class PagePool:
             self._reserved -= reserved
 
     def _disown(self, pages: Iterable[int]) -> int:
-        """Count one owner less of each page; returns how many are free or cached now."""
+        """Remove one owner of each page; return how many are free or cached now."""
         owners, in_tree, back = self._owners, self._in_tree, 0
         for page in pages:
             left = owners[page] = owners[page] - 1
@@ -187,9 +184,9 @@ class PagePool:
                 self._in_tree.add(page)
 
     def share_cached(self, pages: Sequence[int]) -> int:
-        """Count a row as one more owner of the first of the tree's ``pages``; returns of how many.
+        """Make a row one more owner of the first of the tree's ``pages``; return of how many.
 
-        It stops at the first page that is cached and promised to others.
+        It stops at the first page that is cached and promised to other rows.
         """
         with self.lock:
             spare, shared = self.available, 0
@@ -205,7 +202,7 @@ class PagePool:
             return shared
 
     def uncache(self, pages: Iterable[int]) -> None:
-        """Count the tree as an owner of its ``pages`` no more."""
+        """Remove the tree as an owner of its ``pages``."""
         with self.lock:
             for page in pages:
                 self._owners[page] -= 1
@@ -219,7 +216,6 @@ class Promise:
     """Pages promised to all rows of one call together: beams share pages, copy them and give them back."""
 
     def __init__(self, pool: PagePool) -> None:
-        """Promise nothing yet."""
         self._pool = pool
         self._pages: int | None = None
 
@@ -242,7 +238,7 @@ class Promise:
     def drawn_on(self) -> Iterator[None]:
         """Let the block's rows take from the promise, if there is one, and promise again what they give back.
 
-        Others have as many pages available as before, unless the rows take more than was promised.
+        Other rows have as many pages available as before, unless these take more than was promised.
         """
         if self._pages is None:
             yield

@@ -1,4 +1,4 @@
-"""Which pages hold the beginnings of sequences that may come again: a radix tree over whole pages, plain host data."""
+"""Finds pages with the beginnings of sequences that may come again: a radix tree over whole pages, on the host."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from compiled_llm.kvcache.pool import PagePool
 
 # The page before a page; of a first one the salt, in a tuple so that it never equals a page's number.
 _Above = int | tuple[Hashable]
-# What a page is found by: what is above it, and the ids of its tokens. A plain tuple, which the garbage collector
+# The key of a page: the node above it, and the ids of its tokens. A plain tuple, which the garbage collector
 # passes over.
 _Node = tuple[_Above, bytes]
 
 
 class PrefixTree:
-    """The pages of prompts and answers, kept after their rows have ended, until others want the pages.
+    """The pages of prompts and answers, kept after their rows have ended, until other rows need them.
 
-    The tree is one owner of each of its pages. Nobody writes into them: rows copy a shared page before they do.
-    When the pool runs out, the pages that were used least recently go first, those at the ends of sequences before
+    The tree is one owner of each of its pages. No row writes into them: rows copy a shared page before they do.
+    When the pool runs out, the least recently used pages go first, those at the ends of sequences before
     those they continue.
 
     Any thread may call; the pool's lock is held. A finalizer may not: it may run in the middle of another call.
 
     Attributes:
-        generation: how often it was cleared. Who clears it because weights have changed does not want pages that rows
-            have computed before that: whoever inserts remembers in which generation the row began.
+        generation: how often it was cleared. After new weights, pages that rows had computed with the old ones must not
+            be inserted: a caller remembers in which generation its row began.
     """
 
     def __init__(self, pool: PagePool) -> None:
-        """Begin empty."""
         self._pool = pool
         self.generation = 0
         # The least recently used first, and each node before those above it, so the first one is always a leaf.
@@ -41,18 +40,17 @@ class PrefixTree:
         self._pages: OrderedDict[_Node, int] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many pages it holds."""
         return len(self._pages)
 
     def match(self, ids: NDArray[np.int64], salt: Hashable = None) -> list[int]:
         """Return the pages that hold the beginning of a prompt, as many as there are; the caller owns them as well.
 
         At least one token is left to compute. Pages that only the tree owns are left out as far as they are promised
-        to others.
+        to other rows.
 
         Args:
             ids: ``[L]`` token ids.
-            salt: whose pages; those that were inserted with another one are not found.
+            salt: pages that were inserted with another salt are not found.
         """
         texts = self._texts(ids[:-1])
         with self._pool.lock:
@@ -62,18 +60,18 @@ class PrefixTree:
         return pages[:matched]
 
     def insert(self, ids: NDArray[np.int64], pages: Sequence[int], salt: Hashable = None) -> None:
-        """Keep the pages of a row that are full, unless there are equal ones: then those stay, and the row its own.
+        """Keep a row's full pages. Where the tree has equal ones, it keeps those, and the row its own.
 
-        What the pages hold has to be computed, or queued on the device before anything that will read it.
+        The pages' keys and values have to be computed, or queued on the device before anything that will read them.
 
         Args:
             ids: ``[L]`` ids of the tokens that the row holds, or of the first of them.
             pages: the row's pages; those beyond the last one that ``ids`` fill are left out.
-            salt: whose pages they are.
+            salt: ``match`` finds them with the same one alone.
 
         Raises:
-            ValueError: there are more tokens than fit the pages, a page belongs to nobody or is in the tree with
-                other tokens before it, or another tree holds pages of the pool; nothing has changed.
+            ValueError: there are more tokens than fit the pages, a page has no owner or is in the tree with other
+                tokens before it, or another tree holds pages of the pool; nothing has changed.
         """
         texts = self._texts(ids)
         if len(pages) < len(texts):
@@ -89,11 +87,11 @@ class PrefixTree:
             self._touch(nodes)
 
     def forget_oldest(self) -> int:
-        """Forget the leaf that was used least recently and return its page, which the tree no longer may use."""
+        """Remove the least recently used leaf and return its page, which the tree may not use any more."""
         return self._pages.popitem(last=False)[1]
 
     def clear(self) -> None:
-        """Forget all pages; those that no row holds are free again."""
+        """Remove all pages; those that no row holds are free again."""
         with self._pool.lock:
             pages = list(self._pages.values())
             self._pages.clear()
@@ -101,14 +99,13 @@ class PrefixTree:
             self._pool.uncache(pages)
 
     def _texts(self, ids: NDArray[np.int64]) -> list[bytes]:
-        """Return the tokens of each page that ``ids`` fill."""
         size = self._pool.page_size
         whole = np.ascontiguousarray(ids[: len(ids) // size * size], dtype=np.int64)
         texts: list[Any] = whole.view(f"V{size * whole.itemsize}").tolist()
         return texts
 
     def _walk(self, texts: Sequence[bytes], salt: Hashable) -> tuple[list[_Node], list[int]]:
-        """Return the nodes for the longest beginning of ``texts`` that is there, from the first on, and their pages."""
+        """Return the nodes of the longest known beginning of ``texts``, and their pages."""
         nodes: list[_Node] = []
         pages: list[int] = []
         above: _Above = (salt,)
@@ -123,6 +120,5 @@ class PrefixTree:
         return nodes, pages
 
     def _touch(self, nodes: Sequence[_Node]) -> None:
-        """Note that the nodes, from a first page on, have been used now."""
         for node in reversed(nodes):
             self._pages.move_to_end(node)

@@ -8,7 +8,7 @@ from compiled_llm.kvcache.pool import PagePool
 
 
 class PageCopy(NamedTuple):
-    """A page that a row stopped sharing: copy ``source`` to ``target`` before the row writes there."""
+    """The last page of a row was shared: copy ``source`` to ``target`` before the row writes there."""
 
     source: int
     target: int
@@ -20,13 +20,11 @@ class Row:
     Rows may share pages. Full pages are only read; the last one is copied before a row writes into it.
 
     Attributes:
-        pages: page numbers, in order.
-        length: tokens stored.
         position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
-        ahead: numbers of pages that it enters next; they are promised to it and hold nothing yet.
-        slot: where a loop that runs it keeps its state on the device; None while nobody runs it.
-        listed: how many of its page numbers, then of those ahead, its slot holds.
-        has_next: whether its slot holds the token that it feeds in next.
+        ahead: page numbers that it enters next; they are promised to it and hold nothing yet.
+        slot: index of its state on the device, in the loop that runs it; None while no loop does.
+        listed: how many of its page numbers, then of those ahead, are in its slot.
+        has_next: whether its slot holds its next input token.
     """
 
     def __init__(self, pool: PagePool, tokens: int) -> None:
@@ -78,9 +76,7 @@ class Row:
     def missing(self, tokens: int, kept: int | None = None) -> int:
         """Return how many pages it takes to hold ``tokens`` in all, beyond those taken and promised.
 
-        Args:
-            tokens: how many the row has to hold.
-            kept: how many of its present tokens stay; all if None.
+        Only the first ``kept`` of its present tokens stay; all if None.
         """
         pool, kept = self._pool, self.length if kept is None else kept
         staying = pool.pages_for(kept)
@@ -96,7 +92,7 @@ class Row:
         """Count ``tokens`` more as stored, taking promised pages as they are entered.
 
         Returns:
-            What has to be copied before the new tokens are written, if the last page was shared.
+            The copy to make before the new tokens are written, if the last page was shared.
 
         Raises:
             OutOfPagesError: pages that were not promised are needed and not free; nothing changed.
@@ -117,14 +113,11 @@ class Row:
         return copy
 
     def begin_as(self, other: Row, tokens: int) -> int:
-        """Share the first pages of a row that is about to store the same tokens; this row is still empty.
+        """Share the first pages of a row that is about to store the same tokens; return how many tokens are shared.
 
         Args:
-            other: an empty row with room for the tokens; it grows by them before this row is computed, or with it.
+            other: an empty row, as this one is, with room for the tokens; it is computed before this row, or with it.
             tokens: how many tokens both begin with; those that fill pages are shared, at least one is not.
-
-        Returns:
-            How many tokens are shared.
         """
         full = (tokens - 1) // self._pool.page_size
         other.pages += other._take(max(0, full - len(other.pages)))
@@ -136,10 +129,10 @@ class Row:
     def begin_from(self, pages: list[int]) -> None:
         """Take over full pages that hold the row's first tokens; this row is still empty.
 
-        What it was promised stays promised beside them: promise what they do not hold afterwards, by ``reserve``.
+        The pages promised to it stay promised: call ``reserve`` afterwards for the tokens beyond ``pages``.
 
         Args:
-            pages: what ``PrefixTree.match`` returned: the row is their owner already, and gives them back.
+            pages: of ``PrefixTree.match``: the row is their owner already, and gives them back.
 
         Raises:
             ValueError: the row has pages; those given stay the caller's.
@@ -150,7 +143,6 @@ class Row:
         self.length = self.position = len(pages) * self._pool.page_size
 
     def _unshare(self) -> PageCopy:
-        """Replace the last page, which is shared, by a copy."""
         (target,) = self._take(1)
         copy = PageCopy(self.pages[-1], target)
         self.pages[-1] = copy.target
@@ -165,17 +157,14 @@ class Row:
         return taken + self._pool.take_reserved(missing)
 
     def enter_page(self) -> None:
-        """Count the first page ahead among the row's own: a step has grown it by a token that lies there."""
+        """Move the first page ahead to the row's own pages: a step has grown it by a token that lies there."""
         self.pages.append(self.ahead.pop(0))
 
     def list_pages(self, ahead: int) -> tuple[int, list[int]]:
-        """Choose pages that the row enters next, as far as they are promised, and take all numbers as listed.
-
-        Args:
-            ahead: how many to have ahead of it.
+        """Choose ``ahead`` pages that the row enters next, as far as they are promised; count all numbers as listed.
 
         Returns:
-            The page numbers that were not listed, and how many there are before them.
+            How many numbers were listed before, and those that were not.
         """
         more = min(ahead - len(self.ahead), self._reserved)
         if more > 0:
@@ -193,7 +182,7 @@ class Row:
         return row
 
     def mark(self) -> tuple[int, int]:
-        """Return what ``restore`` needs to undo growth."""
+        """Return the state that ``restore`` needs to undo growth."""
         return self.length, self._promised + len(self.pages)
 
     def restore(self, mark: tuple[int, int]) -> None:
@@ -237,12 +226,12 @@ class Row:
         self._pool.give_back(ahead, reserved)
 
     def take_slot(self, free: list[int]) -> None:
-        """Take one of the free slots, which gets it back once the row leaves it."""
+        """Take one of the free slots; it goes back to ``free`` once the row leaves it."""
         self._free_slots = free
         self.slot = free.pop()
 
     def leave_slot(self) -> None:
-        """Give the slot back, if there is one, and forget what it held."""
+        """Give the slot back, if there is one."""
         if self.slot is not None:
             self._free_slots.append(self.slot)
         self.slot, self.listed, self.has_next = None, 0, False

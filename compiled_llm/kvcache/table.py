@@ -1,4 +1,4 @@
-"""Page tables on the host: which pages a batch of rows reads and writes.
+"""Page tables on the host: the pages that a batch of rows reads and writes.
 
 Shapes: B rows, N entries of the page table, S page size.
 """
@@ -17,7 +17,7 @@ from compiled_llm.kvcache.pool import NULL_PAGE
 
 
 class Stored(Protocol):
-    """What a page table needs to know of a row."""
+    """The fields of a row that a page table needs."""
 
     pages: list[int]
     length: int
@@ -53,7 +53,6 @@ def build_table(rows: Sequence[Stored], queries: Sequence[int], page_size: int, 
     Args:
         rows: already grown by their new tokens.
         queries: new tokens of each row.
-        page_size: S.
         padded: B, at least ``len(rows)``.
     """
     # Sums over lists: of numpy, each other function that a first token needs has to come into the caches first.

@@ -1,1 +1,1 @@
-"""What a HuggingFace model looks like, and whether it can run here."""
+"""The structure of a HuggingFace model, and checks that it can run here."""

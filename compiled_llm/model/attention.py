@@ -30,13 +30,12 @@ BATCH_ARGUMENT = "paged_batch"
 
 
 class AttentionPlans(NamedTuple):
-    """How a backend divides attention among thread blocks, decided on the host before the step.
+    """A backend's division of attention among thread blocks, decided on the host before the step.
 
     Attributes:
         tensors: one ``[bytes]`` uint8 for each attention group: layers of one geometry share a plan.
         workspace: ``[bytes]`` uint8, scratch memory that all layers use in turn.
         groups: each layer's attention group.
-        backend: the backend's name.
     """
 
     tensors: tuple[Tensor, ...]
@@ -46,7 +45,7 @@ class AttentionPlans(NamedTuple):
 
 
 class PackedTokens(NamedTuple):
-    """Where the tokens of rows that have any number of new ones go, and how attention over them is planned.
+    """Positions of packed tokens, for rows with any number of new ones, and the plan of their attention.
 
     Attributes:
         token_rows: ``[T]`` int32, the row of each token.
@@ -55,7 +54,6 @@ class PackedTokens(NamedTuple):
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
-        plans: decided on the host.
         one_a_row: each row has one token, so that the layers have ``[B, H, 1, D]`` for ``[1, H, T, D]``.
     """
 
@@ -70,12 +68,12 @@ class PackedTokens(NamedTuple):
 
     @property
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where rows lie, as ops take it."""
+        """The page table, as ops take it."""
         return self.indptr, self.indices, self.last_page_len
 
 
 class NewestTokens(NamedTuple):
-    """Where rows lie that have one new token each, for ``decode_attention``, which needs no plan.
+    """Page table of rows with one new token each, for ``decode_attention``, which needs no plan.
 
     Attributes:
         starts: ``[B]`` int32, where each row's pages begin in ``indices``.
@@ -89,13 +87,12 @@ class NewestTokens(NamedTuple):
 
 
 class PagedBatch(NamedTuple):
-    """What the layers need to know of a batch: where its tokens go, and where its rows lie.
+    """The batch as the layers need it: where its tokens go, and where its rows lie.
 
     Attributes:
         pages: one ``[P, 2, K, S, D]`` a layer.
-        rows: where its tokens and rows lie.
-        windows: tokens visible to the left of a query in each layer, -1 for all, in place of what layers say; empty if
-            they say it.
+        windows: tokens visible to the left of a query in each layer, -1 for all, in place of the layers' own windows;
+            empty to use those.
     """
 
     pages: list[Tensor]
@@ -129,13 +126,13 @@ def attention_forward(
         softcap: cap on the logits; no cap if None.
         s_aux: ``[H]`` attention sinks, one more logit a head that takes weight and has no value.
         paged_batch: handed through ``forward`` by our own calls.
-        kwargs: what else the model passes along; checked once, by the probe.
+        kwargs: further arguments of the model; checked once, by the probe.
 
     Returns:
         ``[1, T, H, D]`` or ``[B, 1, H, D]``, and None in place of attention weights.
 
     Raises:
-        UnpagedCallError: called by anything but our own compiled calls.
+        UnpagedCallError: the caller is not one of our own compiled calls.
     """
     if paged_batch is None:
         raise UnpagedCallError(
@@ -187,7 +184,7 @@ def _attend_lse(batch: PagedBatch, layer: int, states: States, options: Options)
 def _appended(
     pages: Tensor, packed: PackedTokens, layer: int, states: States
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Write the new keys and values, and return what attends over them: all tensors that ``paged_attention`` takes."""
+    """Write the new keys and values, and return all tensors that ``paged_attention`` takes."""
     query, key, value = states
     plans, table = packed.plans, packed.table
     append_paged_kv(key, value, pages, packed.token_rows, packed.token_positions, *table, plans.backend)

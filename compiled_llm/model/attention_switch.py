@@ -1,8 +1,7 @@
-"""Whose attention a thread computes with: ours while it runs a program of ours, else the user's own.
+"""The attention of a thread: ours while it runs a program of ours, else the user's own.
 
-At rest a wrapped model keeps the user's attention implementation, and so it does for all threads but the one that
-computes, so that whatever does not pass through us (inner modules, other models of the same config, training, saving)
-is untouched.
+A wrapped model at rest keeps the user's attention implementation, also for threads that do not compute. So anything
+that does not pass through us (inner modules, other models of the same config, training, saving) is untouched.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ def attention_configs(model: nn.Module) -> list[PretrainedConfig]:
 
 
 def paged_attention_in(configs: Sequence[PretrainedConfig]) -> AbstractContextManager[None]:
-    """Let this thread use paged attention for the duration."""
     return attention_read(configs, NAME)
 
 
@@ -36,16 +34,14 @@ class AttentionSwitch:
     """A model's attention in this thread."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the configs that name it."""
         self.find_configs(model)
         self._weights = WeightsLock()
 
     def find_configs(self, model: nn.Module) -> None:
-        """Find them again: modules of the model were replaced."""
+        """Find the configs again after modules of the model were replaced."""
         self._configs = attention_configs(model)
 
     def paged(self) -> AbstractContextManager[None]:
-        """Use paged attention for the duration."""
         return paged_attention_in(self._configs)
 
     @contextmanager
@@ -55,9 +51,9 @@ class AttentionSwitch:
             yield
 
     def forget_other_threads(self) -> None:
-        """Forget what threads were inside of that a forked process does not have."""
+        """Forget threads of the parent that a forked process does not have."""
         self._weights.forget_other_threads()
 
     def moving_weights(self, caller: int | None) -> AbstractContextManager[None]:
-        """Wait until no other thread than ``caller`` is inside ``original``, and let none enter it for the duration."""
+        """Wait until no thread but ``caller`` is inside ``original``, and let none enter it for the duration."""
         return self._weights.move(caller)

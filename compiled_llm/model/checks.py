@@ -49,7 +49,7 @@ def check_model(model: object) -> PreTrainedModel:
 
 
 def _no_model(given: object) -> str:
-    """Say what was given in place of a model, and what to give."""
+    """Return an error message that names the given object and the way out."""
     if isinstance(given, str):
         return f"a str; load the PreTrainedModel first: wrap(AutoModelForCausalLM.from_pretrained({given!r}))"
     if type(given).__name__ == "OptimizedModule":
@@ -58,12 +58,12 @@ def _no_model(given: object) -> str:
 
 
 def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
-    """Check that the model lies whole on one device that it can run on.
+    """Check that all of the model lies on one device that it can run on.
 
     Raises:
         UnsupportedModelError: this process has only a part of the weights.
         ValueError: parameters on several devices, offloaded, on a device of another kind, or fp32 on CUDA.
-        RuntimeError: something that compiling needs is not installed, or the device cannot be used in this process.
+        RuntimeError: the compiler or a tool of it is not installed, or the device cannot be used in this process.
     """
     check_process(model)
     check_whole(model)
@@ -88,13 +88,10 @@ def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
 
 
 def check_whole(model: PreTrainedModel) -> None:
-    """Check that this process has all of the model's weights.
+    """Raise UnsupportedModelError if processes share the weights (tensor, expert or fully sharded parallelism).
 
     Each process would draw tokens, admit rows and count pages for itself, and nothing keeps these equal in all of them:
     HuggingFace's ``generate`` synchronises its processes, our loops do not yet.
-
-    Raises:
-        UnsupportedModelError: they are divided among several processes (tensor, expert or fully sharded parallelism).
     """
     processes = getattr(model, "tp_size", None) or 1
     if processes > 1 or any(_is_sharded(parameter) for parameter in model.parameters()):
@@ -113,11 +110,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def check_process(model: PreTrainedModel) -> None:
-    """Check that this process can use the model's device.
-
-    Raises:
-        RuntimeError: it was forked from one that had used CUDA.
-    """
+    """Raise RuntimeError if this process was forked from one that had used CUDA, and the model is there."""
     if model.device.type == "cuda" and cuda_is_lost():
         raise RuntimeError(
             "the model is on CUDA, which does not work in a process that was forked after CUDA had been used; start "
@@ -126,16 +119,11 @@ def check_process(model: PreTrainedModel) -> None:
 
 
 def check_device(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
-    """Check what needs no model, only where it will be and of what type.
-
-    Args:
-        kind: of device, ``"cuda"`` or ``"cpu"``.
-        dtype: of its weights.
-        config: the options of ``wrap``.
+    """Check device kind (``"cuda"`` or ``"cpu"``) and dtype of a model that is not loaded yet.
 
     Raises:
         ValueError: the backend has no kernels there.
-        RuntimeError: something that compiling needs is not installed.
+        RuntimeError: the compiler or a tool of it is not installed.
     """
     _check_backend(kind, dtype, config)
     compiles = config.mode != "eager" and config.artifacts is None
@@ -170,11 +158,7 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
 
 
 def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
-    """Check that the backend has kernels for all attention layers.
-
-    Raises:
-        UnsupportedModelError: it has none for a layer; the message says why, and which backend has.
-    """
+    """Raise UnsupportedModelError if the backend has no kernels for a layer; it says why, and which backend has."""
     name = config.backend_on(model.device.type)
     for number, geometry in enumerate(attention_geometries(layers, config.page_size, model.dtype)):
         if (reason := backend_named(name).missing_kernel(geometry)) is not None:
@@ -184,19 +168,16 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
 
 
 def _others(name: str, geometry: Geometry) -> str:
-    """Say which backends have a kernel."""
+    """Say which other backends have a kernel."""
     able = [other for other in BACKENDS if other != name and backend_named(other).missing_kernel(geometry) is None]
     ways = [f"backend={other!r}" + ("" if backend_named(other).capturable else " with mode='eager'") for other in able]
     return f"{' or '.join(ways)} can" if ways else "no backend can"
 
 
 def check_inductor_cache() -> None:
-    """Check that the code which Inductor finds in its cache, and runs, is not somebody else's.
+    """Raise RuntimeError if another user made Inductor's cache, whose code would be run.
 
-    The cache stands at a known name in the folder for temporary files, where anybody can make it first.
-
-    Raises:
-        RuntimeError: another user made it.
+    The cache has a known name in the folder for temporary files, where any user can make it first.
     """
     folder = default_inductor_cache()
     if folder is not None and belongs_to_another(folder):
@@ -212,7 +193,7 @@ def belongs_to_another(folder: Path) -> bool:
 
 
 def missing_compiler() -> str | None:
-    """Return what is missing to compile on a CPU, and how to get it; None if nothing is."""
+    """Return the missing tool for compiling on a CPU, and how to get it; None if none is missing."""
     names = cpp_compilers()
     if any(shutil.which(name) for name in names):
         return None
@@ -223,10 +204,9 @@ def missing_compiler() -> str | None:
 
 
 def check_rope(model: PreTrainedModel) -> None:
-    """Check that rotary embeddings do not depend on how long the longest row of a batch is.
+    """Raise UnsupportedModelError if rotary embeddings depend on the longest row of a batch (dynamic NTK, longrope).
 
-    Raises:
-        UnsupportedModelError: they do (dynamic NTK, longrope): packed rows would influence each other.
+    Packed rows would influence each other.
     """
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     per_layer_type = [entry for entry in parameters.values() if isinstance(entry, dict)]

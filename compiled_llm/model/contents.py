@@ -1,6 +1,6 @@
-"""What modules hold in dictionaries, lists and configs, where an assignment leaves the modules' attributes as they are.
+"""Contents of modules' dictionaries, lists and configs: assigning to them does not change the modules' attributes.
 
-PEFT keeps the scales of adapters so.
+PEFT keeps the scales of adapters in such containers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,9 @@ _MOST = 10_000
 
 
 class Contents:
-    """The entries of dictionaries, lists, tuples, sets, deques and configs, and of those inside them.
-
-    Attributes:
-        tensors: that are among them.
-    """
+    """The entries of dictionaries, lists, tuples, sets, deques and configs, and of those inside them."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        """Remember what ``values`` hold, those that are any of these."""
         self.tensors: list[Tensor] = []
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[Collection[Any]] = []

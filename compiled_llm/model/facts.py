@@ -1,4 +1,4 @@
-"""What is learnt of a model once, and handed around as one object."""
+"""The properties of a model, learnt once and passed around as one object."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ Learnt = tuple[Sequence[Layer], Sequence[FusedGroup], DefaultPositions]
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model; it keeps no model alive.
+    """The properties of a model; it keeps no model alive.
 
     Attributes:
         reference: to the model.
         model_class: its own class; a wrapped model's is ours.
-        layers: its attention layers.
         fused_groups: its linear layers that read one input.
-        attention: whose attention a thread computes with: ours or the model's own.
-        default_positions: what it numbers if it is given no ``position_ids``.
+        default_positions: how it numbers tokens without ``position_ids``.
     """
 
     reference: weakref.ref[PreTrainedModel]
@@ -53,33 +51,29 @@ class ModelFacts:
         fused_groups: Sequence[FusedGroup] = (),
         default_positions: DefaultPositions = "columns",
     ) -> ModelFacts:
-        """Return what is known of ``model``, the rest as for the attributes."""
+        """Collect the properties of ``model``."""
         switch = AttentionSwitch(model)
         return cls(weakref.ref(model), model_class, tuple(layers), tuple(fused_groups), switch, default_positions)
 
     @property
     def learnt(self) -> Learnt:
-        """What a copy of the model, or one that is read from a file, need not learn again."""
+        """The part that a copy of the model, or one read from a file, need not learn again."""
         return self.layers, self.fused_groups, self.default_positions
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """How many tokens layers with sliding windows see, a query itself included; each size once."""
+        """The window sizes of layers with sliding windows, a query itself included; each size once."""
         positions = max_positions_of(self.model)
         return tuple(sorted({layer.visible(positions) for layer in self.layers} - {positions}))
 
     @property
     def forward(self) -> Forward:
-        """What the class defines now as ``forward``, taking pages."""
+        """The ``forward`` that the class defines now, taking pages."""
         return with_windows(self.model_class.forward, self.layers)
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model.
-
-        Raises:
-            RuntimeError: it no longer exists.
-        """
+        """The model; RuntimeError if it no longer exists."""
         model = self.reference()
         if model is None:
             raise RuntimeError("the model of this cache or runner no longer exists")
@@ -87,7 +81,7 @@ class ModelFacts:
 
 
 def with_windows(forward: Forward, layers: Sequence[Layer]) -> Forward:
-    """Return a ``forward`` whose layers have the windows that stand in HuggingFace's masks alone; mostly the same."""
+    """Return a ``forward`` with the windows that only HuggingFace's masks have; mostly ``forward`` itself."""
     if not any(layer.window_in_mask for layer in layers):
         return forward
     windows = tuple(layer.window_left for layer in layers)

@@ -1,4 +1,4 @@
-"""Whether a call of a model would record gradients: into parameters, or into any other tensor that its modules hold."""
+"""Finds out whether a call of a model would record gradients into any tensor that its modules hold."""
 
 from __future__ import annotations
 

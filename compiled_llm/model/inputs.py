@@ -1,4 +1,4 @@
-"""Calls that are refused before anything changes: each message names the argument, its value and the way out."""
+"""Checks of calls, before anything changes: each message names the argument, its value and the way out."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from transformers import PreTrainedModel
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Return how many token ids a model can take."""
+    """Return the size of the vocabulary."""
     embeddings: Any = model.get_input_embeddings()
     # An adapter of PEFT's that takes the layer's place shows its weight alone.
     return int(getattr(embeddings, "num_embeddings", None) or len(embeddings.weight))
 
 
 def check_ready(model: PreTrainedModel) -> None:
-    """Check that a wrapped model has not been switched to training.
-
-    Raises:
-        ValueError: it has.
-    """
+    """Raise ValueError if a wrapped model has been switched to training."""
     if model.training:
         raise ValueError("the wrapped model is in training mode, where dropout changes tokens; call model.eval() first")
 
@@ -43,18 +39,14 @@ def check_prompt(
 
 
 def has_tokens(input_ids: object, embeddings: object) -> bool:
-    """Whether there are token ids to check: beside embeddings HuggingFace takes ids of as many rows and no columns."""
+    """Whether there are token ids to check: with embeddings, HuggingFace takes ids of as many rows and no columns."""
     if isinstance(input_ids, Tensor) and isinstance(embeddings, Tensor):
         return input_ids.shape != (len(embeddings), 0)
     return input_ids is not None
 
 
 def check_range(lowest: int, highest: int, vocabulary: int) -> None:
-    """Check the smallest and the largest of some token ids.
-
-    Raises:
-        ValueError: the model has no such token.
-    """
+    """Raise ValueError if the smallest or the largest of some token ids is not in the vocabulary."""
     if lowest < 0 or highest >= vocabulary:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(
@@ -64,10 +56,9 @@ def check_range(lowest: int, highest: int, vocabulary: int) -> None:
 
 
 def check_ids(input_ids: object) -> None:
-    """Check token ids without looking at their values, which would wait for the device.
+    """Raise ValueError if token ids are no 2-D tensor of integers, or empty.
 
-    Raises:
-        ValueError: they are no 2-D tensor of integers, or empty.
+    Their values are not read: that would wait for the device.
     """
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise ValueError(f"input_ids: must be a [batch, tokens] tensor of token ids; got {_shape(input_ids)}")

@@ -1,4 +1,4 @@
-"""What each attention layer of a model looks like, learned by watching one fake forward.
+"""Learns each attention layer's geometry by watching one fake forward.
 
 Configs of different families spell geometry in different ways, and some models never reach the attention interface at
 all. So nothing is guessed from the config: the model runs once on fake tensors (no memory, no arithmetic), and every
@@ -31,12 +31,9 @@ class Layer(NamedTuple):
     """One attention layer's geometry.
 
     Attributes:
-        query_heads: H.
-        kv_heads: K.
-        head_dim: D, as the model has it.
         window_left: tokens visible to the left of a query; -1 for all.
         logits_soft_cap: cap on the logits; 0.0 for none.
-        window_in_mask: the window is that of HuggingFace's mask, and another one, or none, is handed to attention.
+        window_in_mask: only HuggingFace's mask has the window; attention is given another one, or none.
     """
 
     query_heads: int
@@ -56,10 +53,9 @@ class UnpagedCallError(RuntimeError):
 
 
 class LayerProbe:
-    """Stands where the batch would and records each attention layer that calls."""
+    """Takes the batch's place and records each attention layer that calls."""
 
     def __init__(self) -> None:
-        """Start with no layer seen."""
         self.layers: dict[int, Layer] = {}
 
     def visit(
@@ -113,7 +109,7 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
         fake: use tensors without memory, which a forward that looks at numbers does not take.
 
     Raises:
-        UnsupportedModelError: a layer's attention does not reach our function, or needs what pages cannot give.
+        UnsupportedModelError: a layer's attention does not reach our function, or needs more than pages can do.
     """
     probe = LayerProbe()
     try:
@@ -144,12 +140,12 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
 
 
 def trial_forward(model: PreTrainedModel, fake: bool, **inputs: Any) -> None:
-    """Run the forward on a few tokens, without a cache; what it stores in the model does not stay.
+    """Run the forward on a few tokens, without a cache; all that it stores in the model is removed.
 
     Args:
-        model: the model, not wrapped.
+        model: not wrapped.
         fake: use tensors without memory.
-        inputs: further arguments, and those in place of ours.
+        inputs: further arguments, which take precedence over ours.
     """
     with _on_fakes(model) if fake else restored(model), torch.inference_mode(False), torch.no_grad():
         ids = torch.zeros((1, _TOKENS), dtype=torch.long, device=model.device)

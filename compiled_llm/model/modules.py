@@ -1,4 +1,4 @@
-"""The modules inside a model, checked in every call: to walk over them would take longer than to launch a step."""
+"""The modules inside a model, checked in every call: walking over them would take longer than launching a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class Children:
     """The children of modules, and whether they are still the same."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Remember the children of ``modules``."""
         self._children = [module._modules for module in modules if module._modules]
         self._known = self._now()
 
@@ -34,11 +33,11 @@ class Children:
 
 
 class Obstacles(NamedTuple):
-    """What inside a model does not bear packed tokens and padded batches.
+    """Parts of a model that cannot take packed tokens and padded batches.
 
     Attributes:
         hooked: whether there are forward hooks, those on all modules of the process included.
-        mixing: what kind of module makes tokens depend on all others of a call, padding and later ones included.
+        mixing: a kind of module that makes tokens depend on all others of a call, padding and later ones included.
     """
 
     hooked: bool
@@ -46,25 +45,21 @@ class Obstacles(NamedTuple):
 
 
 class InnerModules:
-    """The modules inside a model, not the model itself, and what of them does not bear packed and padded tokens.
+    """The modules inside a model, not the model itself, and their parts that cannot take packed and padded tokens.
 
     A forward hook expects the shapes that HuggingFace's forward shows it, and Dynamo's guards do not notice when hooks
     change.
     """
 
     def __init__(self, walked: Callable[[nn.Module], None] = lambda model: None) -> None:
-        """Prepare; the first look walks over the model.
-
-        Args:
-            walked: called with the model then, and whenever modules of it have been replaced.
-        """
+        """``walked`` is called with the model when the first look walks over it, and whenever modules were replaced."""
         self._walked = walked
         self._children: Children | None = None
         self._inner: list[dict[str, Any]] = []
         self._mixing: str | None = None
 
     def obstacles(self, model: nn.Module) -> Obstacles:
-        """Return what of the model takes a call to HuggingFace's forward; ``model`` must be the same one each time."""
+        """Return the parts that keep a call on HuggingFace's forward; ``model`` must be the same one each time."""
         hooked = any(True for _ in self._hooks(model))  # looks at the modules, and so knows what mixes
         return Obstacles(hooked or hooks_on_all_modules(), self._mixing)
 

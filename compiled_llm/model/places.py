@@ -1,4 +1,4 @@
-"""From a stack to the line that its reader can change."""
+"""Finds, in a stack, the line that its reader can change."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import compiled_llm_ops
 
 
 class Place(NamedTuple):
-    """A line of somebody's source.
+    """A line of source code.
 
     Attributes:
-        file: its path; empty if none is known.
+        file: its path; empty if unknown.
         line: its number.
-        function: the function it is in.
+        function: the function around it.
     """
 
     file: str
@@ -89,7 +89,7 @@ def _full_name(short: str) -> str:
 
 
 def blame(stack: Sequence[Place]) -> Place:
-    """Return the innermost line of the user's own code; of transformers', if the user has none in there."""
+    """Return the innermost line of the user's own code; of transformers', if there is none."""
     inner = _below_ours(stack)
     own = [place for place in inner if is_users(place)]
     models = [place for place in inner if place.file.startswith(_TRANSFORMERS)]
@@ -97,7 +97,7 @@ def blame(stack: Sequence[Place]) -> Place:
 
 
 def at_users_line(stack: Sequence[Place]) -> str:
-    """Return the innermost line of the user's own code, as the end of a sentence; nothing if the user has none."""
+    """Return the innermost line of the user's own code as the end of a sentence; empty if there is none."""
     place = next(filter(is_users, reversed(stack)), None)
     return "" if place is None else f", at {place}: `{place.source}`"
 

@@ -1,4 +1,4 @@
-"""A model that ``wrap`` refuses: the error, which names the user's own line and the call that tells more."""
+"""The error of a model that ``wrap`` refuses; it names the user's own line and the call that tells more."""
 
 from __future__ import annotations
 
@@ -12,27 +12,21 @@ class UnsupportedModelError(ValueError):
     """The model cannot run over paged attention; the message says why and what to do.
 
     Attributes:
-        cause: what the model's forward raised when it was tried, with its traceback; None if that is not why.
+        cause: the error of the model's forward when it was tried, with its traceback; None if that is not the reason.
     """
 
     def __init__(self, message: str, cause: Exception | None = None) -> None:
-        """Say why.
-
-        Args:
-            message: the reason and the way out.
-            cause: what the model's forward raised.
-        """
         super().__init__(message)
         self.cause = cause
 
 
 @contextmanager
 def leading_to_explain() -> Iterator[None]:
-    """Let refusals in the block end with the line at fault, if it is the user's own, and with what says more of it.
+    """End refusals in the block with the line at fault, if it is the user's own, and a pointer to ``explain``.
 
     Raises:
-        UnsupportedModelError: the block refuses the model. What the model raised is the error's ``cause``, and is not
-            printed with it: its traceback goes through dozens of lines of torch's.
+        UnsupportedModelError: the block refuses the model. The error of the model's forward is its ``cause``, and is
+            not printed with it: its traceback goes through dozens of lines of torch's.
     """
     try:
         yield

@@ -44,7 +44,6 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def data_restored(model: nn.Module) -> Iterator[None]:
-    """Give parameters and buffers their own memory back afterwards: ``weight.data = ...`` on fake tensors takes it."""
     own = [(tensor, tensor.data, tensor.device) for tensor in (*model.parameters(), *model.buffers())]
     try:
         yield
@@ -55,7 +54,6 @@ def data_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """Return copies of a module's containers, by attribute."""
     return {name: copy.copy(value) for name, value in module.__dict__.items() if isinstance(value, _CONTAINERS)}
 
 
@@ -72,7 +70,7 @@ def _tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def _restore(container: Any, content: Any) -> None:
-    """Fill a container with what it held; if nothing has changed leave it alone: other threads may be reading it."""
+    """Restore a container's entries; an unchanged one is left alone, since other threads may be reading it."""
     if _entries(container) == _entries(content):
         return
     if isinstance(container, list):
@@ -83,7 +81,7 @@ def _restore(container: Any, content: Any) -> None:
 
 
 def _entries(container: Any) -> list[Any]:
-    """Return what identifies the entries of a container, in order."""
+    """Return the identities of a container's entries, in order."""
     if isinstance(container, dict):
         return [*container, *map(id, container.values())]
     return list(map(id, container))

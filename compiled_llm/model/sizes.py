@@ -38,7 +38,7 @@ def logits_width(model: PreTrainedModel) -> int:
 
 
 def _width_of(model: PreTrainedModel, head: nn.Module) -> int:
-    """Ask a head without a plain weight, by running it on a fake hidden state: once, until its layers change."""
+    """Run a head without a plain weight on a fake hidden state: once, until its layers change."""
     layers = tuple((id(weight), weight.shape) for weight in head.parameters())
     known, width = _widths.get(head, (None, 0))
     if known != layers:
@@ -55,15 +55,13 @@ def max_positions_of(model: PreTrainedModel) -> int:
 
 
 class MaxPositions:
-    """How many positions a model was made for, asked in every call: to find the config that says so takes longest."""
+    """The number of positions, read in every call: finding the config that has it takes longest, so it is cached."""
 
     def __init__(self) -> None:
-        """Prepare."""
         self._config: PretrainedConfig | None = None
         self._of_text: PretrainedConfig | None = None
 
     def of(self, model: PreTrainedModel) -> int:
-        """Return as ``max_positions_of``."""
         if model.config is not self._config:
             self._config, self._of_text = model.config, model.config.get_text_config(decoder=True)
         return _positions(self._of_text)
@@ -74,13 +72,7 @@ def _positions(config: PretrainedConfig | None) -> int:
 
 
 def attention_geometries(layers: Sequence[Layer], page_size: int, dtype: torch.dtype) -> list[Geometry]:
-    """Return the geometry of each layer; layers of one geometry share a plan.
-
-    Args:
-        layers: with the head sizes that pages have.
-        page_size: S.
-        dtype: of queries and pages.
-    """
+    """Return the geometry of each layer, with the head sizes that pages have; layers of one geometry share a plan."""
     return [
         Geometry(
             layer.query_heads,

@@ -1,1 +1,1 @@
-"""What a generator and its clients say to each other: messages in MessagePack, each in a frame with its length."""
+"""The protocol between an engine process and its clients: MessagePack messages in frames with a length."""

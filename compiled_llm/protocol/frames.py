@@ -1,4 +1,4 @@
-"""Messages as frames: four bytes that say how long a message is, the most significant first, then the message."""
+"""Messages as frames: four bytes of length, the most significant first, then the message."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ T = TypeVar("T")
 
 
 class FrameError(ValueError):
-    """What was received, or is to be sent, is no frame of the protocol."""
+    """Received bytes, or a message to send, are no frame of the protocol."""
 
 
 def frame_of(message: msgspec.Struct, most_bytes: int = MOST_BYTES) -> bytearray:
-    """Return a message as a frame.
-
-    Raises:
-        FrameError: it is too long, or has a number that is too large.
-    """
+    """Return a message as a frame; FrameError if it is too long or has a number that is too large."""
     frame = bytearray(_HEADER)
     try:
         _encoder.encode_into(message, frame, _HEADER)
@@ -42,12 +38,7 @@ class Frames(Generic[T]):
     """Turns bytes, however they are cut, into messages."""
 
     def __init__(self, message: Any, most_bytes: int = MOST_BYTES) -> None:
-        """Begin between two frames.
-
-        Args:
-            message: the type of what is received, a union of messages.
-            most_bytes: how long one may be.
-        """
+        """``message``: the type of received messages, a union."""
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message)
         self._most_bytes = most_bytes
         self._buffer = bytearray()
@@ -56,7 +47,7 @@ class Frames(Generic[T]):
         """Take more bytes, and yield the messages that they complete.
 
         Raises:
-            FrameError: they are no frames of the protocol; there is no telling where the next would begin.
+            FrameError: they are no frames of the protocol; the beginning of the next one is unknown.
         """
         self._buffer += data
         while (frame := self._take()) is not None:
@@ -88,10 +79,6 @@ class Frames(Generic[T]):
             raise FrameError(f"a frame that is no message of the protocol: {error}") from error
 
     def check_complete(self) -> None:
-        """Check that nothing is missing where the bytes have ended.
-
-        Raises:
-            FrameError: they have ended within a frame.
-        """
+        """Raise FrameError if the bytes have ended within a frame."""
         if self._buffer:
             raise FrameError(f"a frame that was cut after {len(self._buffer):,} bytes")

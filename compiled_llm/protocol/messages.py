@@ -1,8 +1,8 @@
 """The messages of the protocol. A client speaks first, with ``Hello``, and the generator answers with ``Welcome``.
 
-Numbers that clients give their requests are theirs alone: those of two connections have nothing to do with each other.
-Messages of what happens in every step are arrays, the others maps; fields that a reader does not know are passed over.
-The garbage collector does not look at those of every step (``gc=False``): nothing in them can refer to them.
+Each connection numbers its requests by itself. Messages that are sent in every step are arrays, the others maps; fields
+that a reader does not know are passed over. The garbage collector does not look at those of every step (``gc=False``):
+nothing in them can refer to them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Entry = tuple[int, float, int]
 
 
 class Hello(Struct, tag="hello", frozen=True):
-    """What a client begins with.
+    """A client's first message.
 
     Attributes:
-        version: of the protocol that it speaks.
-        client: its name, for the generator's log.
+        version: of the protocol.
+        client: its name, for the log.
     """
 
     version: int = VERSION
@@ -39,12 +39,10 @@ class Submit(Struct, tag="submit", frozen=True, omit_defaults=True):
     """A prompt to answer, as for ``Engine.submit``.
 
     Attributes:
-        request: its number; no request of the connection that has not ended may have it.
-        prompt: token ids.
-        params: the values of ``SamplingParams`` that are not the defaults, as plain data.
-        priority: smaller ones run first.
-        timeout: seconds after which it ends with what it has.
-        cache_salt: only requests with an equal one read what this one leaves in the prefix cache.
+        request: its number; no unfinished request of the connection may have it.
+        params: the values of ``SamplingParams`` that are not the defaults, ready for MessagePack.
+        timeout: seconds after which it ends with the tokens it has.
+        cache_salt: only requests with an equal salt share its pages in the prefix cache.
     """
 
     request: int
@@ -63,7 +61,7 @@ class Cancel(Struct, tag="cancel", frozen=True, omit_defaults=True):
 
 
 class AskStats(Struct, tag="ask stats", frozen=True):
-    """Ask how the generator is doing; ``number`` comes back with the answer."""
+    """Ask for the engine's ``Stats``; ``number`` comes back with the answer."""
 
     number: int
 
@@ -117,9 +115,8 @@ class Ended(Struct, array_like=True, frozen=True, gc=False):
     """How an answer has ended.
 
     Attributes:
-        finish_reason: as of a ``Completion``.
         stop_reason: the stop string or token that has ended it.
-        error: what has, in a sentence, with ``"error"``.
+        error: a sentence, with the finish reason ``"error"``.
         kind: of that error.
     """
 
@@ -130,14 +127,13 @@ class Ended(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Update(Struct, array_like=True, frozen=True, gc=False):
-    """What is new of one answer.
+    """New tokens of one answer.
 
     Attributes:
         request: the number of its request.
-        index: which of the request's answers it is.
-        tokens: those that have come since the last update.
-        logprobs: for each of them, its own entry and those of the likeliest tokens; None if nobody wants them.
-        ended: how it has ended; None while it has not.
+        index: of the answer among the request's.
+        logprobs: for each new token, its own entry and those of the most likely ones; None if not asked for.
+        ended: None while it runs.
     """
 
     request: int
@@ -148,10 +144,9 @@ class Update(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Summary(Struct, array_like=True, frozen=True, gc=False):
-    """What a request came to, once its last answer has ended; nothing comes of it afterwards.
+    """The figures of a request, once its last answer has ended; it is its last message.
 
     Attributes:
-        request: its number.
         cached_tokens: how many of the prompt's tokens the prefix cache had.
         queue_seconds: until it first ran; None if it never did.
         first_token_seconds: until its first token was read; None if there was none.
@@ -166,7 +161,7 @@ class Summary(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Step(Struct, tag="step", frozen=True, omit_defaults=True):
-    """What is new of all of a client's requests: one step of the engine, or several if the client reads slowly."""
+    """Updates of all of a client's requests: one step of the engine, or several if the client reads slowly."""
 
     updates: list[Update]
     summaries: list[Summary] = []
@@ -180,7 +175,7 @@ class PromptScores(Struct, tag="prompt scores", frozen=True):
 
 
 class Refused(Struct, tag="refused", frozen=True):
-    """A request, or a question, that was not taken, and why, in a sentence."""
+    """A request or question was refused; why, in a sentence."""
 
     request: int
     kind: Kind
@@ -230,17 +225,17 @@ class Stats(Struct, tag="stats", frozen=True, kw_only=True):
 
 
 class Leaving(Struct, tag="leaving", frozen=True):
-    """The generator takes no more requests and ends; those that run may go on for a while. Why, in a sentence."""
+    """The engine takes no more requests and ends; running ones may go on for a while. Why, in a sentence."""
 
     message: str
 
 
 class Beat(Struct, tag="beat", frozen=True):
-    """The generator's process runs: a thread of its own says so every few seconds, whatever the others do."""
+    """The process is alive: a thread of its own sends this every few seconds, even while the others are busy."""
 
 
 class Problem(Struct, tag="problem", frozen=True):
-    """Why the generator closes the connection, in a sentence; the last message."""
+    """The last message before the connection is closed: why, in a sentence."""
 
     message: str
 

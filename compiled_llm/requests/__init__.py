@@ -1,1 +1,1 @@
-"""What an engine, a client and a server share of a request: settings, outputs, text. Imports no torch."""
+"""Settings, outputs and text of a request, shared by engine, client and server. Imports no torch."""

@@ -10,30 +10,26 @@ from compiled_llm.requests.stop_strings import StopReader
 
 
 class Written(Protocol):
-    """An answer as far as its text follows from it: a request, here or in another process.
+    """The part of a request that detokenization needs, here or in another process.
 
     Attributes:
-        tokens: that have come.
         ends: tokens that end it.
-        done: whether no more come.
+        done: whether no more tokens come.
     """
 
     tokens: list[int]
     ends: frozenset[int]
 
     @property
-    def done(self) -> bool: ...  # noqa: D102
+    def done(self) -> bool: ...
 
 
 class TextFormat(NamedTuple):
     """How a request's tokens become text.
 
     Attributes:
-        decoding: of the tokenizer.
-        stop: strings that end an answer.
-        keeps_stop: leave what has ended an answer in its text: a stop string, or a token.
-        skip_special_tokens: leave special tokens out.
-        unsearched: tokens at the beginning in whose text no stop string ends an answer.
+        keeps_stop: leave the stop string, or the token, that has ended an answer in its text.
+        unsearched: number of first tokens in whose text no stop string ends an answer.
     """
 
     decoding: Decoding
@@ -44,7 +40,7 @@ class TextFormat(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, decoding: Decoding | None) -> TextFormat | None:
-        """Return what a request asks for; None without a tokenizer.
+        """Return the format for a request; None without a tokenizer.
 
         Raises:
             ValueError: there are stop strings and no tokenizer.
@@ -60,7 +56,6 @@ class TextFormat(NamedTuple):
         return cls(decoding, stop, params.include_stop_str_in_output, params.skip_special_tokens, params.min_tokens)
 
     def text_of(self, request: Written, tokens: list[int]) -> str:
-        """Return the text of all tokens at once."""
         return self.decoding.text(tokens[: self.textual(request, tokens)], self.skip_special_tokens)
 
     def textual(self, request: Written, tokens: list[int]) -> int:
@@ -69,25 +64,19 @@ class TextFormat(NamedTuple):
 
 
 class AnswerText:
-    """The text of one answer, brought up to date by one thread at a time; any other may look at it meanwhile.
+    """The text of one answer. One thread at a time updates it; any other may read it meanwhile.
 
     Attributes:
         text: as far as it is known.
         shown: how many characters of it are certain; beyond may be the beginning of a stop string.
         count: how many tokens have been read.
         stop: the stop string that has ended it.
-        whole: its text, once nothing more comes.
-        ended: whether nothing more comes.
-        error: why nothing more comes, if not all of the answer is in it.
+        whole: the final text, once no more comes.
+        ended: whether no more comes.
+        error: why it ended before all of the answer was in it.
     """
 
     def __init__(self, request: Written, form: TextFormat) -> None:
-        """Begin before the first token.
-
-        Args:
-            request: has the tokens.
-            form: how they become text.
-        """
         self._request = request
         self._format = form
         self._detokenizer = form.decoding.detokenizer(form.skip_special_tokens)
@@ -99,7 +88,7 @@ class AnswerText:
         self.error: BaseException | None = None
 
     def read(self) -> None:
-        """Take the tokens that have come since; nothing behind a stop string."""
+        """Take the tokens that have come since, up to a stop string."""
         done = self._request.done  # looked at first: no token comes after the end
         for token in self._request.tokens[self.count :]:
             self.count += 1
@@ -111,7 +100,6 @@ class AnswerText:
             self._finish()
 
     def fail(self, error: BaseException) -> None:
-        """End it with what it has."""
         self.error = error
         self._end(self.text)
 

@@ -1,4 +1,4 @@
-"""Text of tokens that come one by one: pieces, which joined are what the tokenizer makes of all tokens."""
+"""Incremental detokenization: the joined pieces are the tokenizer's text of all tokens."""
 
 from __future__ import annotations
 
@@ -18,26 +18,21 @@ _RUN = 16
 
 
 class Decoding:
-    """How a tokenizer makes text of tokens; one for all requests of an engine."""
+    """A tokenizer's way of making text of tokens; one for all requests of an engine."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Look at a tokenizer.
-
-        Args:
-            tokenizer: HuggingFace's, or anything with its ``decode``.
-        """
+        """``tokenizer``: HuggingFace's, or any object with its ``decode``."""
         self._tokenizer = tokenizer
         self._backend = backend_of(tokenizer)
         self._special = special_tokens(self._backend)
         self._cleans_up = cleans_up(tokenizer)
 
     def text(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of all tokens at once."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """Return what makes text of one answer's tokens as they come."""
+        """Return a detokenizer for one answer."""
         if self._backend is not None:
             stream: _Stream | _Window = _Stream(self._backend, skip_special_tokens)
         else:
@@ -54,7 +49,7 @@ class Detokenizer:
     """Turns the tokens of one answer into text; one thread at a time.
 
     A token's text comes once its characters are complete. Joined, the pieces are ``tokenizer.decode`` of all tokens;
-    only where byte tokens end up as no UTF-8, that takes back what had been a character, and pieces cannot.
+    only where byte tokens turn out to be no UTF-8 does it take back a character, which pieces cannot.
     """
 
     def __init__(
@@ -64,14 +59,7 @@ class Detokenizer:
         cleanup: SpaceCleanup | None,
         without_text: Collection[int],
     ) -> None:
-        """Begin without tokens.
-
-        Args:
-            text: decodes all tokens at once.
-            stream: decodes some more at a time.
-            cleanup: takes spaces away; None if they stay.
-            without_text: tokens that are left out.
-        """
+        """``text`` decodes all tokens at once, ``stream`` some more at a time; tokens ``without_text`` are left out."""
         self._text = text
         self._stream = stream
         self._cleanup = cleanup
@@ -80,7 +68,7 @@ class Detokenizer:
         self._tried = 0  # how many of them the stream has
 
     def add(self, token: int) -> str:
-        """Return the text that a token completes; often that of the token, sometimes none."""
+        """Return the text that a token completes: often its own, sometimes none."""
         if token in self._without_text:
             return ""
         held = self._held
@@ -94,14 +82,11 @@ class Detokenizer:
         return piece if self._cleanup is None else self._cleanup.add(piece)
 
     def rest(self, tokens: Sequence[int], given: str) -> tuple[str, str]:
-        """Return what is left at the end, characters that stay incomplete included.
+        """Return the last piece, incomplete characters included, and the whole text.
 
         Args:
             tokens: all of them.
             given: all pieces so far.
-
-        Returns:
-            The last piece, and the whole text.
         """
         whole = self._text(tokens)
         return (whole[len(given) :] if whole.startswith(given) else self._text(self._held)), whole
@@ -130,7 +115,7 @@ class _Stream:
 
 
 class _Window:
-    """Decodes the latest tokens together with those before them, since text depends on what it follows."""
+    """Decodes the latest tokens together with those before them, since text depends on its left context."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -152,26 +137,21 @@ class _Window:
 
 
 class SpaceCleanup:
-    """A tokenizer's ``clean_up_tokenization``, of text that comes in pieces.
+    """A tokenizer's ``clean_up_tokenization``, for text that comes in pieces.
 
-    It takes spaces away before punctuation and within contractions. A space, and what may be such after it, is held
-    back until it is known whether it stays.
+    It removes spaces before punctuation and within contractions. A space, and characters after it that may belong to
+    such a place, are held back until it is known whether the space stays.
     """
 
     _UNSETTLED = re.compile(r" [ 'n]*[vr]?$")
     """A beginning of anything that it looks for (``" ' "``, ``" n't"``, ``" 've"``, …), after any of the others."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Begin without text.
-
-        Args:
-            tokenizer: has ``clean_up_tokenization``.
-        """
         self._clean: Callable[[str], str] = tokenizer.clean_up_tokenization
         self._held = ""
 
     def add(self, piece: str) -> str:
-        """Return the text that is settled with a piece."""
+        """Return the text that a piece settles."""
         text = self._held + piece
         unsettled = self._UNSETTLED.search(text)
         settled = len(text) if unsettled is None else unsettled.start()

@@ -1,4 +1,4 @@
-"""Who waits for something of one request: threads, event loops, and functions to call."""
+"""Listeners of one request: threads, event loops, and functions to call."""
 
 from __future__ import annotations
 
@@ -18,23 +18,19 @@ logger = logging.getLogger("compiled_llm.engine")
 
 
 class Listeners:
-    """Waits in any thread and any event loop, and is told when something has changed.
+    """Waiting threads and event loops, woken when something has changed.
 
     Attributes:
-        count: how many wait; in each step of many requests nobody does for most.
+        count: how many wait; in a step of many requests it is 0 for most.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
-        """Begin with nobody.
-
-        Args:
-            check: raises an error in a thread that must not wait.
-        """
+        """``check`` raises an error in a thread that must not wait."""
         self._check = check
         self.forget_other_threads()
 
     def forget_other_threads(self) -> None:
-        """Begin anew; in a forked process another thread may have had the lock."""
+        """Start again: in a forked process, another thread may have had the lock."""
         self._changed = Condition()
         self._threads = 0
         self._functions: set[Callable[[], object]] = set()
@@ -42,12 +38,12 @@ class Listeners:
         self.count = 0
 
     def add(self, function: Callable[[], object]) -> None:
-        """Have a function called whenever something has changed, once for all requests that a step has changed."""
+        """Call ``function`` whenever something has changed, once for all requests that a step has changed."""
         with self._changing():
             self._functions.add(function)
 
     def wait_until(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait in this thread, ``timeout`` seconds at most; whether it is ``ready``."""
+        """Wait in this thread, ``timeout`` seconds at most; return whether it is ``ready``."""
         if not ready():
             self._check()
         with self._changed:
@@ -62,11 +58,7 @@ class Listeners:
 
     @contextmanager
     def listening(self, event: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
-        """Yield an event of the running event loop that is set whenever something has changed.
-
-        Args:
-            event: to be set; None for a new one.
-        """
+        """Yield an event of the running event loop that is set whenever something has changed; a new one if None."""
         event = asyncio.Event() if event is None else event
         task = asyncio.get_running_loop(), event
         with self._changing():
@@ -77,7 +69,6 @@ class Listeners:
             self.forget([task])
 
     def forget(self, tasks: Iterable[Task]) -> None:
-        """Tell these no more."""
         with self._changing():
             self._tasks.difference_update(tasks)
 
@@ -88,12 +79,11 @@ class Listeners:
             self.count = self._threads + len(self._functions) + len(self._tasks)
 
     def remove(self, function: Callable[[], object]) -> None:
-        """Call a function no more."""
         with self._changing():
             self._functions.discard(function)
 
     def gather(self, functions: set[Callable[[], object]], tasks: list[Task]) -> None:
-        """Wake threads, and add the functions and the tasks that are to be told."""
+        """Wake threads, and add the functions and tasks to call to the two collections."""
         if self._threads:
             with self._changed:
                 self._changed.notify_all()
@@ -104,19 +94,19 @@ class Listeners:
 
 
 def tell(several: Sequence[Listeners]) -> None:
-    """Tell whoever waits for one of these: each function and event loop once, for however many of them it waits."""
+    """Notify the listeners of several requests: each function and event loop once, however many it waits for."""
     functions: set[Callable[[], object]] = set()
     tasks: list[Task] = []
     for listeners in several:
         listeners.gather(functions, tasks)
     try:
         _call_all(several, list(functions))
-    finally:  # Ctrl-C in one of them leaves nobody waiting
+    finally:  # Ctrl-C in one of them leaves no task waiting
         _tell_tasks(several, tasks)
 
 
 def _call_all(several: Sequence[Listeners], functions: list[Callable[[], object]]) -> None:
-    """Call functions; one that fails ends nobody's request, and Ctrl-C in one of them comes after the others."""
+    """Call functions; one that fails fails no request, and Ctrl-C in one of them is raised after the others."""
     while functions:
         function = functions.pop()
         try:
@@ -140,7 +130,7 @@ def _tell_tasks(several: Iterable[Listeners], tasks: Sequence[Task]) -> None:
     for loop, waiting in loops.items():
         try:
             (loop.call_soon if loop is here else loop.call_soon_threadsafe)(_wake, waiting)
-        except Exception:  # it was closed in the midst of it; nobody waits there any more
+        except Exception:  # the loop was closed meanwhile; no task waits there any more
             for listeners in several:
                 listeners.forget(waiting)
 

@@ -1,4 +1,4 @@
-"""What a request comes to."""
+"""The outputs of a request."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ what ``error`` says."""
 
 
 class Logprob(NamedTuple):
-    """How likely a token was.
+    """The log-probability of a token.
 
     Attributes:
         logprob: the natural logarithm of its probability.
-        rank: 1 and how many tokens were likelier; tokens that were equally likely have the same.
+        rank: 1 plus the number of more likely tokens; equally likely tokens have the same rank.
     """
 
     logprob: float
@@ -32,11 +32,12 @@ class Completion:
         token_ids: its tokens, the one that ended it included.
         finish_reason: ``"stop"`` for an end-of-sequence token, one of ``stop_token_ids`` or a stop string, ``"length"``
             for ``max_tokens``, ``"cancelled"``, ``"timeout"``, or ``"error"``.
-        text: the tokens decoded, without what has ended it; None if the engine has no tokenizer.
-        error: what ended it, with ``"error"``.
+        text: the tokens decoded, without the stop string or token that has ended it; None if the engine has no
+            tokenizer.
+        error: the error that ended it, with the finish reason ``"error"``.
         stop_reason: the stop string, or the one of ``stop_token_ids``, that has ended it; None if something else has.
         logprobs: for each token, with ``SamplingParams(logprobs=...)``: by token id, its own entry first, then those of
-            the likeliest tokens.
+            the most likely tokens.
     """
 
     index: int
@@ -56,7 +57,7 @@ class Completion:
 
 
 class Figures(TypedDict):
-    """What is counted and measured of a prompt's answers: fields of ``RequestOutput``."""
+    """The figures of a prompt's answers: fields of ``RequestOutput``."""
 
     cached_tokens: int
     queue_seconds: float | None
@@ -66,12 +67,11 @@ class Figures(TypedDict):
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What one prompt came to.
+    """The output of one prompt.
 
     ``token_ids``, ``text``, ``finish_reason``, ``stop_reason`` and ``error`` are those of the first answer.
 
     Attributes:
-        prompt_token_ids: the prompt.
         outputs: the ``n`` answers.
         cached_tokens: how many of the prompt's tokens were not computed, because the prefix cache had them.
         queue_seconds: from ``submit`` until it first ran; None if it never did.
@@ -91,17 +91,14 @@ class RequestOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """The first answer's tokens."""
         return self.outputs[0].token_ids
 
     @property
     def text(self) -> str | None:
-        """The first answer's text."""
         return self.outputs[0].text
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the first answer ended."""
         return self.outputs[0].finish_reason
 
     @property
@@ -111,5 +108,5 @@ class RequestOutput:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the first answer, with ``"error"``."""
+        """The error that ended the first answer, with the finish reason ``"error"``."""
         return self.outputs[0].error

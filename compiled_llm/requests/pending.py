@@ -1,4 +1,4 @@
-"""Answers on their way, for who waits for them in any thread and any event loop, in the engine's process or another."""
+"""Answers on their way, to be awaited in any thread and any event loop, in the engine's process or another."""
 
 from __future__ import annotations
 
@@ -17,17 +17,10 @@ class PendingAnswers(ABC, Generic[A]):
     """A prompt's answers on their way: iterate over the tokens, or wait for the ``result``.
 
     Attributes:
-        listeners: who waits for them.
-        answers: to be read only.
+        answers: read-only.
     """
 
     def __init__(self, answers: Sequence[A], listeners: Listeners) -> None:
-        """Wait for answers.
-
-        Args:
-            answers: to one prompt.
-            listeners: told whenever a token has come or an answer has ended.
-        """
         self.answers = answers
         self.listeners = listeners
 
@@ -38,14 +31,14 @@ class PendingAnswers(ABC, Generic[A]):
 
     @abstractmethod
     def cancel(self, index: int | None = None) -> None:
-        """End what has not ended, or the answer of that index alone; tokens so far stay."""
+        """End the unfinished answers, or the answer of that index alone; tokens so far stay."""
 
     @abstractmethod
     def output(self) -> RequestOutput:
-        """Return what it came to, errors included, once it is ``done``."""
+        """Return the output once it is ``done``, errors included."""
 
     def when_changed(self, listener: Callable[[], object]) -> None:
-        """Have ``listener`` called whenever a token has come or an answer has ended; it has to be quick.
+        """Call ``listener`` whenever a token has come or an answer has ended; it has to be quick.
 
         One that listens to several requests is called once for all that a step has changed.
         """
@@ -55,12 +48,12 @@ class PendingAnswers(ABC, Generic[A]):
         """Wait for the end.
 
         Args:
-            timeout: seconds to wait at most; None for as long as it takes.
+            timeout: seconds to wait at most; None for no limit.
 
         Raises:
             TimeoutError: it has not ended by then; it goes on.
             RuntimeError: it cannot end meanwhile, because this thread has paused the engine, or runs it.
-            Exception: what ended an answer with the finish reason ``"error"``.
+            Exception: the error that ended an answer with the finish reason ``"error"``.
         """
         if not self.listeners.wait_until(lambda: self.done, timeout):
             raise TimeoutError(f"the request has not ended after {timeout} s; it goes on, unless you cancel() it")
@@ -74,7 +67,7 @@ class PendingAnswers(ABC, Generic[A]):
         """Return an answer's tokens with their log-probabilities, to be read with ``for`` or ``async for``.
 
         Args:
-            index: of which answer; needed if there are several.
+            index: of the answer; needed if there are several.
 
         Raises:
             ValueError: there are several answers.
@@ -86,7 +79,7 @@ class PendingAnswers(ABC, Generic[A]):
 
         Raises:
             ValueError: there are several answers.
-            Exception: what ended it with the finish reason ``"error"``.
+            Exception: the error that ended it with the finish reason ``"error"``.
         """
         for token in TokenStream(self._only(), self.listeners, scored=False):
             yield token.id

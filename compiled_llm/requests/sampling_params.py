@@ -1,4 +1,4 @@
-"""What a user says of how a request chooses its tokens, and how many."""
+"""Sampling settings of a request, and the bounds of its length."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ _MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request chooses its tokens, and how many; names and defaults are vLLM's.
+    """How a request's tokens are sampled, and how many; names and defaults are vLLM's.
 
-    What changes logits does so in this order: ``logits_processors``, ``logit_bias``, ``repetition_penalty``,
+    Logits are changed in this order: ``logits_processors``, ``logit_bias``, ``repetition_penalty``,
     ``frequency_penalty`` and ``presence_penalty``, ``structured_outputs``, ``allowed_token_ids`` and ``bad_words``,
     ``temperature``, ``top_k``, ``top_p``, ``min_p``.
 
@@ -78,8 +78,8 @@ class SamplingParams:
         top_p: draw among the most likely that together exceed this probability; 1.0 for all.
         top_k: draw among the k most likely; 0 or -1 for all.
         min_p: draw among those at least this times as likely as the most likely; 0.0 for all.
-        seed: decides the draws, whatever else runs beside the request; if None, one is drawn from torch's default
-            generator when the request comes.
+        seed: decides the draws, whatever other requests run; if None, one is drawn from torch's default generator when
+            the request comes.
         stop: a string, or several, that end an answer, wherever it is cut into tokens. The string is not in the text;
             the token that completes it is the last one.
         stop_token_ids: other tokens that end an answer; the one that did is its last, and not in the text.
@@ -87,12 +87,12 @@ class SamplingParams:
         max_tokens: most tokens to generate; None for as many as there are positions and pages for, 0 to compute the
             prompt alone, for its ``prompt_logprobs`` or for the prefix cache.
         min_tokens: as many come before an end-of-sequence token, one of ``stop_token_ids`` or the end of a stop string.
-        logprobs: give each token's log-probability, and those of so many of the likeliest tokens, at most 20; None for
-            none.
+        logprobs: give each token's log-probability, and those of as many of the most likely tokens, at most 20; None
+            for none.
         prompt_logprobs: give those of the prompt's tokens too, from the second on; the whole prompt is computed then,
             whatever the prefix cache has of it.
         logit_bias: added to logits of tokens: at most 300, from -100 to 100.
-        allowed_token_ids: the only tokens to choose from; None for all.
+        allowed_token_ids: the only tokens to sample from; None for all.
         bad_words: words never to write, each of at most 8 tokens; those of several count if the answer has all of them.
         include_stop_str_in_output: leave the stop string, or the token, that has ended an answer in its text.
         skip_special_tokens: leave special tokens out of the text.
@@ -103,8 +103,7 @@ class SamplingParams:
             Each returns logits of that shape.
 
     Raises:
-        ValueError: a value is impossible, two contradict each other, or the engine does not serve what a name of vLLM's
-            stands for.
+        ValueError: a value is impossible, two contradict each other, or the engine does not support a field of vLLM's.
     """
 
     n: int = 1
@@ -132,7 +131,7 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] | None = None
 
     def __new__(cls, **values: Any) -> SamplingParams:
-        """Refuse by name what the engine does not serve."""
+        """Refuse by name the fields that the engine does not support."""
         if later := [name for name in values if name in _LATER]:
             raise ValueError(f"SamplingParams: {', '.join(later)}: the engine does not serve this; leave it out")
         if other := [name for name in values if name in _OF_GENERATE]:
@@ -142,7 +141,6 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check each value."""
         for name, rule in _RULES.items():
             value = getattr(self, name)
             if not (value is _DEFAULTS[name] or (value is None and name in _MAY_BE_NONE)):
@@ -161,7 +159,6 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """``stop`` as several strings."""
         return _strings(self.stop or ())
 
     def _check_form(self) -> None:
@@ -173,7 +170,7 @@ class SamplingParams:
             )
 
     def _keep(self, name: str, kind: Callable[[Any], Any], holds: Callable[[Any], bool], must: str) -> None:
-        """Check a collection, and keep it as one that does not change with the user's."""
+        """Check a collection, and keep an immutable copy of it."""
         value = getattr(self, name)
         if value is None:
             return

@@ -1,4 +1,4 @@
-"""One prompt or several, with settings for all or for each; arrays are known by what they have, to import nothing."""
+"""One prompt or several, with settings for all or for each. Arrays are known by their attributes: no torch here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_params(
         params: for all of them, or one for each; None for the defaults.
 
     Raises:
-        ValueError: there are more of one than of the other.
+        ValueError: the numbers of prompts and of params differ.
     """
     listed: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
     each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
@@ -32,5 +32,5 @@ def _is_one(prompts: Any) -> bool:
     if hasattr(prompts, "ndim"):
         return bool(prompts.ndim < 2)
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
-        return True  # what is no prompt is refused as one
+        return True  # an object that is no prompt is refused later
     return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], (Real, Mapping))

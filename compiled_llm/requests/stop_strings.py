@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Match(NamedTuple):
-    """Where a stop string stands in a text."""
+    """The place of a stop string in a text."""
 
     string: str
     start: int
@@ -28,11 +28,6 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """Look for strings.
-
-        Args:
-            strings: none of them empty.
-        """
         self.firsts = re.compile("|".join(re.escape(first) for first in sorted({string[0] for string in strings})))
         self._strings = strings
         self._next: dict[tuple[int, str], int] = {}
@@ -73,20 +68,13 @@ class StopReader:
     """Reads one text as it comes."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """Begin before its first character.
-
-        Args:
-            strings: to look for, none of them empty.
-        """
         self._stops = _known(tuple(strings))
         self._state = self._read = 0
 
     def take(self, piece: str, counts: bool = True) -> Match | None:
-        """Return the stop string that ends first in the next piece of a text; after that nothing more is read.
+        """Return the stop string that ends first in the next piece of a text; after that no more is read.
 
-        Args:
-            piece: of the text.
-            counts: whether one that ends in this piece is to be told.
+        ``counts`` says whether to report one that ends in this piece.
         """
         stops, state, place = self._stops, self._state, 0
         while place < len(piece):
@@ -110,5 +98,5 @@ class StopReader:
 
 @lru_cache(maxsize=16)
 def _known(strings: tuple[str, ...]) -> StopStrings:
-    """Return what looks for strings; the answers to one request have the same."""
+    """Cached, since the answers to one request have the same strings."""
     return StopStrings(strings)

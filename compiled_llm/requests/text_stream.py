@@ -10,13 +10,13 @@ from compiled_llm.requests.listeners import Listeners
 
 
 class Answered(Protocol):
-    """How an answer ends, here or in another process."""
+    """The end of an answer, here or in another process."""
 
     @property
-    def done(self) -> bool: ...  # noqa: D102
+    def done(self) -> bool: ...
 
     @property
-    def error(self) -> BaseException | None: ...  # noqa: D102
+    def error(self) -> BaseException | None: ...
 
 
 class TextStream:
@@ -27,13 +27,6 @@ class TextStream:
     """
 
     def __init__(self, answer: Answered, text: AnswerText, listeners: Listeners) -> None:
-        """Read a text.
-
-        Args:
-            answer: whose text it is.
-            text: as it comes.
-            listeners: of the answer's handle.
-        """
         self._answer = answer
         self._text = text
         self._listeners = listeners
@@ -42,7 +35,7 @@ class TextStream:
         """Yield the pieces as they come.
 
         Raises:
-            Exception: what ended the answer with the finish reason ``"error"``.
+            Exception: the error that ended the answer with the finish reason ``"error"``.
         """
         text, given = self._text, 0
         while not self._is_over(given):
@@ -68,11 +61,10 @@ class TextStream:
         self._raise_error()
 
     def _wait(self, given: int) -> None:
-        """Wait for more than ``given`` characters, or the end."""
         self._listeners.wait_until(lambda: self._text.shown > given or self._is_over(given))
 
     def _is_over(self, given: int) -> bool:
-        """Whether nothing more comes; the request has ended too, so that its result is there."""
+        """Whether no more comes; the request has ended too, so that its result is there."""
         return self._text.ended and self._text.shown == given and self._answer.done
 
     def _raise_error(self) -> None:

@@ -13,26 +13,22 @@ class PendingAnswer(Protocol):
     """One answer on its way."""
 
     @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        ...
+    def done(self) -> bool: ...
 
     @property
-    def tokens(self) -> int:
-        """How many tokens it has."""
-        ...
+    def tokens(self) -> int: ...
 
     @property
     def error(self) -> BaseException | None:
-        """What has ended it with ``"error"``."""
+        """The error that has ended it with ``"error"``."""
         ...
 
     def tokens_behind(self, count: int) -> list[int]:
-        """Return its tokens behind the first ``count``."""
+        """Return its tokens after the first ``count``."""
         ...
 
     def logprobs_behind(self, count: int) -> Sequence[dict[int, Logprob]] | None:
-        """Return the entries of as many tokens behind the first ``count``, or more; None if nobody wants them."""
+        """Return the entries of at least as many tokens after the first ``count``; None if not asked for."""
         ...
 
 
@@ -40,8 +36,8 @@ class Token(NamedTuple):
     """One token of an answer.
 
     Attributes:
-        id: which.
-        logprobs: as those of a ``Completion``: by token id, its own entry first; None if they are not wanted.
+        id: its number in the vocabulary.
+        logprobs: as those of a ``Completion``: by token id, its own entry first; None if not asked for.
     """
 
     id: int
@@ -52,13 +48,7 @@ class TokenStream:
     """An answer's tokens as they come, for ``for`` and ``async for``; each loop begins with the first."""
 
     def __init__(self, answer: PendingAnswer, listeners: Listeners, scored: bool = True) -> None:
-        """Read an answer.
-
-        Args:
-            answer: whose tokens they are.
-            listeners: of the answer's handle.
-            scored: make the entries of log-probabilities; nobody looks at them otherwise.
-        """
+        """``scored``: yield log-probabilities; otherwise they are not computed."""
         self._scored = scored
         self._answer = answer
         self._listeners = listeners
@@ -67,7 +57,7 @@ class TokenStream:
         """Yield the tokens as they come.
 
         Raises:
-            Exception: what ended the answer with the finish reason ``"error"``.
+            Exception: the error that ended the answer with the finish reason ``"error"``.
         """
         answer, count = self._answer, 0
         while not (answer.done and count == answer.tokens):
@@ -76,7 +66,7 @@ class TokenStream:
         self._raise_error()
 
     def _behind(self, count: int) -> list[Token]:
-        """Wait for more than ``count`` tokens or the end, and return those behind them."""
+        """Wait for more than ``count`` tokens or the end, and return those after them."""
         self._listeners.wait_until(lambda: self._answer.tokens > count or self._answer.done)
         return self._there_behind(count)
 

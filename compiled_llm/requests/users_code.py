@@ -1,8 +1,8 @@
-"""Errors of the user's own code that the engine calls: logits processors, listeners, tokenizers.
+"""Errors in the user's code that the engine calls: logits processors, listeners, tokenizers.
 
 Such code may raise anything: ``SystemExit`` from a script that it runs, a ``CancelledError`` of asyncio's, the
-``PanicException`` of a library in Rust, none of which is an ``Exception``. It ends what the code was called for, and
-never the thread that has called it.
+``PanicException`` of a library in Rust, none of which is an ``Exception``. It ends the request that the code was called
+for, never the thread that has called it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def raise_interrupt(error: BaseException) -> None:
 
 
 def failure_of(error: BaseException) -> Exception:
-    """Return what a request has failed of: an ``Exception``, which ends no thread that raises it."""
+    """Return a request's failure as an ``Exception``, which ends no thread that raises it."""
     if isinstance(error, Exception):
         return error
     failure = RuntimeError(f"the engine has failed of {described(error)}")
@@ -31,7 +31,7 @@ def failure_of(error: BaseException) -> Exception:
 
 
 def described(error: BaseException) -> str:
-    """Return the name of an error and what it says, also of one that cannot say it."""
+    """Return an error's name and message, even if its ``__str__`` fails."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:

@@ -36,7 +36,7 @@ class Told(Protocol):
     has_text: bool
 
     @property
-    def done(self) -> bool: ...  # noqa: D102
+    def done(self) -> bool: ...
 
     def read_text(self) -> None:
         """Make the text of the tokens that have come."""

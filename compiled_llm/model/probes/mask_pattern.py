@@ -1,4 +1,4 @@
-"""What a mask function of HuggingFace's lets queries see, found by asking it about the places that tell patterns apart.
+"""The pattern of a HuggingFace mask function, found by calling it at positions that tell patterns apart.
 
 Shapes: N positions of the model.
 """
@@ -24,10 +24,10 @@ def window_of(function: MaskFunction, positions: int, device: torch.device | str
     Args:
         function: HuggingFace's.
         positions: N; patterns that begin to differ after the last position are equal.
-        device: where the function's own tensors are.
+        device: of the function's own tensors.
 
     Raises:
-        PatternError: it sees something else.
+        PatternError: it sees anything else.
     """
     keys = torch.arange(positions, device=device)
 

@@ -1,8 +1,8 @@
-"""Which tokens each layer sees in HuggingFace's forward, and whether ours can serve that.
+"""Finds the tokens that each layer sees in HuggingFace's forward, and whether ours can serve that.
 
-Some patterns stand in the arguments of attention, others only in the mask, and others only in what HuggingFace's cache
-throws away. So HuggingFace makes its masks once, on real tensors, up to the first attention, and is asked what they
-hide. Where masks differ, a forward on fake tensors tells which layer is handed which.
+Some patterns stand in the arguments of attention, others only in the mask, and others only in the tokens that
+HuggingFace's cache drops. So HuggingFace makes its masks once, on real tensors, up to the first attention, and the
+probe reads them. Where masks differ, a forward on fake tensors tells which layer gets which.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ from compiled_llm.model.sizes import max_positions_of
 def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers with the windows that only HuggingFace's masks have.
 
-    Args:
-        model: whose attention layers are known.
-        layers: what they hand to their attention.
-
     Raises:
         UnsupportedModelError: a layer sees something else than all tokens before it, or the last ones.
     """
@@ -45,7 +41,7 @@ _UNMASKED = -1
 
 
 def _seeing(layer: Layer, window: int | None, positions: int) -> Layer:
-    """Return a layer that sees what its mask shows, which is mostly what it does."""
+    """Return a layer that sees the tokens its mask shows; mostly ``layer`` itself."""
     if window == _UNMASKED or (window or positions) == layer.visible(positions):
         return layer
     return layer._replace(window_left=-1 if window is None else window - 1, window_in_mask=True)
@@ -80,18 +76,17 @@ def _pattern(function: MaskFunction, model: PreTrainedModel) -> int | PatternErr
 
 
 class _Reached(Exception):  # noqa: N818
-    """The first attention was reached: nothing more is needed of a forward."""
+    """The first attention was reached; the rest of the forward is not needed."""
 
 
 class _First:
-    """Collects what masks are made of, up to the first attention."""
+    """Collects the arguments of masks, up to the first attention."""
 
     def __init__(self) -> None:
         self.functions: list[MaskFunction] = []
 
     @classmethod
     def masks_of(cls, model: PreTrainedModel) -> list[MaskFunction]:
-        """Return the functions of the masks that the model makes, in order."""
         observer = cls()
         with observed(model, observer), suppress(_Reached):
             trial_forward(model, fake=False)
@@ -105,7 +100,7 @@ class _First:
 
 
 class _Handed:
-    """Notes which layer is handed which mask."""
+    """Notes which layer gets which mask."""
 
     def __init__(self) -> None:
         self.masks: list[Tensor] = []
@@ -113,11 +108,7 @@ class _Handed:
 
     @classmethod
     def of(cls, model: PreTrainedModel, masks: int, layers: int) -> list[int | None]:
-        """Return the number of each layer's mask, None if it gets none.
-
-        Raises:
-            UnsupportedModelError: the model makes something of its masks that cannot be followed.
-        """
+        """Return the number of each layer's mask, None if it gets none; raise if a layer makes its own."""
         observer = cls()
         with observed(model, observer):
             trial_forward(model, fake=True)
@@ -146,11 +137,7 @@ class _Handed:
 
 
 def _check_cache(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
-    """Check that HuggingFace's cache holds what the layers see: keys and values, and as many.
-
-    Raises:
-        UnsupportedModelError: it holds something else, or throws away what a layer would see.
-    """
+    """Raise UnsupportedModelError if HuggingFace's cache holds or drops other keys and values than the layers see."""
     name, positions = type(model).__name__, max_positions_of(model)
     kept = DynamicCache(config=model.config).layers
     for index, (layer, cached) in enumerate(zip(layers, kept, strict=False)):

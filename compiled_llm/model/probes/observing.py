@@ -1,4 +1,4 @@
-"""Somebody watches what a model hands its attention, and which masks HuggingFace makes on the way."""
+"""Observes the arguments of a model's attention, and the masks that HuggingFace makes on the way."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAME = "compiled_llm_observed"
 
 
 class Observer(Protocol):
-    """Stands where attention and its masks would be."""
+    """Takes the place of attention and its masks."""
 
     def mask(self, arguments: dict[str, Any]) -> Tensor | None:
-        """Return a mask in place of what HuggingFace would make of ``arguments``, its ``mask_function`` among them."""
+        """Return a mask in place of HuggingFace's for ``arguments``, its ``mask_function`` among them."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Return ``[B, T, H, D]`` in place of attention of ``[B, H, T, D]`` queries."""

@@ -1,4 +1,4 @@
-"""Which positions a model gives its tokens if it is given none, learned from what reaches its attention.
+"""Learns a model's default positions from the queries and keys that reach its attention.
 
 Most number the columns, some the tokens that are not masked, and others something of their own.
 """
@@ -23,7 +23,7 @@ _LAYERS = 4
 
 
 def default_positions(model: PreTrainedModel) -> DefaultPositions:
-    """Return what a model that is not wrapped numbers if it is given no ``position_ids``."""
+    """Return how a model that is not wrapped numbers tokens without ``position_ids``."""
     shown = torch.tensor([[0, 1, 1, 0, 1]], device=model.device)
     columns = torch.arange(shown.shape[1], device=model.device)[None]
     counted = (shown.cumsum(1) - 1).clamp(min=0)
@@ -37,7 +37,7 @@ def default_positions(model: PreTrainedModel) -> DefaultPositions:
 
 
 def _reaching(model: PreTrainedModel, shown: Tensor, positions: Tensor | None) -> list[Tensor]:
-    """Return queries and keys of tokens that are not masked; one of them is the padding token, which some look for."""
+    """Return queries and keys of tokens that are not masked; one is the padding token, which some models look for."""
     text_config = model.config.get_text_config(decoder=True)
     ids = torch.arange(2, 2 + shown.shape[1], device=shown.device)[None] % text_config.vocab_size
     padding = text_config.pad_token_id
@@ -62,14 +62,13 @@ class _Enough(Exception):  # noqa: N818
 
 
 class _Reaching:
-    """Collects what the first layers hand to attention; none of it depends on other tokens."""
+    """Collects the arguments of the first layers' attention; none of it depends on other tokens."""
 
     def __init__(self, shown: Tensor) -> None:
         self._shown = shown
         self.states: list[Tensor] = []
 
-    def mask(self, arguments: dict[str, Any]) -> None:
-        """Make none."""
+    def mask(self, arguments: dict[str, Any]) -> None: ...
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         self.states += [query[:, :, self._shown], key[:, :, self._shown]]

@@ -1,1 +1,1 @@
-"""Weights: fused, changed, moved, and those that are refused."""
+"""Loads, fuses, moves and checks weights."""

@@ -1,4 +1,4 @@
-"""Weights that other libraries keep in forms of their own: what ``wrap`` asks before it tries a model that has some.
+"""Checks of weights in formats of other libraries, before ``wrap`` tries a model that has some.
 
 A product with such a weight is left to the module that holds it. That takes a module which can be tried on tensors
 without memory, and which computes a token from that token alone.
@@ -29,7 +29,7 @@ def check_weights(model: PreTrainedModel, config: WrapConfig) -> None:
 
 
 def changes_in_first_call(model: PreTrainedModel) -> bool:
-    """Whether the first call gives weights another form: four bits of bitsandbytes do so on a CPU.
+    """Whether the first call converts weights: four bits of bitsandbytes do so on a CPU.
 
     That call must compute with real tensors, or the weights would lose their values.
     """

@@ -44,13 +44,11 @@ class LinearRecorder(TorchFunctionMode):
     """Records the linear layers of a forward, and tells which of them read one input."""
 
     def __init__(self) -> None:
-        """Nothing is recorded yet."""
         super().__init__()
         # The inputs are kept, so that no id is used twice; a new version is another input.
         self._calls: list[tuple[Tensor, int, Tensor, Tensor | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a call of ``linear``."""
         if func is nn.functional.linear:
             self._note(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -84,16 +82,14 @@ class FusedWeights:
     """Groups of weights, each in one storage.
 
     Attributes:
-        groups: those that lie so. One that no longer can leaves for good: a model whose weights are swapped back and
-            forth is compiled once more, not at each swap.
+        groups: those in one storage. One that no longer can be leaves for good: a model whose weights are swapped back
+            and forth is compiled once more, not at each swap.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[FusedGroup]) -> None:
         """Lay the groups out, one after the other, so that at most one is in memory twice.
 
-        Args:
-            model: the model; only a weak reference is kept, and what belongs to it is dropped with it.
-            groups: what to lay out; those that share memory with anything else are left alone.
+        Only a weak reference to the model is kept. Groups that share memory with other tensors are left alone.
         """
         self.groups = list(groups)
         self._links = links = _Links([], [], [], [], [])
@@ -109,7 +105,7 @@ class FusedWeights:
         )
 
     def restore(self) -> bool:
-        """Lay out what no longer lies in one storage; return whether no group had to leave."""
+        """Lay out groups that no longer lie in one storage; return whether no group had to leave."""
         before = self.groups
         self._links.clear()  # we would keep the storage of parameters that were replaced alive
         self.groups = [group for group in before if self._lay_out(group)]
@@ -147,7 +143,7 @@ class FusedWeights:
         return True
 
     def _remember(self) -> None:
-        """Remember where each parameter is, in memory and in the model."""
+        """Remember each parameter's address in memory and its link from the model."""
         model = self._model()
         names = [name for group in self.groups for stack in group for name in stack]
         if model is not None and names:
@@ -155,7 +151,7 @@ class FusedWeights:
 
 
 class _Links(NamedTuple):
-    """What ``intact`` compares, in columns: the links from the model to its parameters, and their addresses."""
+    """The links from the model to its parameters, and their addresses, in columns for ``intact`` to compare."""
 
     owners: list[dict[str, Any]]
     keys: list[str]
@@ -198,7 +194,7 @@ def is_one(stack: Sequence[Tensor]) -> bool:
 
 
 def _can_move(stack: Sequence[Tensor]) -> bool:
-    """Whether the parameters can be moved into one storage, and nobody else uses their old ones."""
+    """Whether the parameters can be moved into one storage, and no other tensor uses their old ones."""
     return (
         all(map(_is_plain, stack))
         and len({(entry.device, entry.dtype, entry.shape[1:]) for entry in stack}) == 1
@@ -230,6 +226,6 @@ def _move_together(stack: Sequence[Tensor]) -> None:
 
 
 def finish(device: torch.device) -> None:
-    """Wait for the device: whatever reads the old storage, on any stream, must be done before it is freed."""
+    """Wait for the device: all reads of the old storage, on any stream, must be done before it is freed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Weights that wait in host memory, and come back to the device that they were on.
+"""Weights that wait in host memory, and come back to their device.
 
 Whole storages move: what shares memory goes on sharing it, tied weights and those that are multiplied as one included.
 The ``Parameter`` objects stay the same, so that an optimizer's are still the model's.
@@ -33,7 +33,7 @@ class HostWeights:
         _move([*moving.values()], _HOST)
 
     def come_back(self, model: nn.Module) -> None:
-        """Move them to where they were, what others have put in their places included; if that fails, nothing has."""
+        """Move them back, tensors that have taken their places included; if that fails, nothing has moved."""
         coming = {name: tensor for name, tensor in _named_on(model, _HOST).items() if name not in self._stayed}
         _check_movable(coming)
         _move([*coming.values()], self._device)
@@ -41,7 +41,6 @@ class HostWeights:
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers, each once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -60,7 +59,7 @@ def _check_movable(tensors: dict[str, Tensor]) -> None:
 
 
 def _move(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Give tensors copies of their storages, once there are all of these."""
+    """Give tensors copies of their storages, once all copies are made."""
     with torch.inference_mode(False), torch.no_grad():
         copies: dict[int, torch.UntypedStorage] = {}
         for storage in (tensor.untyped_storage() for tensor in tensors):

@@ -1,7 +1,7 @@
 """New weights for a model, read from a folder and checked before any of its own changes; then written in their place.
 
-Parameters keep their objects and addresses. So what was fused, compiled or recorded with them goes on with the new
-ones, and there is nothing else that is made of weights.
+Parameters keep their objects and addresses. So fused weights, compiled programs and CUDA graphs go on with the new
+ones; nothing else is made of weights.
 """
 
 from __future__ import annotations
@@ -24,16 +24,12 @@ _NAMES_SHOWN = 3
 
 
 class NewWeights:
-    """What a model's weights are to become, in host memory."""
+    """A model's next weights, in host memory."""
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        """Read a folder and check that its tensors are the model's, all of them; the model is not changed.
+        """Read a folder of ``save_pretrained`` and check that its tensors are the model's, which does not change.
 
         Floating-point numbers get the dtype that the model has, as they do when it is loaded.
-
-        Args:
-            model: wrapped or not.
-            folder: as ``save_pretrained`` writes it.
 
         Raises:
             ValueError: the model's weights are quantised; or the folder is damaged, or another model's.
@@ -51,7 +47,7 @@ class NewWeights:
         self._new = new
 
     def write(self) -> None:
-        """Write them in the place of the model's, wherever these are now; nobody may read those meanwhile.
+        """Write them over the model's weights; no thread may read those meanwhile.
 
         Raises:
             RuntimeError: the model has other tensors by now; nothing has changed.
@@ -68,11 +64,7 @@ class NewWeights:
 
 
 def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return what a checkpoint of a model has, by name.
-
-    Raises:
-        ValueError: its weights have another form than those in files.
-    """
+    """Return the tensors of a model's checkpoint, by name; ValueError if its weights have another form than files."""
     own: dict[str, Any] = model.state_dict(keep_vars=True)
     for name, tensor in own.items():
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
@@ -100,7 +92,7 @@ def _check_config(model: PreTrainedModel, config: Mapping[str, Any]) -> None:
 
 
 def _check_dtypes(stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> None:
-    """Check that tensors are numbers as they are trained; buffers that count are what they are."""
+    """Check that stored dtypes are floating point; buffers that hold integers keep theirs."""
     for name, tensor in stored.items():
         if tensor.dtype not in _FLOATS and (name not in own or own[name].is_floating_point()):
             raise ValueError(
@@ -110,7 +102,7 @@ def _check_dtypes(stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor])
 
 
 def _stand_in(own: Mapping[str, Tensor]) -> nn.Module:
-    """Return modules that have tensors of the same names, without memory."""
+    """Return modules with tensors of the same names, without memory."""
     root = nn.Module()
     for name, tensor in own.items():
         *path, leaf = name.split(".")

@@ -1,4 +1,4 @@
-"""The weights in a folder, as ``save_pretrained`` writes them: safetensors alone, since pickles can run code."""
+"""Reads the weights in a folder, as ``save_pretrained`` writes them: safetensors only, since pickles can run code."""
 
 from __future__ import annotations
 
@@ -18,24 +18,17 @@ _ADAPTER = "adapter_model.safetensors"
 
 
 class StoredTensor:
-    """A tensor in a file, which is read by ``stored[...]``, into memory of its own: the file may be written again.
+    """A tensor in a file, read by ``stored[...]`` into memory of its own: the file may be written again.
 
     Attributes:
         dtype: as the file names it: ``BF16``, ``F32``.
     """
 
     def __init__(self, file: Any, name: str) -> None:
-        """Read nothing yet.
-
-        Args:
-            file: opened by safetensors.
-            name: of the tensor.
-        """
         self._slice = file.get_slice(name)
         self.dtype: str = self._slice.get_dtype()
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Read it, or a part."""
         read: Tensor = self._slice[index]
         return read.clone()
 
@@ -56,11 +49,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Return the config in a folder; an empty one if there is none.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """Return the config in a folder, empty if there is none; ValueError if it cannot be read."""
     path = folder / "config.json"
     return _json(path) if path.is_file() else {}
 

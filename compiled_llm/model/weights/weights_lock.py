@@ -1,4 +1,4 @@
-"""Any number of threads read a model's weights; whoever moves them in memory is alone."""
+"""A lock for a model's weights: any number of threads read them; a thread that moves them in memory is alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ class WeightsLock:
     """Held for reading by the model's own forward, which may be nested; our programs never run while weights move."""
 
     def __init__(self) -> None:
-        """Start free."""
         self._changed = Condition()
         self._readers: Counter[int] = Counter()
         self._moving = False
@@ -35,7 +34,7 @@ class WeightsLock:
                 self._changed.notify_all()
 
     def forget_other_threads(self) -> None:
-        """Forget who read and who moved in threads that a forked process does not have."""
+        """Forget readers and movers in threads that a forked process does not have."""
         thread = threading.get_ident()
         self._changed, self._moving = Condition(), False
         self._readers = +Counter({thread: self._readers[thread]})
@@ -45,7 +44,7 @@ class WeightsLock:
         """Let no thread read the weights for the block.
 
         Args:
-            caller: the thread that waits for this; what it reads itself it goes on with afterwards.
+            caller: the thread that waits for this; its own reads go on afterwards.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._moving and self._readers.keys() <= {caller})

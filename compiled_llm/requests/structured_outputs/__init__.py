@@ -1,1 +1,1 @@
-"""What an answer has to look like: JSON, a pattern, a grammar; and the bounds of these."""
+"""The form of an answer: JSON, a pattern, a grammar; and the bounds of these."""

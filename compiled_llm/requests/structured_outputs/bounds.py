@@ -1,7 +1,7 @@
-"""How large forms may be, looked at before a library reads them: those recurse, and unfold what is repeated.
+"""Bounds on forms, checked before a library reads them: those recurse, and unfold repetitions.
 
 Each look takes time in proportion to the text, and does not recurse itself. Brackets are counted as xgrammar reads
-them; what its lexers would refuse anyway may be counted otherwise.
+them; text that its lexers refuse anyway may be counted otherwise.
 """
 
 from __future__ import annotations
@@ -42,30 +42,17 @@ _NUMBER = re.compile(r"\d+")
 
 
 def check_length(text: str) -> None:
-    """Check how long a form is.
-
-    Raises:
-        ValueError: it is too long.
-    """
     _check(len(text), MOST_CHARACTERS, "characters")
 
 
 def check_json(text: str) -> None:
-    """Check JSON before it is parsed.
-
-    Raises:
-        ValueError: it is too long, or too deep.
-    """
+    """Check JSON before it is parsed; ValueError if it is too long or too deep."""
     check_length(text)
     _check_marks(_JSON.finditer(text))
 
 
 def check_pattern(pattern: str) -> None:
-    """Check a regular expression.
-
-    Raises:
-        ValueError: it is too long, too deep, or repeats too much.
-    """
+    """Check a regular expression; ValueError if it is too long, too deep, or repeats too much."""
     _check(len(pattern), MOST_PATTERN, "characters in a pattern")
     _check(pattern.count("("), MOST_GROUPS, "parentheses in a pattern")
     marks = list(_REGEX.finditer(pattern))
@@ -75,17 +62,13 @@ def check_pattern(pattern: str) -> None:
 
 
 def check_rules(rules: str) -> None:
-    """Check a grammar in EBNF or Lark's form, and the patterns in it.
-
-    Raises:
-        ValueError: it is too long, too deep, or repeats too much.
-    """
+    """Check a grammar in EBNF or Lark's form, and its patterns; ValueError if too long, too deep or too repetitive."""
     check_length(rules)
     _check_marks((_EBNF if "::=" in rules else _LARK).finditer(rules))
 
 
 def check_parts(found: Any) -> None:
-    """Check what JSON comes to, a schema or structural tags, and the patterns and grammars in it.
+    """Check parsed JSON, a schema or structural tags, and the patterns and grammars in it.
 
     Patterns are looked for in each object, not only where a schema may have one: a ``$ref`` can lead anywhere.
 
@@ -120,7 +103,7 @@ def _check_texts(part: Mapping[Any, Any]) -> None:
 
 
 def _check_marks(marks: Iterator[re.Match[str]]) -> None:
-    """Check how deep the levels of a text are, and how often its parts are repeated, all numbers multiplied."""
+    """Check how deep a text nests, and the product of its repetition counts."""
     times = [1]  # of each level that is open: the most that anything in it is repeated
     last, end = 1, -1  # of what has just ended, and where
     for mark in marks:
@@ -144,12 +127,12 @@ def _check_marks(marks: Iterator[re.Match[str]]) -> None:
 
 
 def _is_blank(mark: re.Match[str], end: int) -> bool:
-    """Whether nothing but blanks stands between what has ended and a mark."""
+    """Whether only blanks stand between ``end`` and a mark."""
     return end >= 0 and not mark.string[end : mark.start()].strip()
 
 
 def _most(times: str) -> int:
-    """Return the largest number of ``{n,m}``; of one with many digits a smaller one, which is too large as well."""
+    """Return the largest number of ``{n,m}``; of one with many digits a smaller one that is too large as well."""
     return max((int(number[:10]) for number in _NUMBER.findall(times)), default=1)
 
 

@@ -1,4 +1,4 @@
-"""What a grammar is compiled from, and what xgrammar says of it."""
+"""The source of a grammar, compiled by xgrammar."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ _PLACE = re.compile(r"^(\[[\d:]+\] )?(\S+\.(cc|h):\d+: )?(Check failed: .* is fa
 
 
 class GrammarsMissingError(RuntimeError):
-    """There is nothing to compile grammars with."""
+    """No library is installed to compile grammars with."""
 
 
 class GrammarSource(NamedTuple):
-    """What a grammar is compiled from; equal ones have one grammar.
+    """The source of a grammar; equal sources have one grammar.
 
     Attributes:
-        kind: how ``text`` is to be read.
-        text: the schema, pattern, rules or tags.
-        any_whitespace: whether there may be any between the parts of JSON.
-        max_whitespace_cnt: how many blanks may stand there one after the other; None for any number.
+        kind: how to read ``text``: a schema, pattern, rules or tags.
+        any_whitespace: whether any is allowed between the parts of JSON.
+        max_whitespace_cnt: how many blanks in a row are allowed there; None for any number.
     """
 
     kind: GrammarKind
@@ -43,20 +42,16 @@ class GrammarSource(NamedTuple):
         return {"any_whitespace": self.any_whitespace, "max_whitespace_cnt": self.max_whitespace_cnt}
 
     def check(self) -> None:
-        """Look whether it can be compiled, as far as that is told at once.
+        """Check it as far as that is quick.
 
         Raises:
-            ValueError: it cannot; says why, and where.
+            ValueError: it cannot be compiled; says why, and where.
         """
         if len(self.text) <= _LONG:
             _check(self)
 
     def compiled(self, compiler: xgrammar.GrammarCompiler) -> xgrammar.CompiledGrammar:
-        """Compile it, which may take seconds.
-
-        Raises:
-            RuntimeError: it cannot be.
-        """
+        """Compile it, which may take seconds; RuntimeError if it fails."""
         if self.kind == "json":
             return compiler.compile_json_schema(self.text, **self._blanks)
         if self.kind == "regex":
@@ -68,7 +63,7 @@ class GrammarSource(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _check(source: GrammarSource) -> None:
-    """Read a grammar, once: many requests have the same."""
+    """Cached, since many requests have the same grammar."""
     try:
         _read(source)
     except RuntimeError as error:
@@ -88,16 +83,11 @@ def _read(source: GrammarSource) -> xgrammar.Grammar:
 
 
 def is_installed() -> bool:
-    """Whether there is something to compile grammars with."""
     return importlib.util.find_spec("xgrammar") is not None
 
 
 def check_installed() -> None:
-    """Check that there is something to compile grammars with.
-
-    Raises:
-        GrammarsMissingError: there is not.
-    """
+    """Raise GrammarsMissingError if no library can compile grammars."""
     if not is_installed():
         raise GrammarsMissingError(
             "structured_outputs: a grammar needs xgrammar to be compiled: pip install '.[structured]' in the checkout"
@@ -105,12 +95,12 @@ def check_installed() -> None:
 
 
 def said(error: Exception) -> str:
-    """Return what an error of xgrammar's says."""
+    """Return the message of xgrammar's error."""
     return _PLACE.sub("", str(error)).strip()
 
 
 def _as_format(text: str) -> Any:
-    """Return structural tags in today's form; vLLM takes xgrammar's former one, too."""
+    """Return structural tags in the current form; as vLLM does, it accepts xgrammar's former one, too."""
     from xgrammar import StructuralTag, StructuralTagItem
 
     tag = json.loads(text)

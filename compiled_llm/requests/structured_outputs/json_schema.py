@@ -1,4 +1,4 @@
-"""JSON schemas as users give them, and which of them a grammar follows in full."""
+"""JSON schemas as users give them, and the keywords that a grammar can enforce."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def schema_text(schema: Any) -> str:
         schema: a mapping, its JSON, or a class of pydantic's.
 
     Raises:
-        ValueError: it is none of these, is too large, or has a keyword that a grammar does not follow; says where.
+        ValueError: it is none of these, is too large, or has a keyword that a grammar cannot enforce; says where.
     """
     found = _parsed(schema)
     if not isinstance(found, Mapping):
@@ -71,11 +71,7 @@ def _parsed(schema: Any) -> Any:
 
 
 def check_references(tag: Any) -> None:
-    """Check that the schemas in structural tags refer to nothing outside of them.
-
-    Raises:
-        ValueError: one does; says where in it.
-    """
+    """Raise ValueError, with the place, if a schema in structural tags refers to anything outside of them."""
     if isinstance(tag, list):
         for part in tag:
             check_references(part)
@@ -88,7 +84,7 @@ def check_references(tag: Any) -> None:
 
 
 def _check_each(schema: Any, wrong: Callable[[Mapping[str, Any]], Iterator[str]]) -> None:
-    """Check a schema and those in it by what is wrong with each."""
+    """Check a schema and those in it by ``wrong``, which yields the faults of one."""
     for place, part in _schemas(schema, "#"):
         for what in wrong(part):
             raise ValueError(f"has {what} at {place}, which grammars do not follow; leave it out")
@@ -108,7 +104,7 @@ def _outside(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _not_followed(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what stands in a schema itself that a grammar does not follow."""
+    """Yield the parts of a schema itself that a grammar cannot enforce."""
     for keyword in _IGNORED:
         if keyword in schema and schema[keyword] is not False:
             yield keyword
@@ -139,10 +135,8 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _without_control_characters(schema: Any) -> Any:
-    """Return a schema whose strings of limited length have no control characters, which JSON does not allow.
-
-    What ends it: xgrammar bars them there, as it does in other strings (0.2.8 does not).
-    """
+    """Return a schema whose strings of limited length have no control characters, which JSON does not allow."""
+    # This can go once xgrammar bars them there, as it does in other strings; 0.2.8 does not.
     if not isinstance(schema, Mapping):
         return schema
     parts = {keyword: _each(keyword, value) for keyword, value in schema.items()}

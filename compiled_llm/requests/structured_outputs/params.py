@@ -1,4 +1,4 @@
-"""What a user says of the form that an answer has."""
+"""The user's settings for the form of an answer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StructuredOutputsParams:
             number, which small models may write until ``max_tokens``.
 
     Raises:
-        ValueError: none or several forms are given, or what is given is impossible or too large.
+        ValueError: none or several forms are given, or the given one is impossible or too large.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -61,7 +61,6 @@ class StructuredOutputsParams:
     max_whitespace_cnt: int | None = MOST_BLANKS
 
     def __post_init__(self) -> None:
-        """Check each value."""
         given = [name for name in _KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
@@ -87,7 +86,7 @@ class StructuredOutputsParams:
 
     @property
     def source(self) -> GrammarSource:
-        """What its grammar is compiled from."""
+        """The source of its grammar."""
         free = not self.disable_any_whitespace
         if isinstance(self.json, str):
             return GrammarSource("json", self.json, free, self.max_whitespace_cnt)
@@ -103,11 +102,11 @@ class StructuredOutputsParams:
 
     @property
     def name(self) -> str:
-        """The field that is given."""
+        """The name of the field that is given."""
         return next(name for name in _KINDS if getattr(self, name) is not None)
 
     def _keep(self, name: str, kept: Callable[[Any], Any]) -> None:
-        """Keep a value as one that does not change with the user's."""
+        """Keep an immutable copy of a value."""
         value = getattr(self, name)
         if value is None:
             return
@@ -157,10 +156,10 @@ def _tag_text(tag: Any) -> str:
 
 
 def _one_of(texts: Iterable[str]) -> str:
-    """Return the rules of texts one of which an answer is."""
+    """Return EBNF rules for one of several texts."""
     return "root ::= " + " | ".join(map(_literal, texts))
 
 
 def _literal(text: str) -> str:
-    """Return a text as it is written in a rule of EBNF."""
+    """Return a text as a literal of EBNF."""
     return json.dumps(text, ensure_ascii=False)
