@@ -33,6 +33,7 @@ class FrontSettings:
         most_choices: answers that one request can ask for, prompts times ``n``.
         most_connections: of clients, at a time.
         most_unsent: tokens of a request that wait for a client that does not read, before it ends.
+        stream_interval: tokens of an answer for each event of its stream; the first token and the last come at once.
         client_seconds: in which a client has to send a head, and then a body, and to take something of an answer.
         request_seconds: after which an answer ends with what it has; None for never.
         drain_seconds: how long requests may go on after the first signal.
@@ -60,6 +61,7 @@ class FrontSettings:
     most_choices: int = 128
     most_connections: int = MAX_CONNECTIONS
     most_unsent: int = MOST_UNSENT
+    stream_interval: int = 1
     client_seconds: float = CLIENT_SECONDS
     request_seconds: float | None = None
     drain_seconds: float = 30.0
@@ -80,6 +82,8 @@ class FrontSettings:
             raise ValueError(f"--port {self.port}: must be from 0 to 65535")
         if self.most_connections < 1:
             raise ValueError(f"--max-connections {self.most_connections}: must be at least 1")
+        if not 1 <= self.stream_interval <= _LONGEST_INTERVAL:
+            raise ValueError(f"--stream-interval {self.stream_interval}: must be from 1 to {_LONGEST_INTERVAL} tokens")
         if not 0 < self.client_seconds < math.inf:
             raise ValueError(f"--client-seconds {self.client_seconds:g}: must be more than 0")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
@@ -162,5 +166,6 @@ def _reason(error: Exception) -> str:
 
 
 _SHORTEST_KEY = 16
+_LONGEST_INTERVAL = 1024
 _HOST = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")

@@ -61,6 +61,7 @@ def test_options_that_are_impossible_are_refused_at_once(path: Path, arguments: 
         (["--host", "0.0.0.0"], "error: --host 0.0.0.0: other machines could use the model; give --api-key-file, or"),
         (["--api-server-count", "0"], "error: --api-server-count 0: must be from 1 to 64"),
         (["--api-server-count", "65"], "error: --api-server-count 65: must be from 1 to 64"),
+        (["--stream-interval", "0"], "error: --stream-interval 0: must be from 1 to 1024 tokens"),
         (["--port", "70000"], "error: --port 70000: must be from 0 to 65535"),
         (["--ssl-certfile", "cert.pem"], "error: --ssl-certfile and --ssl-keyfile: give both, or neither"),
         (["--api-key-file", "/dev/null"], "error: --api-key-file /dev/null: the file has no key; write one a line"),

@@ -42,6 +42,7 @@ from compiled_llm.commands.serve.options import (
     ServedModelName,
     SslCertfile,
     SslKeyfile,
+    StreamInterval,
     Uds,
     Warmup,
 )
@@ -132,6 +133,7 @@ def serve(
     page: Page = True,
     max_connections: MaxConnections = MAX_CONNECTIONS,
     client_seconds: ClientSeconds = CLIENT_SECONDS,
+    stream_interval: StreamInterval = 1,
     api_server_count: ApiServerCount = None,
     max_rows: MaxRows = MAX_ROWS,
     max_queue: MaxQueue = None,
@@ -159,7 +161,7 @@ def serve(
         http = HttpFlags(
             *(host, port, served_model_name or (), api_key_file, allowed_host or (), cors_origin or ()),
             *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches, escape_special_tokens, page),
-            *(max_connections, client_seconds, api_server_count),
+            *(max_connections, client_seconds, stream_interval, api_server_count),
         )
         with_front = uds is None or http.given
         check_server_packages(http=with_front or operations_uds is not None)

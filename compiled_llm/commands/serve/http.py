@@ -47,6 +47,7 @@ class HttpFlags(NamedTuple):
     page: bool = True
     max_connections: int = MAX_CONNECTIONS
     client_seconds: float = CLIENT_SECONDS
+    stream_interval: int = 1
     api_server_count: int | None = None
 
     @property
@@ -83,6 +84,7 @@ class HttpFlags(NamedTuple):
             page=self.page,
             most_connections=self.max_connections,
             client_seconds=self.client_seconds,
+            stream_interval=self.stream_interval,
         )
 
 

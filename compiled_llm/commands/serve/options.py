@@ -85,6 +85,14 @@ ClientSeconds = Annotated[
         rich_help_panel=_HTTP,
     ),
 ]
+StreamInterval = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="Send an event of a stream for every N tokens of an answer; the first and the last come at once.",
+        rich_help_panel=_HTTP,
+    ),
+]
 ApiServerCount = Annotated[
     int | None,
     typer.Option(

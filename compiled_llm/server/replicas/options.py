@@ -14,7 +14,9 @@ OF_GENERATORS = frozenset(
     | {"profile", "warmup"}
 )
 _SAFETY_OF_FRONTS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
-OF_FRONTS = frozenset(_SAFETY_OF_FRONTS | {"escape_special_tokens", "page", "request_seconds", "served_model_name"})
+OF_FRONTS = frozenset(
+    {"escape_special_tokens", "page", "request_seconds", "served_model_name", "stream_interval"} | _SAFETY_OF_FRONTS
+)
 _PLACE = {"host", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"}
 OF_RAY = frozenset(_PLACE | {"drain_seconds", "leashed", "max_connections", "api_server_count"})
 """Those of one server: where it listens, in how many processes and how it ends, which is Ray's to do here, and
@@ -89,6 +91,7 @@ class Options(NamedTuple):
             cors_origins=_texts(self.given.get("cors_origin")),
             request_seconds=self.given.get("request_seconds"),
             client_seconds=float(self.given.get("client_seconds", CLIENT_SECONDS)),
+            stream_interval=int(self.given.get("stream_interval", 1)),
             behind_proxy=True,
             salts_caches=bool(self.given.get("salt_caches")),
             escapes_special_tokens=bool(self.given.get("escape_special_tokens")),

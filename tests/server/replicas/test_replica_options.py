@@ -35,10 +35,10 @@ def test_fronts_get_theirs(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a" * 20)
     given = {"api_key_file": keys, "allowed_host": "llm.example", "served_model_name": ["a", "b"], "salt_caches": True}
-    given["escape_special_tokens"] = True
+    given |= {"escape_special_tokens": True, "stream_interval": 4}
     settings = Options("/models/tiny", given).settings()
     assert (settings.api_keys, settings.names, settings.salts_caches) == (("a" * 20,), ("a", "b"), True)
-    assert settings.escapes_special_tokens
+    assert (settings.escapes_special_tokens, settings.stream_interval) == (True, 4)
     assert "llm.example" in settings.hosts
     assert settings.behind_proxy
     assert Options("/models/tiny", {}).settings().names == ("tiny",)  # clients see no folders

@@ -46,6 +46,7 @@ class Answers:
         request: Request,
         keeps_ends: bool,
         most_unsent: int,
+        stream_interval: int = 1,
         form: str | None = None,
     ) -> None:
         """Cancel them if the client leaves, or does not read.
@@ -55,12 +56,14 @@ class Answers:
             request: its client's; the body has been read.
             keeps_ends: whether a token that has ended an answer is told of.
             most_unsent: tokens that wait for a client that does not read a stream, before they end.
+            stream_interval: tokens of an answer that are told of together, between its first and its last.
             form: the field of the request that their form is from; None if they have none.
         """
         self.handles = handles
         self.over = False
         self._keeps_ends = keeps_ends
         self._most_unsent = most_unsent
+        self._interval = stream_interval
         self._form = form
         self._choices: list[Choice] = []
         self._unread: ApiError | None = None
@@ -85,12 +88,12 @@ class Answers:
             self._looking.cancel()
 
     async def changes(self) -> AsyncGenerator[None, None]:
-        """Yield whenever something has changed, until all have ended.
+        """Yield whenever something has changed, until all have ended; a stream's, whenever it is to be told of.
 
         Raises:
             Exception: why one was refused, or has failed.
         """
-        event = asyncio.Event()
+        event = asyncio.Event() if self._interval == 1 else _IntervalEvent(self._is_due)
         with ExitStack() as listening:
             for handle in self.handles:
                 listening.enter_context(handle.listeners.listening(event))
@@ -143,6 +146,11 @@ class Answers:
         tokens, ends = answer.received.tokens, answer.received.ends
         return len(tokens) - (bool(tokens) and tokens[-1] in ends and not self._keeps_ends)
 
+    def _is_due(self) -> bool:
+        """Whether there is something to be told of at once; any change, if the answers are not streamed."""
+        streamed, ended = bool(self._choices), all(handle.done for handle in self.handles)
+        return not streamed or ended or any(choice.is_due for choice in self._choices)
+
     def _are_over(self) -> bool:
         """Whether all have ended; looked at before what they are read for, and in each step of each.
 
@@ -176,7 +184,9 @@ class Answers:
     def choices(self) -> list[Choice]:
         """Return all answers, to be read as they come."""
         every = [(handle, answer) for handle in self.handles for answer in handle.answers]
-        self._choices = [Choice(number, handle, answer, self._told) for number, (handle, answer) in enumerate(every)]
+        self._choices = [
+            Choice(number, handle, answer, self._told, self._interval) for number, (handle, answer) in enumerate(every)
+        ]
         self._look_later()
         return self._choices
 
@@ -187,7 +197,7 @@ class Answers:
 
     def _look(self) -> None:
         """End all if the client does not read: what comes meanwhile becomes one piece, up to a limit."""
-        if sum(choice.untold for choice in self._choices) <= self._most_unsent:
+        if sum(choice.untold for choice in self._choices if choice.is_due) <= self._most_unsent:
             self._look_later()
             return
         message = f"the client has not read, and more than {self._most_unsent:,} tokens wait for it"
@@ -199,6 +209,18 @@ class Answers:
 def _entries(places: Sequence[Sized | None]) -> int:
     """Return how many log-probabilities there are, if all tokens have as many as the last."""
     return len(places) * len(places[-1] or ()) if places else 0
+
+
+class _IntervalEvent(asyncio.Event):
+    """An event that stays as it is while too little has come: the stream's task is not woken for each token."""
+
+    def __init__(self, is_due: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_due = is_due
+
+    def set(self) -> None:
+        if self._is_due():
+            super().set()
 
 
 class News(NamedTuple):
@@ -241,7 +263,12 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, handle: RemoteHandle, answer: RemoteAnswer, told: Callable[[RemoteAnswer], int]
+        self,
+        index: int,
+        handle: RemoteHandle,
+        answer: RemoteAnswer,
+        told: Callable[[RemoteAnswer], int],
+        interval: int = 1,
     ) -> None:
         """Read it from the beginning.
 
@@ -250,11 +277,13 @@ class Choice:
             handle: of its prompt.
             answer: one of the prompt's.
             told: how many tokens of it are told of, once it has ended.
+            interval: tokens that are told of together, between the first and the last.
         """
         handle.text(answer.index)  # from now on it is decoded as it comes
         self.index = index
         self._answer = answer
         self._told = told
+        self._interval = interval
         self._text: AnswerText = answer.begin_text()
         self._characters = self._tokens = 0
         self._over = False
@@ -264,9 +293,16 @@ class Choice:
         """How many tokens have come and were not told."""
         return self._answer.tokens - self._tokens
 
-    def news(self) -> News | None:
-        """Return what is new; None for nothing."""
+    @property
+    def is_due(self) -> bool:
+        """Whether enough has come to be told of: the first token, as many as an interval has, or the last."""
         if self._over:
+            return False
+        return not self._tokens or self.untold >= self._interval or self._answer.done
+
+    def news(self) -> News | None:
+        """Return what is new; None for nothing, or too little."""
+        if not self.is_due:
             return None
         received, text = self._answer.received, self._text
         count = text.count  # first: if it is not over, none of these has ended it

@@ -99,9 +99,8 @@ class Front:
             return self._begun(model.client, prompts, params, salt, priority or 0)
 
         handles = await beside(begun, CHARACTERS * sum(map(len, prompts)))
-        return Answers(
-            handles, request, params.include_stop_str_in_output, self.settings.most_unsent, form and form.field
-        )
+        limits = self.settings.most_unsent, self.settings.stream_interval
+        return Answers(handles, request, params.include_stop_str_in_output, *limits, form and form.field)
 
     def check_answers(self, prompts: int, answers: int) -> None:
         """Check how much a request asks for, before anything is made of its prompts.
